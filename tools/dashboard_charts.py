@@ -129,6 +129,19 @@ OVERVIEW = (
         queries=[
             (_of_jobs("horizon_train_loss"), "train {{name}} ({{owner}})"),
             (_of_jobs("horizon_eval_loss"), "eval {{name}} ({{owner}})"),
+            (_of_jobs("horizon_eval_set_loss"), "{{set}} {{name}} ({{owner}})"),
+        ],
+    ),
+    Chart(
+        title="Evaluations",
+        text="Token accuracy and exact match of each eval set.",
+        unit="percentunit",
+        width=12,
+        minimum=0,
+        maximum=1,
+        queries=[
+            (_of_jobs("horizon_eval_set_accuracy"), "accuracy {{set}} {{name}} ({{owner}})"),
+            (_of_jobs("horizon_eval_set_exact_match"), "exact match {{set}} {{name}} ({{owner}})"),
         ],
     ),
     Chart(

@@ -32,10 +32,12 @@ WIRE_ONLY = {
     "TrainSpec",
     "CheckpointSpec",
     "EvalSpec",
+    "GenerateSpec",
     "LimitsSpec",
     "JobEvent",
 }
 """Messages without a record: of the upload protocol, the spec, which is a plain mapping, and the envelope of an event."""
+WITHIN_A_JOB = {"StepEvent": "`last_step`", "EvalEvent": "`first_eval`, `best_eval` and `last_eval`"}
 LONG_FIELDS = {"files", "digest"}
 """Left out of `repr`."""
 NEVER_UNSET = {"PlanJobResponse.plan"}
@@ -147,9 +149,9 @@ def _record(contract: Contract, name: str, event: str | None) -> str:
         lines.append(f'    kind: ClassVar[Literal["{event}"]] = "{event}"')
         for head, default in ("sequence: int", "0"), ("time: datetime | None", "None"):
             comment = contract.comment(f"JobEvent.{head.partition(':')[0]}").removesuffix(".")
-            # The newest step is also a field of its job, without the envelope
-            if name == "StepEvent":
-                lines += [f"    {head} = {default}", *_docstring(f"{comment}; {default} in a job's `last_step`.")]
+            # Some are also fields of their job, without the envelope
+            if within := WITHIN_A_JOB.get(name):
+                lines += [f"    {head} = {default}", *_docstring(f"{comment}; {default} in a job's {within}.")]
             else:
                 lines += [f"    {head}", *_docstring(f"{comment}.")]
     for field in contract.messages[name].field:

@@ -15,7 +15,7 @@ from typing import Any
 from generated_files import ROOT, write_or_check
 
 from horizon_server.spec import job_schema
-from horizon_server.spec.words import allowed_values
+from horizon_server.spec.words import allowed_values, section_of
 
 SCHEMA = ROOT / "client" / "horizon_client" / "job_schema.json"
 PAGE = ROOT / "docs" / "job-spec.md"
@@ -42,10 +42,16 @@ horizon job schema --to job.schema.json
 def reference_page(schema: Mapping[str, Any]) -> str:
     """Return the Markdown page: one table for the top level and one for each section."""
     parts = [HEAD, *_table("Fields", "", schema, schema)]
-    for name, field in schema["properties"].items():
-        if section := _section(field, schema):
-            parts += _table(f"`{name}`", section.get("description", ""), section, schema, prefix=f"{name}.")
+    parts += _sections(schema, schema, "")
     return "\n".join(parts) + "\n"
+
+
+def _sections(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, field in section["properties"].items():
+        if inner := section_of(field, schema):
+            path = f"{prefix}{name}"
+            yield from _table(f"`{path}`", inner.get("description", ""), inner, schema, prefix=f"{path}.")
+            yield from _sections(inner, schema, f"{path}.")
 
 
 def _table(
@@ -57,16 +63,13 @@ def _table(
     yield "| field | allowed | default | what it is |"
     yield "| --- | --- | --- | --- |"
     for name, field in section["properties"].items():
-        if inner := _section(field, schema):
-            yield f"| `{prefix}{name}` | the fields of [{name}](#{name}) | | {inner['description']} |"
+        if inner := section_of(field, schema):
+            path, or_null = f"{prefix}{name}", ", or null" if "anyOf" in field else ""
+            link, default = path.replace(".", ""), "`null`" if or_null else ""
+            yield f"| `{path}` | the fields of [{path}](#{link}){or_null} | {default} | {inner['description']} |"
             continue
         default = "required" if name in section.get("required", ()) else f"`{json.dumps(field.get('default'))}`"
         yield f"| `{prefix}{name}` | {allowed_values(field)} | {default} | {field['description']} |"
-
-
-def _section(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = schema["$defs"][field["$ref"].rsplit("/", 1)[1]] if "$ref" in field else None
-    return found
 
 
 def generate() -> dict[Path, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from datetime import UTC
 from typing import Any, TypeVar
 
@@ -104,7 +104,10 @@ def spec_to_mapping(spec: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for field in spec.DESCRIPTOR.fields:
         name, value = field.name, getattr(spec, field.name)
-        if isinstance(value, MutableSequence):
+        if isinstance(value, MutableMapping):
+            if value:
+                plain[name] = dict(sorted(value.items()))
+        elif isinstance(value, MutableSequence):
             if value:
                 plain[name] = [spec_to_mapping(item) if isinstance(item, Message) else item for item in value]
         elif field.has_presence and not spec.HasField(name):
@@ -185,7 +188,15 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
             setattr(message, _CLIPPING_OFF, True)
         return
     current = getattr(message, field.name)
-    if isinstance(current, MutableSequence):
+    if isinstance(current, MutableMapping):
+        if not isinstance(value, Mapping):
+            raise _Refused("must be a mapping of names")
+        to = field.message_type.fields_by_name["value"]
+        for name, item in value.items():
+            if not isinstance(name, str) or not name:
+                raise _Refused("must have names as its keys; put them in quotes")
+            current[name] = _converted(to, item)
+    elif isinstance(current, MutableSequence):
         # `trainable: all` is a list of one.
         if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             value = [value]

@@ -1,7 +1,7 @@
 """A job spec as users write it: YAML, JSON or a mapping, with `--set` overrides, and with local files that are pushed first.
 
 A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare word that is also the
-name of something pushed means that. Only `model`, `dataset` and `eval_dataset` can be local.
+name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of `eval.sets` can be local.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 
 MAX_SPEC_BYTES = 1 << 20
 _PLACEHOLDER = "local"
+_Place: TypeAlias = tuple[str, ...]
+_MODEL: _Place = ("model",)
+_EVAL_SETS: _Place = ("eval", "sets")
 
 
 async def spec_to_send(
@@ -40,23 +43,57 @@ async def spec_to_send(
     if push_to is None:
         return spec_to_proto(mapping)
     models, datasets = push_to
-    kinds: dict[str, AsyncPushed[Any]] = {"model": models, "dataset": datasets, "eval_dataset": datasets}
-    local = {field: _local_sources(mapping.get(field), folders, many=field != "model") for field in kinds}
+    kinds: dict[_Place, AsyncPushed[Any]] = {_MODEL: models, **dict.fromkeys(_data_places(mapping), datasets)}
+    local = {place: _local_sources(_at(mapping, place), folders, many=place != _MODEL) for place in kinds}
     _refuse_missing_paths(mapping, local)
-    local = {field: sources for field, sources in local.items() if sources}
+    local = {place: sources for place, sources in local.items() if sources}
     # Refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
-    spec_to_proto({**mapping, **dict.fromkeys(local, _PLACEHOLDER)})
-    for field, sources in local.items():
-        if not await _is_pushed(mapping[field], kinds[field]):
-            noun = "model folder" if field == "model" else field.replace("_", " ")
+    checked = _copied(mapping)
+    for place in local:
+        _put(checked, place, _PLACEHOLDER)
+    spec_to_proto(checked)
+    for place, sources in local.items():
+        if not await _is_pushed(_at(mapping, place), kinds[place]):
+            noun = "model folder" if place == _MODEL else place[0].replace("_", " ")
+            if len(place) > 1:
+                noun = f"eval set {place[-1]}"
             reporter.notice(f"pushing the {noun} {', '.join(map(str, sources))}")
-            mapping[field] = await push_under_free_name(kinds[field], sources, reporter)
+            _put(mapping, place, await push_under_free_name(kinds[place], sources, reporter))
     return spec_to_proto(mapping)
 
 
-def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[str, Sequence[Path]]) -> None:
-    for field, sources in local.items():
-        value = mapping.get(field)
+def _data_places(mapping: Mapping[str, Any]) -> list[_Place]:
+    """Where a spec names data."""
+    sets = _at(mapping, _EVAL_SETS)
+    named = [(*_EVAL_SETS, name) for name in sets if isinstance(name, str)] if isinstance(sets, Mapping) else []
+    return [("dataset",), ("eval_dataset",), *named]
+
+
+def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> dict[str, Any]:
+    """Return a spec in which everything that names data has this name instead."""
+    mapping = with_overrides(_loaded(spec)[0], overrides)
+    for place in _data_places(mapping):
+        if place == ("dataset",) or _at(mapping, place) is not None:
+            _put(mapping, place, name)
+    return mapping
+
+
+def _at(mapping: Mapping[str, Any], place: _Place) -> Any:
+    value: Any = mapping
+    for key in place:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _put(mapping: dict[str, Any], place: _Place, value: object) -> None:
+    for key in place[:-1]:
+        mapping = mapping[key]
+    mapping[place[-1]] = value
+
+
+def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Sequence[Path]]) -> None:
+    for place, sources in local.items():
+        value, field = _at(mapping, place), ".".join(place)
         # an absolute path may be a folder on the node
         if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
             continue

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from horizon_client.connection import Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
 from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
-from horizon_client.job_spec import SpecLike, spec_to_send
+from horizon_client.job_spec import SpecLike, spec_to_send, without_data
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import ENDED_STATES, Job, JobEvent, Outlook, PlannedJob, QueueEntry, StateEvent
@@ -95,8 +95,7 @@ class AsyncJobs:
             gpu=gpu, host_gbps=host_gbps, link_gbps=link_gbps, host_memory_bytes=host_memory_bytes
         )
         # Data files would be pushed for nothing
-        without_data = (*overrides, f"dataset={_NO_DATASET}", "eval_dataset=null")
-        wire_spec = await self._wire_spec(spec, without_data, push, reporter)
+        wire_spec = await self._wire_spec(without_data(spec, overrides, _NO_DATASET), (), push, reporter)
         request = job_pb2.PlanJobRequest(spec=wire_spec, machine=machine)
         try:
             answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request)
@@ -272,7 +271,7 @@ class AsyncJobs:
         """Return the error for a model or dataset that does not exist, with similar names."""
         if problem.message.startswith("model "):
             return await suggested(problem, "model", spec.model, self._models.names)
-        for name in (spec.dataset, spec.eval_dataset):
+        for name in (spec.dataset, spec.eval_dataset, *spec.eval.sets.values()):
             if name and problem.message.startswith("dataset ") and name in problem.message:
                 return await suggested(problem, "dataset", name, self._datasets.names)
         return problem

@@ -255,6 +255,12 @@ class Job:
     """When its checkpoints are to be deleted, unless it is kept; None where nothing is to be deleted."""
     keep_files: bool
     """Whether its owner keeps its checkpoints: they are not deleted automatically."""
+    first_eval: EvalEvent | None
+    """The first evaluation, without its answers; None before it."""
+    best_eval: EvalEvent | None
+    """The best evaluation so far by the figure that the spec's eval.best_by names, without its answers."""
+    last_eval: EvalEvent | None
+    """The last evaluation, without its answers."""
 
     @property
     def name(self) -> str:
@@ -472,16 +478,17 @@ class EvalEvent:
     """One finished evaluation."""
 
     kind: ClassVar[Literal["eval"]] = "eval"
-    sequence: int
-    """Number within the job, from 1 without gaps."""
-    time: datetime | None
-    """When it happened."""
+    sequence: int = 0
+    """Number within the job, from 1 without gaps; 0 in a job's `first_eval`, `best_eval` and `last_eval`."""
+    time: datetime | None = None
+    """When it happened; None in a job's `first_eval`, `best_eval` and `last_eval`."""
     step: int
     """Step after which it ran; 0 is before the first."""
     eval_loss: float
-    """Token-weighted mean loss over the evaluation set; the loss of the job's method where that is not cross-entropy."""
+    """Token-weighted mean loss over the set named eval, or else over the first set by name; the loss of the job's method where that
+    is not cross-entropy."""
     num_targets: int
-    """Number of tokens with loss."""
+    """Number of tokens with loss in it."""
     num_tokens: int
     """Number of tokens run through the model."""
     duration_s: float
@@ -496,8 +503,62 @@ class EvalEvent:
     """Seconds the optimizer was busy."""
     optimizer_exposed_s: float
     """Seconds the optimizer was busy while the compute queue was idle."""
+    sets: tuple[EvalSetFigures, ...]
+    """The figures of every set, in the order of the spec."""
+    answers: tuple[EvalAnswer, ...]
+    """The first answers that the model gave, at most 8, each cut to 2,000 characters."""
+    judged: float | None
+    """The figure that best_by of the spec names; None where it was not measured."""
+    num_correct: int
+    """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
     method_figures: Mapping[str, float]
     """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSetFigures:
+    """What an evaluation measured of one set."""
+
+    name: str
+    """The name of the set."""
+    loss: float
+    """Mean loss over the supervised tokens."""
+    perplexity: float | None
+    """The exponential of the loss; None where the loss is that of a method such as dpo."""
+    accuracy: float | None
+    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets; None likewise."""
+    num_targets: int
+    """Number of supervised tokens."""
+    num_correct: int
+    """How many of them the model finds the likeliest."""
+    num_answers: int
+    """Number of prompts that the model has answered; 0 where it was not asked to."""
+    num_matches: int
+    """How many of the answers have the same final answer as the data; 0 where that was not compared."""
+    exact_match: float | None
+    """Share of the answers that have it: num_matches of num_answers; None where nothing was compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalAnswer:
+    """One answer that the model gave in an evaluation."""
+
+    document: int
+    """The number of the row's document in the set, from 0."""
+    prompt: str
+    """The end of what the model was asked."""
+    answer: str
+    """What it answered."""
+    reference: str
+    """What the data answers."""
+    found: str | None
+    """The final answer found in what it answered; None where none is looked for or found."""
+    expected: str | None
+    """The final answer found in what the data answers; None likewise."""
+    matches: bool
+    """Whether both were found and are the same."""
+    ended: str
+    """Why the answer ended: stop or length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -578,7 +639,7 @@ class Checkpoint:
     last: bool
     """Whether it is the newest of its job."""
     best: bool
-    """Whether it has the lowest eval loss of its job."""
+    """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from horizon_server.errors import WorkerFailed
-from horizon_server.figures import EvalFigures, Metric, QueueFigures, StepFigures, TransferFigures
+from horizon_server.figures import EvalFigures, EvalSetFigures, Metric, QueueFigures, StepFigures, TransferFigures
 
 # Up to an hour: with 12 bytes per parameter, the checkpoint of a model of 70 B is 840 GB.
 _WRITING_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)
@@ -51,10 +51,33 @@ class PrepareProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalAnswer:
+    """An answer that the model gave to the prompt of a document of the set. Texts are cut to what is worth showing.
+
+    `found` is the final answer in it, `expected` that of `reference`, which is the data's; None where none is looked for or found.
+    """
+
+    document: int
+    prompt: str
+    answer: str
+    reference: str
+    found: str | None = None
+    expected: str | None = None
+    matches: bool = False
+    ended: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalDone(EvalFigures):
-    """One evaluation is done; `step` 0 is before the first step."""
+    """One evaluation is done; `step` 0 is before the first step.
+
+    The figures of the loss are those of the first set, of the queues those of all `sets` together. `judged` is what `eval.best_by` names.
+    """
 
     step: int
+    sets: tuple[EvalSetFigures, ...] = ()
+    answers: tuple[EvalAnswer, ...] = ()
+    judged: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +231,9 @@ def decode(line: str | bytes) -> Any:
         if issubclass(kind, QueueFigures):
             # Those that are there: the table of events has lines of earlier versions too.
             plain |= {name: TransferFigures(**plain[name]) for name in ("h2d", "d2h") if name in plain}
+            for name, part in (("sets", EvalSetFigures), ("answers", EvalAnswer)):
+                if name in plain:
+                    plain[name] = tuple(part(**each) for each in plain[name])
         return kind(**plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error

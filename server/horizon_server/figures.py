@@ -5,6 +5,7 @@ Units: bytes and seconds. A loss is the mean over supervised tokens. A figure th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -13,6 +14,9 @@ from typing import Annotated
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
 _LINK = ("device", "direction")
 _JOB = ("job_id",)
+_SET = ("job_id", "set")
+# Of exp, in fp64.
+_MAX_EXPONENT = 709.0
 
 
 @dataclass(frozen=True)
@@ -132,11 +136,53 @@ class EvalFigures(QueueFigures):
 
     eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
+    num_correct: int = 0
+    """Of the supervised tokens, those that the model finds the likeliest of the whole vocabulary."""
     # Not in horizon_tokens_total, which counts tokens trained on.
     num_tokens: int = 0
     duration_s: float = 0.0
     # Of the whole evaluation; its parts have none.
     method_figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSetFigures:
+    """What an evaluation measured of one set. Counts are exact, and the shares follow from them: `accuracy` is the share of the
+    `num_targets` supervised tokens that the model finds the likeliest, `exact_match` that of the answers whose final answer is the data's,
+    None where that was not compared.
+    """
+
+    name: str
+    loss: Annotated[float, Metric("horizon_eval_set_loss", "Mean loss of a set in the last evaluation.", _SET)]
+    perplexity: float | None
+    """The exponential of the loss. It and `accuracy` are None where the loss is that of a method such as dpo."""
+    accuracy: Annotated[
+        float | None,
+        Metric("horizon_eval_set_accuracy", "Share of a set's tokens that the model finds the likeliest.", _SET),
+    ]
+    num_targets: int
+    num_correct: int
+    num_answers: int = 0
+    num_matches: int = 0
+    exact_match: Annotated[
+        float | None,
+        Metric("horizon_eval_set_exact_match", "Share of a set's prompts answered as the data does.", _SET),
+    ] = None
+
+    @classmethod
+    def of(cls, name: str, figures: EvalFigures) -> EvalSetFigures:
+        """Return what the engine has measured of a set, before any prompt is answered."""
+        loss, is_cross_entropy = figures.eval_loss, not figures.method_figures
+        # Beyond what a float holds it is infinite; of a loss that is not a number it is none either.
+        perplexity = math.inf if loss >= _MAX_EXPONENT else math.exp(loss)
+        return cls(
+            name=name,
+            loss=loss,
+            perplexity=perplexity if is_cross_entropy else None,
+            accuracy=figures.num_correct / figures.num_targets if is_cross_entropy else None,
+            num_targets=figures.num_targets,
+            num_correct=figures.num_correct,
+        )
 
 
 def overlap_ratio(transfers: Iterable[TransferFigures]) -> float:
@@ -153,6 +199,7 @@ def total_evaluation(parts: Iterable[EvalFigures]) -> EvalFigures:
     return EvalFigures(
         eval_loss=sum(part.eval_loss * part.num_targets for part in listed) / num_targets,
         num_targets=num_targets,
+        num_correct=sum(part.num_correct for part in listed),
         num_tokens=sum(part.num_tokens for part in listed),
         duration_s=sum(part.duration_s for part in listed),
         h2d=_total_transfer(part.h2d for part in listed),

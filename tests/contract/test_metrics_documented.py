@@ -34,6 +34,7 @@ horizon_transfer_overlap_ratio{job_id,direction} horizon_compute_seconds_total{d
 horizon_optimizer_exposed_seconds_total{} horizon_tokens_total{project} horizon_tokens_per_second{job_id}
 horizon_model_flops_utilization_ratio{job_id}
 horizon_step_duration_seconds{} horizon_train_loss{job_id} horizon_eval_loss{job_id} horizon_grad_norm{job_id}
+horizon_eval_set_loss{job_id,set} horizon_eval_set_accuracy{job_id,set} horizon_eval_set_exact_match{job_id,set}
 horizon_method_figure{job_id,component}
 horizon_learning_rate{job_id} horizon_job_progress_ratio{job_id} horizon_steps_skipped_total{reason}
 horizon_worker_restarts_total{reason} horizon_checkpoint_duration_seconds{}

@@ -236,7 +236,17 @@ def test_every_field_of_the_contract_is_carried() -> None:
     )
     unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}
     assert unset == set()
-    optional = {"lr_groups", "epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
+    optional = {
+        "sets",
+        "generate",
+        "lr_groups",
+        "epochs",
+        "max_steps",
+        "max_hours",
+        "max_grad_norm",
+        "no_clipping",
+        "keep_days",
+    }
     sections = (
         (wire.train, TrainSpec),
         (wire.train.lora, LoraSpec),

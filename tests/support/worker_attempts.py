@@ -84,7 +84,7 @@ def worker_request(
             "spec": spec.to_mapping(),
             "model": str(folder / "model"),
             "prepared": str(folder / "prepared"),
-            "evaluation": None,
+            "evaluations": {},
             "checkpoints": str(folder / "checkpoints"),
             "resume_from": None if resume_from is None else str(resume_from),
             "planes": planes,
@@ -150,7 +150,7 @@ def attempt(folder: Path, spec: Any, daemon: Daemon, *, resume_at: int | None = 
     """Run one attempt in this process. A job with an `eval_dataset` evaluates on what it trains on."""
     resume_from = None if resume_at is None else folder / f"checkpoints/step-{resume_at:08d}"
     if spec.eval_dataset:
-        more["evaluation"] = str(folder / "prepared")
+        more["evaluations"] = {"eval": str(folder / "prepared")}
     with worker_request(folder, spec, resume_from=resume_from, turns=True, **more) as request:
         training = Training(WorkerRequest.from_mapping(request), events=daemon, orders=daemon.orders)
         try:

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import IO, TYPE_CHECKING
 
+from horizon_client.cli.evaluation_views import evaluation_facts, evaluation_text, method_figures_text
 from horizon_client.cli.output import (
     View,
     about_text,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     )
 
 _PLAIN_INTERVAL_S = 1.0
-# Those of a step that fit into a line; the rest is in `horizon job get` and in the events
-_METHOD_FIGURES = ("rewards/accuracies", "rewards/margins", "kl", "clip_ratio/region_mean")
 # A limit from here on means that none was given
 _NO_LIMIT_BYTES = 1 << 60
 
@@ -226,6 +225,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
             facts.append(("overlap", f"{100 * step.overlap_ratio:.0f}% of the transfers hidden by compute"))
         if step.host_memory_bytes:
             facts.append(("memory used", host_memory_text(step.host_memory_bytes)))
+    facts += evaluation_facts(job)
     facts.append(("data", data_text(job.data_report)))
     if job.plan is not None:
         plan = job.plan
@@ -390,9 +390,7 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
         reason = f" ({event.reason})" if event.reason else ""
         return clean(f"{event.state}{reason}{f': {event.message}' if event.message else ''}")
     if event.kind == "eval":
-        took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
-        figures = _method_figures(event.method_figures)
-        return f"step {event.step}  eval_loss {event.eval_loss:.4f}{figures}  on {event.num_targets:,} tokens{took}"
+        return evaluation_text(event)
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":
@@ -407,13 +405,9 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
 
 def _training_figures(step: StepEvent) -> str:
     return (
-        f"loss {step.loss:.4f}{_method_figures(step.method_figures)}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
+        f"loss {step.loss:.4f}{method_figures_text(step.method_figures)}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
         f"{step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
     )
-
-
-def _method_figures(figures: Mapping[str, float]) -> str:
-    return "".join(f"  {name} {figures[name]:.4g}" for name in _METHOD_FIGURES if name in figures)
 
 
 def _machine_figures(step: StepEvent, *, on_device: bool) -> str:

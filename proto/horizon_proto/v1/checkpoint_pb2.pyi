@@ -42,7 +42,7 @@ class Checkpoint(google.protobuf.message.Message):
     last: builtins.bool
     """Whether it is the newest of its job."""
     best: builtins.bool
-    """Whether it has the lowest eval loss of its job."""
+    """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.FileEntry]:
         """Its files; those below trainer/ are only needed to resume."""

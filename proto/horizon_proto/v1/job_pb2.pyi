@@ -545,7 +545,7 @@ class JobSpec(google.protobuf.message.Message):
     dataset: builtins.str
     """A pushed dataset's name; required."""
     eval_dataset: builtins.str
-    """A pushed dataset to evaluate on; optional."""
+    """A pushed dataset to evaluate on, the set named eval; optional. eval.sets has more of them."""
     method: global___Method.ValueType
     """How the model is tuned; default sft."""
     eval_every_steps: builtins.int
@@ -572,7 +572,7 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def eval(self) -> global___EvalSpec:
-        """When evaluations end the job early."""
+        """What evaluations measure, and when they end the job early."""
 
     @property
     def limits(self) -> global___LimitsSpec:
@@ -833,30 +833,103 @@ global___PolicySpec = PolicySpec
 
 @typing.final
 class EvalSpec(google.protobuf.message.Message):
-    """EvalSpec says when evaluations end a job early, with success."""
+    """EvalSpec says what evaluations measure, and when they end a job early, with success."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SetsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     PATIENCE_FIELD_NUMBER: builtins.int
     MIN_DELTA_FIELD_NUMBER: builtins.int
+    SETS_FIELD_NUMBER: builtins.int
+    GENERATE_FIELD_NUMBER: builtins.int
+    BEST_BY_FIELD_NUMBER: builtins.int
     patience: builtins.int
-    """Evaluations in a row whose loss was not better than the best before, after which the job ends; 0 trains to the end; default 0."""
+    """Evaluations in a row whose figure was not better than the best before, after which the job ends; 0 trains to the end; default 0."""
     min_delta: builtins.float
-    """How far below the best loss a loss must be to count as better; default 0."""
+    """By how much a figure must be better than the best to count as better; default 0."""
+    best_by: builtins.str
+    """The figure that decides what is the best: loss, SET.loss, SET.accuracy or SET.exact_match; default loss."""
+    @property
+    def sets(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """More pushed datasets to evaluate on, by the names that their figures have; at most 8."""
+
+    @property
+    def generate(self) -> global___GenerateSpec:
+        """Have the model answer prompts of a set at each evaluation; default: it does not."""
+
     def __init__(
         self,
         *,
         patience: builtins.int | None = ...,
         min_delta: builtins.float | None = ...,
+        sets: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        generate: global___GenerateSpec | None = ...,
+        best_by: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_min_delta", b"_min_delta", "_patience", b"_patience", "min_delta", b"min_delta", "patience", b"patience"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_min_delta", b"_min_delta", "_patience", b"_patience", "min_delta", b"min_delta", "patience", b"patience"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_best_by", b"_best_by", "_min_delta", b"_min_delta", "_patience", b"_patience", "best_by", b"best_by", "generate", b"generate", "min_delta", b"min_delta", "patience", b"patience"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_best_by", b"_best_by", "_min_delta", b"_min_delta", "_patience", b"_patience", "best_by", b"best_by", "generate", b"generate", "min_delta", b"min_delta", "patience", b"patience", "sets", b"sets"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_best_by", b"_best_by"]) -> typing.Literal["best_by"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_delta", b"_min_delta"]) -> typing.Literal["min_delta"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
 
 global___EvalSpec = EvalSpec
+
+@typing.final
+class GenerateSpec(google.protobuf.message.Message):
+    """GenerateSpec is what the model answers at each evaluation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SET_FIELD_NUMBER: builtins.int
+    PROMPTS_FIELD_NUMBER: builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
+    set: builtins.str
+    """The eval set that the prompts are from; default eval."""
+    prompts: builtins.int
+    """How many of the set's rows, from its first on; from 1 to 256; default 16."""
+    max_new_tokens: builtins.int
+    """An answer ends after this number of tokens; from 1 to 4096; default 256."""
+    answer: builtins.str
+    """Regular expression whose last match's first group is the final answer of a text; at most 256 characters; default none."""
+    def __init__(
+        self,
+        *,
+        set: builtins.str | None = ...,
+        prompts: builtins.int | None = ...,
+        max_new_tokens: builtins.int | None = ...,
+        answer: builtins.str | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_answer", b"_answer", "_max_new_tokens", b"_max_new_tokens", "_prompts", b"_prompts", "_set", b"_set", "answer", b"answer", "max_new_tokens", b"max_new_tokens", "prompts", b"prompts", "set", b"set"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_answer", b"_answer", "_max_new_tokens", b"_max_new_tokens", "_prompts", b"_prompts", "_set", b"_set", "answer", b"answer", "max_new_tokens", b"max_new_tokens", "prompts", b"prompts", "set", b"set"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_answer", b"_answer"]) -> typing.Literal["answer"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompts", b"_prompts"]) -> typing.Literal["prompts"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_set", b"_set"]) -> typing.Literal["set"] | None: ...
+
+global___GenerateSpec = GenerateSpec
 
 @typing.final
 class LimitsSpec(google.protobuf.message.Message):
@@ -1138,7 +1211,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     keep_last: builtins.int
     """How many of the newest are kept; default 2."""
     keep_best: builtins.bool
-    """Keep the one with the lowest eval loss as well; default true."""
+    """Keep the best one as well, by the figure that eval.best_by names; default true."""
     dtype: global___CheckpointDtype.ValueType
     """Number format of the exported weights; default source. Training and resume are not affected."""
     every_minutes: builtins.float
@@ -1225,6 +1298,9 @@ class Job(google.protobuf.message.Message):
     PROJECT_FIELD_NUMBER: builtins.int
     DELETION_TIME_FIELD_NUMBER: builtins.int
     KEEP_FILES_FIELD_NUMBER: builtins.int
+    FIRST_EVAL_FIELD_NUMBER: builtins.int
+    BEST_EVAL_FIELD_NUMBER: builtins.int
+    LAST_EVAL_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -1305,6 +1381,18 @@ class Job(google.protobuf.message.Message):
     def deletion_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its checkpoints are to be deleted, unless it is kept; unset where nothing is to be deleted."""
 
+    @property
+    def first_eval(self) -> global___EvalEvent:
+        """The first evaluation, without its answers; unset before it."""
+
+    @property
+    def best_eval(self) -> global___EvalEvent:
+        """The best evaluation so far by the figure that the spec's eval.best_by names, without its answers."""
+
+    @property
+    def last_eval(self) -> global___EvalEvent:
+        """The last evaluation, without its answers."""
+
     def __init__(
         self,
         *,
@@ -1335,9 +1423,12 @@ class Job(google.protobuf.message.Message):
         project: builtins.str = ...,
         deletion_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         keep_files: builtins.bool = ...,
+        first_eval: global___EvalEvent | None = ...,
+        best_eval: global___EvalEvent | None = ...,
+        last_eval: global___EvalEvent | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "keep_files", b"keep_files", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["best_eval", b"best_eval", "create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "last_eval", b"last_eval", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "best_eval", b"best_eval", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "job_id", b"job_id", "keep_files", b"keep_files", "last_eval", b"last_eval", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
 
 global___Job = Job
 
@@ -1901,13 +1992,19 @@ class EvalEvent(google.protobuf.message.Message):
     COMPUTE_S_FIELD_NUMBER: builtins.int
     OPTIMIZER_S_FIELD_NUMBER: builtins.int
     OPTIMIZER_EXPOSED_S_FIELD_NUMBER: builtins.int
+    SETS_FIELD_NUMBER: builtins.int
+    ANSWERS_FIELD_NUMBER: builtins.int
+    JUDGED_FIELD_NUMBER: builtins.int
+    NUM_CORRECT_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
-    """Token-weighted mean loss over the evaluation set; the loss of the job's method where that is not cross-entropy."""
+    """Token-weighted mean loss over the set named eval, or else over the first set by name; the loss of the job's method where that is not
+    cross-entropy.
+    """
     num_targets: builtins.int
-    """Number of tokens with loss."""
+    """Number of tokens with loss in it."""
     num_tokens: builtins.int
     """Number of tokens run through the model."""
     duration_s: builtins.float
@@ -1918,6 +2015,10 @@ class EvalEvent(google.protobuf.message.Message):
     """Seconds the optimizer was busy."""
     optimizer_exposed_s: builtins.float
     """Seconds the optimizer was busy while the compute queue was idle."""
+    judged: builtins.float
+    """The figure that best_by of the spec names; unset where it was not measured."""
+    num_correct: builtins.int
+    """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
     @property
     def h2d(self) -> global___TransferFigures:
         """The link from host to device while it ran. What the queues did for an evaluation is not part of any step's figures."""
@@ -1925,6 +2026,14 @@ class EvalEvent(google.protobuf.message.Message):
     @property
     def d2h(self) -> global___TransferFigures:
         """The link from device to host while it ran."""
+
+    @property
+    def sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvalSetFigures]:
+        """The figures of every set, in the order of the spec."""
+
+    @property
+    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvalAnswer]:
+        """The first answers that the model gave, at most 8, each cut to 2,000 characters."""
 
     @property
     def method_figures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
@@ -1943,12 +2052,125 @@ class EvalEvent(google.protobuf.message.Message):
         compute_s: builtins.float = ...,
         optimizer_s: builtins.float = ...,
         optimizer_exposed_s: builtins.float = ...,
+        sets: collections.abc.Iterable[global___EvalSetFigures] | None = ...,
+        answers: collections.abc.Iterable[global___EvalAnswer] | None = ...,
+        judged: builtins.float | None = ...,
+        num_correct: builtins.int = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["d2h", b"d2h", "h2d", b"h2d"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "method_figures", b"method_figures", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_judged", b"_judged", "d2h", b"d2h", "h2d", b"h2d", "judged", b"judged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "method_figures", b"method_figures", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_judged", b"_judged"]) -> typing.Literal["judged"] | None: ...
 
 global___EvalEvent = EvalEvent
+
+@typing.final
+class EvalSetFigures(google.protobuf.message.Message):
+    """EvalSetFigures is what an evaluation measured of one set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    LOSS_FIELD_NUMBER: builtins.int
+    PERPLEXITY_FIELD_NUMBER: builtins.int
+    ACCURACY_FIELD_NUMBER: builtins.int
+    NUM_TARGETS_FIELD_NUMBER: builtins.int
+    NUM_CORRECT_FIELD_NUMBER: builtins.int
+    NUM_ANSWERS_FIELD_NUMBER: builtins.int
+    NUM_MATCHES_FIELD_NUMBER: builtins.int
+    EXACT_MATCH_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """The name of the set."""
+    loss: builtins.float
+    """Mean loss over the supervised tokens."""
+    perplexity: builtins.float
+    """The exponential of the loss; unset where the loss is that of a method such as dpo."""
+    accuracy: builtins.float
+    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets; unset likewise."""
+    num_targets: builtins.int
+    """Number of supervised tokens."""
+    num_correct: builtins.int
+    """How many of them the model finds the likeliest."""
+    num_answers: builtins.int
+    """Number of prompts that the model has answered; 0 where it was not asked to."""
+    num_matches: builtins.int
+    """How many of the answers have the same final answer as the data; 0 where that was not compared."""
+    exact_match: builtins.float
+    """Share of the answers that have it: num_matches of num_answers; unset where nothing was compared."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        loss: builtins.float = ...,
+        perplexity: builtins.float | None = ...,
+        accuracy: builtins.float | None = ...,
+        num_targets: builtins.int = ...,
+        num_correct: builtins.int = ...,
+        num_answers: builtins.int = ...,
+        num_matches: builtins.int = ...,
+        exact_match: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_accuracy", b"_accuracy", "_exact_match", b"_exact_match", "_perplexity", b"_perplexity", "accuracy", b"accuracy", "exact_match", b"exact_match", "perplexity", b"perplexity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_accuracy", b"_accuracy", "_exact_match", b"_exact_match", "_perplexity", b"_perplexity", "accuracy", b"accuracy", "exact_match", b"exact_match", "loss", b"loss", "name", b"name", "num_answers", b"num_answers", "num_correct", b"num_correct", "num_matches", b"num_matches", "num_targets", b"num_targets", "perplexity", b"perplexity"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_accuracy", b"_accuracy"]) -> typing.Literal["accuracy"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_exact_match", b"_exact_match"]) -> typing.Literal["exact_match"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_perplexity", b"_perplexity"]) -> typing.Literal["perplexity"] | None: ...
+
+global___EvalSetFigures = EvalSetFigures
+
+@typing.final
+class EvalAnswer(google.protobuf.message.Message):
+    """EvalAnswer is one answer that the model gave in an evaluation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DOCUMENT_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
+    REFERENCE_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
+    EXPECTED_FIELD_NUMBER: builtins.int
+    MATCHES_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    document: builtins.int
+    """The number of the row's document in the set, from 0."""
+    prompt: builtins.str
+    """The end of what the model was asked."""
+    answer: builtins.str
+    """What it answered."""
+    reference: builtins.str
+    """What the data answers."""
+    found: builtins.str
+    """The final answer found in what it answered; unset where none is looked for or found."""
+    expected: builtins.str
+    """The final answer found in what the data answers; unset likewise."""
+    matches: builtins.bool
+    """Whether both were found and are the same."""
+    ended: builtins.str
+    """Why the answer ended: stop or length."""
+    def __init__(
+        self,
+        *,
+        document: builtins.int = ...,
+        prompt: builtins.str = ...,
+        answer: builtins.str = ...,
+        reference: builtins.str = ...,
+        found: builtins.str | None = ...,
+        expected: builtins.str | None = ...,
+        matches: builtins.bool = ...,
+        ended: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected", b"_expected", "_found", b"_found", "expected", b"expected", "found", b"found"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "_found", b"_found", "answer", b"answer", "document", b"document", "ended", b"ended", "expected", b"expected", "found", b"found", "matches", b"matches", "prompt", b"prompt", "reference", b"reference"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_expected", b"_expected"]) -> typing.Literal["expected"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_found", b"_found"]) -> typing.Literal["found"] | None: ...
+
+global___EvalAnswer = EvalAnswer
 
 @typing.final
 class CheckpointEvent(google.protobuf.message.Message):

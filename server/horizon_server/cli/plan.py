@@ -71,7 +71,10 @@ def _spec_and_folder(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, 
     model = written.get("model")
     folder = model_dir or next((f for f in (spec_file.parent / str(model), Path(str(model))) if f.is_dir()), None)
     # The memory does not depend on the data, and of the model only the folder counts.
-    names = {key: "local" for key in ("dataset", "eval_dataset") if _is_text(written.get(key))}
+    names: dict[str, Any] = {key: "local" for key in ("dataset", "eval_dataset") if _is_text(written.get(key))}
+    evaluation = written.get("eval")
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("sets"), dict):
+        names["eval"] = {**evaluation, "sets": dict.fromkeys(evaluation["sets"], "local")}
     if _is_text(model) and (folder is not None or "/" in str(model)):
         names["model"] = "local"
     return parse_job_spec({**written, **names}), folder or Path(str(model))

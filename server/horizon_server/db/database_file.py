@@ -171,6 +171,12 @@ class DatabaseFile:
                 f"AND {column} NOT IN (SELECT {kind}_id FROM {kind}s)"
             )
             found += [f"job {job_id} needs {kind} {needed}, which is deleted" for job_id, needed in self._rows(query)]
+        if "eval_set_ids" in {name for _, name, *_ in self._rows("PRAGMA table_info(jobs)")}:
+            query = (
+                f"SELECT job_id, value FROM jobs, json_each(jobs.eval_set_ids) WHERE job_state NOT IN ({ended}) "
+                "AND value NOT IN (SELECT dataset_id FROM datasets)"
+            )
+            found += [f"job {job_id} needs dataset {needed}, which is deleted" for job_id, needed in self._rows(query)]
         return found
 
     def _rows(self, query: str) -> list[Any]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import json
 import time
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     Connection,
-    Row,
     Text,
     bindparam,
     case,
@@ -31,12 +26,12 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database, parts
+from horizon_server.db.job_rows import STORED_FIELDS, Records, columns_of, evaluations_after, record_of
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
-from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
+from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
 from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
-from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.spec import parse_job_spec
 
 Figures = tuple[int, str, dict[str, Any]]
 """Number of an event, kind (step or eval), and figures by name."""
@@ -44,11 +39,6 @@ Figures = tuple[int, str, dict[str, Any]]
 AdmitJob = Callable[[Sequence[str], Sequence[str]], None]
 """Gets the ids of the owner's jobs, and of the project's, that are in the queue before a new one; what it raises refuses that one."""
 
-_PLAIN = (
-    "job_id", "owner", "project", "priority", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step",
-    "num_steps", "attempt", "created_s", "queued_s", "started_s", "ended_s", "device_s", "num_tokens", "last_sequence",
-    "num_restarts", "failed_step", "last_failure", "not_before_s", "journal_line", "deletion_s", "keep_files",
-)  # fmt: skip
 _ENDED = [state.value for state in ENDED]
 _EVENTS_AT_ONCE = 5000
 # JSON stays text: what is equal to an earlier row gives the same record, and needs no parsing.
@@ -62,8 +52,6 @@ _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
 _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
 # Jobs of a page that is read on the event loop: about a millisecond. The service asks for one more than are shown.
 _LOOKED_UP = 101
-# The largest page. A record takes some 20 kB with its row and its message (see `records.kept`).
-_KEPT_RECORDS = 1000
 _ALIVE = [state.value for state in JobState if state not in ENDED]
 # More than one is only named in a message: "several jobs have an id that starts so".
 _MAX_NAMED = 10
@@ -74,7 +62,7 @@ class JobStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._records = _Records()
+        self._records = Records()
 
     async def create(self, job: JobRecord, *, request_id: str, admit: AdmitJob | None = None) -> tuple[JobRecord, bool]:
         """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
@@ -103,7 +91,7 @@ class JobStore:
             request.resource_id = job.job_id
             row = JobRow(name=job.spec.name, spec=body, job_state=job.job_state.value)
             row.queue_order = await _end_of_queue(session)
-            _set(row, {name: getattr(job, name) for name in (*_PLAIN, "plan", "data_report", "last_step", "wanted")})
+            _set(row, {name: getattr(job, name) for name in STORED_FIELDS})
             session.add(row)
             await session.flush()
             _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
@@ -225,7 +213,10 @@ class JobStore:
 
     async def users_of(self, resource_id: str) -> list[tuple[str, str]]:
         """Return id and owner of the first few jobs that have not ended and need this dataset or model."""
-        needs = or_(*(column == resource_id for column in (JobRow.model_id, JobRow.dataset_id, JobRow.eval_dataset_id)))
+        columns = (JobRow.model_id, JobRow.dataset_id, JobRow.eval_dataset_id)
+        # In the text of a JSON object, where it follows a colon: names of sets do not count.
+        of_set = JobRow.eval_set_ids.contains(f': "{resource_id}"', autoescape=True)
+        needs = or_(*(column == resource_id for column in columns), of_set)
         query = select(JobRow.job_id, JobRow.owner).where(JobRow.job_state.in_(_ALIVE), needs)
         query = query.order_by(JobRow.number).limit(_MAX_NAMED)
         async with self._database.reading() as session:
@@ -237,13 +228,13 @@ class JobStore:
         async with self._database.reading() as session:
             for part in parts(job_ids):
                 query = _JOBS.where(JobRow.job_id.in_(part), JobRow.job_state.in_(_ENDED))
-                found += [_record(row) for row in await session.execute(query)]
+                found += [record_of(row) for row in await session.execute(query)]
         return sorted(found, key=lambda job: (job.ended_s, job.job_id))
 
     async def being_deleted(self) -> list[JobRecord]:
         """Return the jobs whose deletion, or that of their checkpoints, was begun and not finished."""
         async with self._database.reading() as session:
-            return [_record(row) for row in await session.execute(_JOBS.where(JobRow.deletion_s < 0))]
+            return [record_of(row) for row in await session.execute(_JOBS.where(JobRow.deletion_s < 0))]
 
     async def begin_deletion(self, job_id: str, mark: float) -> None:
         """Mark a job, or its checkpoints, as being deleted: from here on nothing else changes it.
@@ -317,7 +308,9 @@ class JobStore:
         """Store an event and set `fields` of the job. Return both as they are now."""
 
         def write(connection: Connection) -> tuple[JobRecord, JobEvent]:
-            set_ = {"last_sequence": JobRow.last_sequence + 1, **_columns(fields)}
+            set_ = {"last_sequence": JobRow.last_sequence + 1, **columns_of(fields)}
+            if isinstance(payload, EvalDone) and (before := connection.execute(_BY_ID, {"key": job_id}).first()):
+                set_["evaluations"] = evaluations_after(record_of(before), payload)
             changed = connection.execute(update(JobRow).where(JobRow.job_id == job_id).values(set_).returning(*_STORED))
             row = changed.first()
             if row is None:
@@ -427,23 +420,8 @@ async def _row(session: AsyncSession, job_id: str) -> JobRow:
     return row
 
 
-def _columns(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that hold these fields of a record."""
-    columns = dict(fields)
-    if (plan := fields.get("plan")) is not None:
-        columns["plan"] = dataclasses.asdict(plan)
-    if "data_report" in fields:
-        columns["data_report"] = fields["data_report"] or None
-    if "last_step" in fields:
-        columns["last_step"] = "" if fields["last_step"] is None else encode(fields["last_step"])
-    if "wanted" in fields:
-        columns["wanted"] = Wanted(fields["wanted"]).value
-    assert columns.keys() <= {*_PLAIN, "plan", "data_report", "last_step", "wanted"}, sorted(columns)
-    return columns
-
-
 def _set(row: JobRow, fields: dict[str, Any]) -> None:
-    for name, value in _columns(fields).items():
+    for name, value in columns_of(fields).items():
         setattr(row, name, value)
 
 
@@ -452,48 +430,3 @@ def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> JobEvent
     event = JobEvent(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), payload=payload)
     session.add(EventRow(job_id=row.job_id, sequence=event.sequence, time_s=event.time_s, body=encode(payload)))
     return event
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec(text: str) -> JobSpec:
-    # A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon.
-    return parse_job_spec(json.loads(text))
-
-
-class _Records:
-    """The records of the rows that were read last. A record that is there is returned while the stored row is equal to the one that it was
-    made of, so nothing has to be invalidated. Thread: any.
-    """
-
-    def __init__(self, most: int = _KEPT_RECORDS) -> None:
-        self._most = most
-        self._kept: OrderedDict[int, tuple[Row[Any], JobRecord]] = OrderedDict()
-
-    def of(self, row: Row[Any], *, queue_position: int = 0) -> JobRecord:
-        """Return the record of a row of `_STORED`."""
-        kept = self._kept.get(row.number)
-        if kept is None or kept[0] != row:
-            kept = row, _record(row)
-            self._kept[row.number] = kept
-            while len(self._kept) > self._most:
-                with contextlib.suppress(KeyError):  # another thread was faster
-                    self._kept.popitem(last=False)
-        record = kept[1]
-        return dataclasses.replace(record, queue_position=queue_position) if queue_position else record
-
-
-def _record(row: Row[Any]) -> JobRecord:
-    plan: dict[str, Any] = json.loads(row.plan or "null") or {}
-    if plan:  # one of an earlier version has none of these
-        prediction, kept = plan.get("prediction"), plan.get("kept")
-        plan["prediction"] = StepPrediction(**prediction) if prediction else None
-        plan["kept"] = KeptMemory(**kept) if kept else None
-    return JobRecord(
-        **{name: getattr(row, name) for name in _PLAIN},
-        spec=_spec(row.spec),
-        job_state=JobState(row.job_state),
-        wanted=Wanted(row.wanted),
-        last_step=decode(row.last_step) if row.last_step else None,
-        plan=JobPlan(**plan) if plan else None,
-        data_report=json.loads(row.data_report or "null") or {},
-    )

@@ -243,6 +243,10 @@ class JobRow(Table):
     deletion_s: Mapped[float | None] = mapped_column(Float)
     # Whether its owner has taken back such a deletion.
     keep_files: Mapped[bool] = mapped_column(server_default="0")
+    # The datasets of its named eval sets, as a JSON object of ids by name.
+    eval_set_ids: Mapped[str] = mapped_column(Text, server_default="{}")
+    # Its first, best and last evaluation, as a JSON object of events; empty before the first.
+    evaluations: Mapped[str] = mapped_column(Text, server_default="")
 
 
 class StateFolderRow(Table):

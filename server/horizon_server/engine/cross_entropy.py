@@ -41,6 +41,12 @@ def chunk_loss(
     return _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing).double().sum() * scale
 
 
+def num_correct(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
+    """How many targets are the likeliest token of their row, the first of several: a whole number on the device. Shapes: []."""
+    # In the logits' own type: fp32 is finer, and no two numbers of bf16 become equal in it or change their order.
+    return (logits_SV.argmax(dim=-1) == targets_S).sum()
+
+
 def log_probabilities(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
     """The log-probability of each target, in fp32. Shapes: [S]."""
     return -_row_losses(logits_SV, targets_S, None, 1.0)

@@ -17,7 +17,7 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +155,25 @@ class PreparedDataset:
         counts -= self._trained_N[firsts] != 0
         return counts
 
+    def prompts(self, *, shorter_than: int) -> Iterator[DocumentPrompt]:
+        """The documents with a prompt before their last trained tokens, in the file's order. Those of `shorter_than` tokens or more are
+        left out: they may have been cut.
+        """
+        for document in np.flatnonzero(self.document_lengths < shorter_than):
+            begin, end = int(self._document_starts[document]), int(self._document_starts[document + 1])
+            trained_T = self._trained_N[begin:end] != 0
+            places = np.flatnonzero(trained_T)
+            if not len(places):
+                continue
+            last = int(places[-1])
+            before = np.flatnonzero(~trained_T[:last])
+            first = int(before[-1]) + 1 if len(before) else 0
+            if first:
+                ids = self._input_ids_N[begin:end].tolist()
+                yield DocumentPrompt(
+                    document=int(document), ids=tuple(ids[:first]), answer_ids=tuple(ids[first : last + 1])
+                )
+
     def micro_batch(self, documents: Iterable[int]) -> MicroBatch:
         """Join these documents to one row."""
         ids, positions, labels, lengths = [], [], [], []
@@ -175,6 +194,15 @@ class PreparedDataset:
             labels_T=torch.from_numpy(np.concatenate(labels)),
             document_lengths=tuple(lengths),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentPrompt:
+    """A document as a question and its answer: the tokens before the last run of trained ones, and that run."""
+
+    document: int
+    ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
 
 
 class StepPlan:

@@ -131,11 +131,12 @@ class ForwardBackward:
         self.logprobs_S = None if current.logprobs_S is None else current.logprobs_S.cpu()
         return self._sink.loss
 
-    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean loss over the supervised tokens, without gradients."""
+    def loss(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the likeliest."""
         current = self._start(micro_batches)
+        current.num_correct = self._device.place(torch.zeros((), dtype=torch.int64))
         self._run_forward(current, self._head_pass.enqueue_loss)
-        return self._sink.loss
+        return self._sink.loss, int(current.num_correct)
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""

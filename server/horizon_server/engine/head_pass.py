@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import Activations
-from horizon_server.engine.cross_entropy import chunk_loss, log_probabilities, write_gradient
+from horizon_server.engine.cross_entropy import chunk_loss, log_probabilities, num_correct, write_gradient
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.leaves import unit_leaves
@@ -56,6 +56,8 @@ class HeadPass:
 
         def head(chunk: slice) -> None:
             logits_SV = self._logits(current, flat, self._activations.layer_input(0), chunk)
+            if current.num_correct is not None:
+                current.num_correct += num_correct(logits_SV, tokens.targets_S[chunk])
             current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
 
         for chunk in current.chunks:

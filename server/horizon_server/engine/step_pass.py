@@ -55,6 +55,8 @@ class StepPass:
     """Placed on the device; None is cross-entropy."""
     logprobs_S: Tensor | None = None
     """Where the pass leaves its tokens' log-probabilities, if it is to."""
+    num_correct: Tensor | None = None
+    """Where the supervised tokens add up that the model finds the likeliest, if they are counted."""
     noise_N1: Tensor | None = None
     """How far noise may move each element of a token's embedding; None without noise."""
     first_square: Tensor | None = None

@@ -241,7 +241,7 @@ class Trainer:
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
-        """Mean loss over all supervised tokens, without label smoothing, with the weights of the last step.
+        """Mean loss over all supervised tokens, without label smoothing, and their accuracy, with the weights of the last step.
 
         It needs no more memory than training does, and need not wait for the last update: each unit is read after its own.
 
@@ -251,7 +251,7 @@ class Trainer:
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
-        total, num_targets = 0.0, 0
+        total, num_targets, num_correct = 0.0, 0, 0
         # In groups no larger than a step, so that an evaluation needs no more memory than training.
         for group in grouped(
             rows, (row.num_tokens for row in rows), self._forward_backward.activations.capacity_tokens
@@ -259,14 +259,16 @@ class Trainer:
             group_targets = sum(row.num_targets for row in group)
             # The mean of no token is not a number.
             if group_targets:
-                total += self._forward_backward.loss(self._micro_batches(group)) * group_targets
-                num_targets += group_targets
+                loss, correct = self._forward_backward.loss(self._micro_batches(group))
+                total += loss * group_targets
+                num_targets, num_correct = num_targets + group_targets, num_correct + correct
         use = self._device.take_use()
         return EvalFigures(
             **vars(use),
             eval_loss=total / num_targets,
             num_tokens=sum(row.num_tokens for row in rows),
             num_targets=num_targets,
+            num_correct=num_correct,
             duration_s=time.perf_counter() - start_s,
         )
 

@@ -207,9 +207,9 @@ class Attempt:
         return self._worker is not None
 
     async def _prepare_and_train(self) -> None:
-        model, dataset, evaluation_data = await self.journal.patiently(lambda: self.find_inputs(self.job))
+        model, dataset, eval_sets = await self.journal.patiently(lambda: self.find_inputs(self.job))
         prepared = await self.preparation.run_all(
-            self.job.spec, model, dataset, evaluation_data, log=self._log, environment=self.environment,
+            self.job.spec, model, dataset, eval_sets, log=self._log, environment=self.environment,
             publish=functools.partial(self.journal.append, self.job.job_id),
         )  # fmt: skip
         if prepared is None or self._wanted:
@@ -234,7 +234,7 @@ class Attempt:
             return
         with memory.lent() as planes:
             request = worker_request(
-                self.job, memory, self.folders, model=model, prepared=prepared.folder, evaluation=prepared.evaluation,
+                self.job, memory, self.folders, model=model, prepared=prepared.folder, evaluations=prepared.evaluations,
                 num_threads=self.num_threads, numa_interleave=self.numa_interleave, device=self.turns.device, gpu=self.gpu,
                 trace=self._log.with_name("trace.json") if self.trace else None,
             )  # fmt: skip

@@ -13,7 +13,9 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from horizon_server.errors import InUse, InvalidModel, NotFound
 from horizon_server.records.job import CheckpointFile, CheckpointRecord
@@ -135,8 +137,8 @@ class CheckpointFolder:
         found = [self._record(step) for step in self.steps()]
         if not found:
             return []
-        judged = [record for record in found if record.eval_loss is not None]
-        best = min(judged, key=lambda record: record.eval_loss or 0.0) if judged else found[-1]
+        judged = [(cost, record) for record in found if (cost := self._cost(record)) is not None]
+        best = min(judged, key=itemgetter(0))[1] if judged else found[-1]
         return [replace(record, last=record is found[-1], best=record is best) for record in found]
 
     def steps(self) -> list[int]:
@@ -248,6 +250,20 @@ class CheckpointFolder:
         for leftover in self.path.glob(f"{_DELETED}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
+    def _last_eval(self, step: int) -> Any:
+        state = self.of_step(step) / TRAINER_FOLDER / "trainer_state.json"
+        return json.loads(state.read_bytes()).get("last_eval")
+
+    def _cost(self, record: CheckpointRecord) -> float | None:
+        """The figure that decides which checkpoint is the best, as a number that is the better the lower; None where there is none."""
+        if record.eval_loss is None:
+            return None
+        _, loss, *judged = self._last_eval(record.step)
+        if not judged:
+            return float(loss)
+        figure, prefers_high = judged
+        return None if figure is None else -float(figure) if prefers_high else float(figure)
+
     @staticmethod
     def _write_manifest(folder: Path, manifest: Manifest) -> None:
         """Change what a checkpoint lists."""
@@ -258,7 +274,7 @@ class CheckpointFolder:
 
     def _record(self, step: int) -> CheckpointRecord:
         folder = self.of_step(step)
-        last_eval = json.loads((folder / TRAINER_FOLDER / "trainer_state.json").read_bytes()).get("last_eval")
+        last_eval = self._last_eval(step)
         return CheckpointRecord(
             job_id=self._job_id,
             step=step,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_formats.formats import DatasetFormat
+from horizon_formats.formats import DataKind, DatasetFormat
 from horizon_server.blobs.space import Space
 from horizon_server.children.child import Child, Limits
 from horizon_server.datasets.reading import StoredFile
@@ -27,8 +27,8 @@ from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
 from horizon_server.events import Message, PrepareProgress, WorkerLine
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
-from horizon_server.spec import JobSpec
-from horizon_server.store.prepared import REPORT_FILE, remove_partial
+from horizon_server.spec import EVAL_SET, JobSpec
+from horizon_server.store.prepared import REPORT_FILE, group_size_of, remove_partial
 
 _MEMORY_GIB = 4
 # A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
@@ -46,8 +46,10 @@ class DatasetFiles:
     files: tuple[StoredFile, ...]
 
 
-# Returns the model, the data and the evaluation data of a job.
-FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles, DatasetFiles | None]]]
+EvalSets = Mapping[str, DatasetFiles]
+"""The datasets that a job is evaluated on, by the names of the sets; without the rows that are held out of its own dataset."""
+# Returns the model, the data and the eval sets of a job.
+FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles, EvalSets]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,10 @@ class PreparedData:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """What was prepared for a job: the tokens to train on and those to evaluate on, the counts, and the longest document of both."""
+    """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document of all."""
 
     folder: Path
-    evaluation: Path | None
+    evaluations: dict[str, Path]
     report: dict[str, int]
     longest_document: int
 
@@ -87,20 +89,22 @@ class Preparation:
         self._stopped = False
 
     async def run_all(
-        self, spec: JobSpec, model: Path, dataset: DatasetFiles, evaluation_data: DatasetFiles | None, **how: Any
+        self, spec: JobSpec, model: Path, dataset: DatasetFiles, eval_sets: EvalSets, **how: Any
     ) -> PreparedJob | None:
-        """Prepare the data to train on, and the data to evaluate on where the job has some of its own. `how` and errors as `run`."""
-        prepared = await self.run(spec, model, dataset, **how)
+        """Prepare the data to train on, and every eval set. `how` and errors as `run`."""
+        prepared = await self.run(spec, model, dataset, eval_fraction=spec.eval_fraction, **how)
         if prepared is None:
             return None
-        evaluation, longest = prepared.evaluation, prepared.report["longest_document"]
-        if evaluation_data is not None:
-            held_out = await self.run(spec, model, evaluation_data, **how)
-            if held_out is None:
+        longest = prepared.report["longest_document"]
+        evaluations = {} if prepared.evaluation is None else {EVAL_SET: prepared.evaluation}
+        for name, eval_set in eval_sets.items():
+            one = await self.run(spec, model, eval_set, **how)
+            if one is None:
                 return None
-            evaluation, longest = held_out.folder, max(longest, held_out.report["longest_document"])
+            evaluations[name] = one.folder
+            longest = max(longest, one.report["longest_document"])
         return PreparedJob(
-            folder=prepared.folder, evaluation=evaluation, report=prepared.report, longest_document=longest
+            folder=prepared.folder, evaluations=evaluations, report=prepared.report, longest_document=longest
         )
 
     async def run(
@@ -112,8 +116,9 @@ class Preparation:
         log: Path,
         environment: Mapping[str, str],
         publish: Publish,
+        eval_fraction: float = 0.0,
     ) -> PreparedData | None:
-        """Return what was done, or None when `stop` came first.
+        """Return what was done, or None when `stop` came first. `eval_fraction` of the rows are held out.
 
         Raises:
             InvalidModel: when the model's folder holds no tokenizer.
@@ -127,7 +132,7 @@ class Preparation:
             method=spec.method,
             sequence_length=spec.train.sequence_length,
             train_on=spec.train.train_on,
-            eval_fraction=spec.eval_fraction,
+            eval_fraction=eval_fraction,
         )
         # In a thread, as it reads the tokenizer's files, which may be on a slow network disk.
         tokenizer = await asyncio.to_thread(tokenizer_digest, model)
@@ -183,9 +188,11 @@ class Preparation:
             self._waiting = None
 
     def _require_space(self, record: DatasetRecord, part: float) -> None:
-        # Tokens with their masks take about as much as the text, and twice that while the file is being put together.
+        # Tokens with their masks take about as much as the text, and twice that while the file is being put together. Documents of a
+        # group repeat their prompt.
         if self._space is not None:
-            self._space.require(round(part * record.size_bytes), f"preparing dataset {record.name}")
+            copies = group_size_of(DataKind(record.data_kind))
+            self._space.require(round(part * record.size_bytes * copies), f"preparing dataset {record.name}")
 
     async def _prepare(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def worker_request(
     *,
     model: Path,
     prepared: Path,
-    evaluation: Path | None,
+    evaluations: Mapping[str, Path],
     num_threads: int,
     numa_interleave: bool,
     device: str,
@@ -37,7 +38,7 @@ def worker_request(
         "spec": job.spec.to_mapping(),
         "model": str(model),
         "prepared": str(prepared),
-        "evaluation": None if evaluation is None else str(evaluation),
+        "evaluations": {name: str(folder) for name, folder in evaluations.items()},
         "checkpoints": str(checkpoints.path),
         "min_free_bytes": folders.min_free_bytes,
         "adapter": str(start) if is_adapter_folder(start) else None,

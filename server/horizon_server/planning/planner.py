@@ -28,6 +28,7 @@ from horizon_server.planning.machine import (
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.objective import with_objective
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
 from horizon_server.planning.trainable import open_for_training
@@ -239,9 +240,8 @@ class Planner:
             )
         prediction = self._prediction(spec, found, choice)
         kept = None
-        if prediction is not None:
-            choice, kept = self._with_kept(spec, found, choice, ledger, prediction)
-        if kept is not None:
+        if prediction is not None and (found_kept := self._with_kept(spec, found, choice, ledger, prediction))[1]:
+            choice, kept = found_kept
             ledger, prediction = self._ledger(spec, found, choice), self._prediction(spec, found, choice)
         plan = JobPlan(
             host_bytes=dict(ledger.host),
@@ -360,7 +360,7 @@ class Planner:
         )
 
     def _ledger(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> MemoryPlan:
-        plan = plan_memory(
+        ledger = plan_memory(
             found.layout,
             model=found.shape,
             tokens_per_step=spec.train.tokens_per_step,
@@ -377,9 +377,9 @@ class Planner:
             kept=choice.kept,
             adapter_dropout=spec.train.lora.dropout,
         )
-        if spec.method not in WITH_OPTIONS:
-            return plan
-        return with_objective(plan, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
+        if spec.method in WITH_OPTIONS:
+            ledger = with_objective(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
+        return with_answers(ledger, spec, found)
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
         """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""

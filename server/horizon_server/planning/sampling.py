@@ -1,20 +1,24 @@
-"""The host memory that answering prompts from a model folder takes, on the host device in fp32. Torch-free.
+"""The host memory that answering prompts takes: from a model folder, on the host device in fp32, and in a job's evaluations. Torch-free.
 
 Units: bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from horizon_server.planning.ledger import NUM_SLOTS
+from horizon_server.planning.ledger import NUM_SLOTS, MemoryPlan
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.spec import JobSpec
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.layout import StoreLayout, plane_sizes, weights_only
 
 _FP32 = 4
 # Of all sequences together; prompts that take more are refused.
 CACHE_BYTES = 2**30
+# The tokenizer of the model, in a worker.
+_DECODER_BYTES = 64 * 2**20
 # The interpreter, torch, the tokenizer, and what a layer computes with on the longest prompt.
 _HEAP_BYTES = 3 * 2**30
 
@@ -58,3 +62,30 @@ def sample_memory(folder: ModelFolder, adapter: AdapterFolder | None = None) -> 
     slots = NUM_SLOTS * max(layers, default=0) + edge
     planes = sum(plane_sizes(layout, grad_dtype_bytes=0).values())
     return SampleMemory(planes=planes, private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES)
+
+
+def cache_limit_bytes(spec: JobSpec, folder: ModelFolder) -> int:
+    """What the keys and values of the prompts may take that a job answers at a time: those of one prompt at least."""
+    generate = spec.eval.generate
+    if generate is None:
+        return 0
+    shape = folder.shape
+    width = max(shape.num_key_value_heads * shape.head_dim, shape.hidden_size if shape.latent_size else 0)
+    # In fp32, whatever the device computes in.
+    one = shape.num_hidden_layers * 2 * width * (spec.train.sequence_length + generate.max_new_tokens) * _FP32
+    return min(generate.prompts * one, max(CACHE_BYTES, one))
+
+
+def with_answers(ledger: MemoryPlan, spec: JobSpec, folder: ModelFolder) -> MemoryPlan:
+    """The ledger of a job with the host memory that the answers of its evaluations take, where it asks for any.
+
+    Weights in flight are in the place of those of training. The rest is the cache, and what a layer computes with on the longest prompt.
+    """
+    if spec.eval.generate is None:
+        return ledger
+    shape, length = folder.shape, spec.train.sequence_length
+    # A mask and its form before; scores of every head where attention is not fused, twice for their softmax.
+    pairs = length * length * (_FP32 + 1 + 2 * shape.num_score_planes * _FP32)
+    rows = length * (4 * shape.intermediate_size + 8 * shape.hidden_size) * _FP32
+    answers = cache_limit_bytes(spec, folder) + pairs + rows + _DECODER_BYTES
+    return dataclasses.replace(ledger, host={**ledger.host, "generation": answers})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from horizon_server.events import StepDone
+from horizon_server.events import EvalDone, StepDone
 from horizon_server.records.plan import JobPlan
 from horizon_server.records.sharing import Outlook
 from horizon_server.spec import JobSpec
@@ -99,6 +99,8 @@ class JobRecord:
     dataset_id: str
     eval_dataset_id: str
     """Empty when there is none. The model_id is an absolute folder for models below an allowed root."""
+    eval_set_ids: dict[str, str] = field(default_factory=dict)
+    """Datasets of `eval.sets` by the name of the set."""
     job_state: JobState
     reason: str = ""
     message: str = ""
@@ -117,6 +119,10 @@ class JobRecord:
     num_tokens: int = 0
     """Tokens it was trained on so far, steps that were done again included."""
     last_step: StepDone | None = None
+    first_eval: EvalDone | None = None
+    """The first evaluation, the best so far by the spec's `eval.best_by`, and the last one; without their answers."""
+    best_eval: EvalDone | None = None
+    last_eval: EvalDone | None = None
     plan: JobPlan | None = None
     data_report: dict[str, int] = field(default_factory=dict)
     """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from horizon_server.errors import InvalidSpec, NotAllowed, NotFound
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.preparation import DatasetFiles
+from horizon_server.jobs.preparation import DatasetFiles, EvalSets
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.services.pushed import DatasetService, ModelService
+from horizon_server.spec import EVAL_SET
 from horizon_server.store.adapter_files import PEFT_LORA, is_adapter_folder
 from horizon_server.store.model_files import CONFIG_FILE
 
@@ -33,14 +34,16 @@ class NodeResources:
         """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
         return self._files(await self._datasets.get_ready(principal, name))
 
-    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
-        """Return model, data and evaluation data of a job.
+    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, EvalSets]:
+        """Return model, data and eval sets of a job.
 
         Raises NotFound when a dataset was deleted meanwhile, or the weights that the job starts from are gone.
         """
         dataset = await self._datasets.by_id(job.dataset_id)
-        evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
-        return await self.model_of(job), self._files(dataset), self._files(evaluation) if evaluation else None
+        of_sets = {EVAL_SET: job.eval_dataset_id} if job.eval_dataset_id else {}
+        of_sets |= job.eval_set_ids
+        eval_sets = {name: self._files(await self._datasets.by_id(key)) for name, key in of_sets.items()}
+        return await self.model_of(job), self._files(dataset), eval_sets
 
     async def model_of(self, job: JobRecord) -> Path:
         """Return the model folder of a job: of an adapter that it starts with, the base. Raises NotFound when its start is gone."""

@@ -42,7 +42,7 @@ from horizon_server.services.inputs import NodeResources
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
-from horizon_server.spec import JobSpec, check_kind
+from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
 
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
@@ -92,8 +92,10 @@ class JobService:
         async with self.turns.of(principal.name):
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-            for files in filter(None, (dataset, evaluation)):
-                check_kind(spec.method, kind_of(DatasetFormat(files.record.format)), files.record.name)
+            of_sets = {name: await self.resources.dataset(principal, given) for name, given in spec.eval.sets.items()}
+            evaluated = {**({EVAL_SET: evaluation} if evaluation else {}), **of_sets}
+            kinds = {name: kind_of(DatasetFormat(files.record.format)) for name, files in evaluated.items()}
+            check_kinds(spec, kind_of(DatasetFormat(dataset.record.format)), kinds)
             plan = await self._plan(spec, folder, start)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
@@ -108,6 +110,7 @@ class JobService:
                 model_id=model_id,
                 dataset_id=dataset.record.dataset_id,
                 eval_dataset_id=evaluation.record.dataset_id if evaluation else "",
+                eval_set_ids={name: files.record.dataset_id for name, files in of_sets.items()},
                 job_state=JobState.QUEUED,
                 created_s=now_s,
                 queued_s=now_s,

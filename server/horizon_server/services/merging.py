@@ -30,7 +30,8 @@ class Merges:
     """Merges adapters: one checkpoint at a time on the node, and callers take turns. Thread: belongs to one event loop."""
 
     def __init__(self, jobs: JobService, *, environment: Mapping[str, str]) -> None:
-        self._jobs, self._environment = jobs, environment
+        # The child has threads of its own, and products so small that BLAS's would only wait for each other.
+        self._jobs, self._environment = jobs, {**environment, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._turn = asyncio.Lock()
 
     async def merge(

@@ -4,12 +4,13 @@
 types and values out of range, all of them at once. `job_schema` is the same knowledge as JSON Schema; the client ships it as data.
 """
 
+from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, GenerateSpec
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
 from horizon_server.spec.job import (
     CheckpointSpec,
-    EvalSpec,
     JobSpec,
     LimitsSpec,
+    check_kinds,
     job_schema,
     needs_references,
     parse_job_spec,
@@ -40,6 +41,7 @@ from horizon_server.spec.training import (
 
 __all__ = [
     "ALL_LINEAR",
+    "EVAL_SET",
     "EVERYTHING",
     "LORA",
     "NAME_PATTERN",
@@ -52,6 +54,7 @@ __all__ = [
     "ComputeDtypeChoice",
     "DpoSpec",
     "EvalSpec",
+    "GenerateSpec",
     "IpoSpec",
     "JobSpec",
     "KtoSpec",
@@ -66,6 +69,7 @@ __all__ = [
     "TrainOn",
     "TrainSpec",
     "check_kind",
+    "check_kinds",
     "job_schema",
     "needs_references",
     "parse_job_spec",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
 from horizon_server.spec.objective import (
     WITH_OPTIONS,
@@ -19,6 +20,7 @@ from horizon_server.spec.objective import (
     OrpoSpec,
     PolicySpec,
     SimpoSpec,
+    check_kind,
 )
 from horizon_server.spec.training import LORA, TrainSpec
 from horizon_server.spec.words import RULE, problem_with
@@ -38,7 +40,10 @@ class CheckpointSpec(Section):
         "the time; 0 writes none by the clock.",
     )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
-    keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
+    keep_best: bool = Field(
+        default=True,
+        description="Also keep the best checkpoint by the figure that eval.best_by names, the evaluation loss by default.",
+    )
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
@@ -58,21 +63,6 @@ class CheckpointSpec(Section):
         default="last",
         description="Once the job has succeeded, last removes the optimizer's state (8 to 10 of 12 bytes per parameter) from all "
         "checkpoints but the newest and the best; all keeps it.",
-    )
-
-
-class EvalSpec(Section):
-    """When evaluations end the job early."""
-
-    patience: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_STEPS,
-        description="End the job with success after this number of evaluations in a row whose loss was not better than the best before; "
-        "0 trains to the end.",
-    )
-    min_delta: float = Field(
-        default=0.0, ge=0, le=1e9, description="How far below the best loss a loss must be to count as better."
     )
 
 
@@ -114,7 +104,9 @@ class JobSpec(Section):
         description="The project that the job is charged to; empty means the user's own.",
         json_schema_extra={RULE: f"empty or {NAME_RULE}"},
     )
-    eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
+    eval_dataset: Name | None = Field(
+        default=None, description="A pushed dataset to evaluate on: the set named eval. eval.sets has more of them."
+    )
     method: Method = Field(
         default="sft",
         description="sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn from pairs of a "
@@ -195,18 +187,19 @@ class JobSpec(Section):
 
     @field_validator("eval")
     @classmethod
-    def _patience_needs_evaluations(cls, given: EvalSpec, info: ValidationInfo) -> EvalSpec:
+    def _evaluations_are_possible(cls, given: EvalSpec, info: ValidationInfo) -> EvalSpec:
         wanted = info.data
+        # A field that was refused is not there; its own message is enough.
+        has_main_set = wanted.get("eval_dataset", "") is not None or bool(wanted.get("eval_fraction", 1))
         if given.patience and not wanted.get("eval_every_steps", 1):
             raise WrongField(
                 "patience",
                 f"is {given.patience} evaluations, but there are none between steps; set eval_every_steps above 0",
             )
-        if given.patience and wanted.get("eval_dataset", "") is None and not wanted.get("eval_fraction", 1):
-            raise WrongField(
-                "patience",
-                f"is {given.patience} evaluations, but there is no data for them; set eval_dataset or eval_fraction",
-            )
+        train = wanted.get("train")
+        answers_all = wanted.get("method", "sft") == "pretrain" or (train is not None and train.train_on == "all")
+        if problem := problem_with_evaluation(given, has_main_set=has_main_set, trains_on_prompts=answers_all):
+            raise problem
         return given
 
     @field_validator("checkpoint")
@@ -230,6 +223,12 @@ class JobSpec(Section):
         return eval_fraction
 
     @property
+    def eval_sets(self) -> tuple[str, ...]:
+        """The names of the sets that evaluations are on: the one named eval, where there is one, then the others by name."""
+        has_main_set = self.eval_dataset is not None or self.eval_fraction > 0
+        return (*((EVAL_SET,) if has_main_set else ()), *sorted(self.eval.sets))
+
+    @property
     def most_steps(self) -> int | None:
         """The step that the job ends after at the latest; None where only its data decides."""
         return min(
@@ -247,6 +246,30 @@ class JobSpec(Section):
     def in_project(self, project: str) -> JobSpec:
         """Return the spec with its project filled in, which does not count as given."""
         return self.model_construct(_fields_set=set(self.model_fields_set), **{**dict(self), "project": project})
+
+
+def check_kinds(spec: JobSpec, kind: str, of_sets: Mapping[str, str]) -> None:
+    """Check the kinds (text, preference, kto or samples) of a job's data and of its eval sets, by their names in the spec.
+
+    Text can be evaluated in jobs of every method; only there tokens have an accuracy, and only there prompts are answered.
+
+    Raises:
+        InvalidSpec: the method does not learn from data of such a kind, or a figure is asked for that the set does not have.
+    """
+    check_kind(spec.method, kind, spec.dataset)
+    kinds = {name: of_sets.get(name, kind) for name in spec.eval_sets}
+    for name, of_set in kinds.items():
+        if of_set != "text":
+            check_kind(spec.method, of_set, spec.eval.sets.get(name, spec.eval_dataset or spec.dataset))
+    generate, (judged, figure) = spec.eval.generate, spec.eval.judged
+    if generate is not None and kinds[generate.set] != "text":
+        problem = (
+            f"eval.generate.set is {generate.set!r}, whose data is of kind {kinds[generate.set]}; use one of kind text"
+        )
+        raise InvalidSpec.of("eval.generate.set", problem)
+    if figure == ACCURACY and kinds[judged] != "text":
+        problem = f"eval.best_by is {spec.eval.best_by!r}, and data of kind {kinds[judged]} has no accuracy; use {judged}.loss"
+        raise InvalidSpec.of("eval.best_by", problem)
 
 
 def needs_references(spec: JobSpec) -> bool:

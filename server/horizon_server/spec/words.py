@@ -32,26 +32,37 @@ def problem_with(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[st
     return f"is {value!r:.60}; it must be {allowed_values(field_at(schema, keys))}"
 
 
-def _paths(schema: Mapping[str, Any]) -> Iterator[str]:
-    for name in schema["properties"]:
-        yield name
-        yield from (f"{name}.{key}" for key in field_at(schema, [name]).get("properties", {}))
+def _paths(schema: Mapping[str, Any], *keys: str) -> Iterator[str]:
+    for name in field_at(schema, keys).get("properties", {}):
+        yield ".".join((*keys, name))
+        yield from _paths(schema, *keys, name)
 
 
 def field_at(schema: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
     """Return the part of the schema that describes the field at this path."""
     part = schema
     for key in keys:
-        part = part["properties"][key]
-        if "$ref" in part:
-            part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]]
+        # A mapping whose keys the user names describes them all alike.
+        part = part["properties"][key] if "properties" in part else part["additionalProperties"]
+        part = section_of(part, schema) or part
     return part
+
+
+def section_of(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the section that a field is, or may be where it is not null; None for a plain value."""
+    for option in (field, *field.get("anyOf", ())):
+        if "$ref" in option:
+            found: Mapping[str, Any] = schema["$defs"][option["$ref"].rsplit("/", 1)[1]]
+            return found
+    return None
 
 
 def allowed_values(field: Mapping[str, Any]) -> str:
     """Return in words which values a field of the schema takes: the part of a message after "it must be"."""
     if "anyOf" in field:
         return ", or ".join(allowed_values(option) for option in field["anyOf"])
+    if "$ref" in field:
+        return "a mapping of its fields"
     if RULE in field:
         return str(field[RULE])
     if "enum" in field:

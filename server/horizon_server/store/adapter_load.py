@@ -1,15 +1,31 @@
-"""An adapter merged into the weights of a store that only reads them."""
+"""Adapters merged with torch: into the weights of a store that only reads them, and for the files of a process that has torch anyway."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from horizon_server import progress
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.host_store import HostStore, merge_master, split_master
-from horizon_server.store.merging import weight_change
+from horizon_server.store.merging import Floats, read_floats
+from horizon_server.store.safetensors_files import TensorHeader
 
 _PIECE_ELEMENTS = 1 << 20
+
+
+def weight_change(a: TensorHeader, b: TensorHeader, scale: float, transposed: bool) -> Callable[[int, int], Floats]:
+    """Do what `merging.weight_change` does. NumPy's own threads spin while they wait, next to torch's."""
+    a_RI, b_OR = torch.from_numpy(read_floats(a)), torch.from_numpy(read_floats(b))
+    left, right = (a_RI.T, b_OR.T) if transposed else (b_OR, a_RI)
+    left = (scale * left).contiguous()
+
+    def rows(start: int, end: int) -> Floats:
+        product: Floats = (left[start:end] @ right).numpy()
+        return product
+
+    return rows
 
 
 def merge_into(store: HostStore, adapter: AdapterFolder) -> None:

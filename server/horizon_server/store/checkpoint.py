@@ -42,6 +42,7 @@ from horizon_server.store.adapter_files import (
     adapter_config_text,
     read_adapter_folder,
 )
+from horizon_server.store.adapter_load import weight_change
 from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, adapter_part
 from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import StoreLayout, TensorLayout
@@ -165,7 +166,15 @@ def save_checkpoint(
         if adapter is not None and adapter.export != "adapter":
             prefix, merged = MERGED_PREFIX[adapter.export], read_adapter_folder(folder / model_prefix)
             (folder / prefix).mkdir(exist_ok=True)
-            found = write_merged(folder / prefix, base=source, adapter=merged, dtype=dtype, shard_bytes=shard_bytes)
+            found = write_merged(
+                folder / prefix,
+                base=source,
+                adapter=merged,
+                dtype=dtype,
+                shard_bytes=shard_bytes,
+                advance=lambda _: progress.advance(),
+                change_of=weight_change,
+            )
             files |= _below(prefix, found)
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")
         versions = {"horizon": VERSION, "torch": torch.__version__, "python": platform.python_version()}

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from horizon_formats.model_files import companion_files
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adapter_files import AdapterFolder
+from horizon_server.store.cpus import available_cpus
 from horizon_server.store.manifest import FileRecord, record_file
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_files import (
@@ -38,13 +40,15 @@ ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
 DTYPE_OF_EXPORT: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 CONFIG_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
-# Of a tensor, converted at once.
-_PIECE_ELEMENTS = 1 << 20
+# Of a tensor, converted at once by a thread: what it makes stays in the processor's cache.
+_PIECE_ELEMENTS = 1 << 18
+_NUM_THREADS = 4
 # A header's entry, and config and index together.
 _ENTRY_BYTES = 200
 _SMALL_FILES_BYTES = 1 << 20
 
 Floats = npt.NDArray[np.float32]
+ChangeOf = Callable[[TensorHeader, TensorHeader, float, bool], Callable[[int, int], Floats]]
 
 
 def merged_bytes(base: Path, dtype: ExportDtype) -> int:
@@ -64,8 +68,10 @@ def write_merged(
     dtype: ExportDtype = "source",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     advance: Callable[[int], None] = lambda _: None,
+    change_of: ChangeOf | None = None,
 ) -> dict[str, FileRecord]:
     """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given bytes as they are read.
+    `change_of` multiplies in the place of `weight_change`.
 
     Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format.
 
@@ -74,17 +80,22 @@ def write_merged(
     """
     headers = read_safetensors_headers(base)
     pairs = adapter.of_weights({name: header.shape for name, header in headers.items()})
-    tensors = []
-    for name, header in headers.items():
-        written_as = _written_as(header, dtype)
-        pair = pairs.get(name)
-        delta = None if pair is None else partial(weight_change, *pair, adapter.config.scale, adapter.config.transposed)
-        pieces = partial(_pieces, header, written_as, delta, advance)
-        size_bytes = math.prod(header.shape) * DTYPE_BYTES[written_as]
-        tensors.append(
-            TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
-        )
-    files = write_sharded(folder, "model", tensors, shard_bytes=shard_bytes)
+    with ThreadPoolExecutor(max_workers=min(_NUM_THREADS, available_cpus())) as pool:
+        tensors = []
+        for name, header in headers.items():
+            written_as = _written_as(header, dtype)
+            pair = pairs.get(name)
+            delta = (
+                None
+                if pair is None
+                else partial(change_of or weight_change, *pair, adapter.config.scale, adapter.config.transposed)
+            )
+            pieces = partial(_pieces, header, written_as, delta, advance, pool)
+            size_bytes = math.prod(header.shape) * DTYPE_BYTES[written_as]
+            tensors.append(
+                TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
+            )
+        files = write_sharded(folder, "model", tensors, shard_bytes=shard_bytes)
     sizes = Counter[str]()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.size_bytes // DTYPE_BYTES[tensor.dtype]
@@ -107,7 +118,9 @@ def weight_change(a: TensorHeader, b: TensorHeader, scale: float, transposed: bo
     """
     a_RI, b_OR = read_floats(a), read_floats(b)
     left, right = (a_RI.T, b_OR.T) if transposed else (b_OR, a_RI)
-    return lambda start, end: np.float32(scale) * (left[start:end] @ right)
+    # Once here, instead of for every piece of the weight.
+    left = np.ascontiguousarray(np.float32(scale) * left)
+    return lambda start, end: left[start:end] @ right
 
 
 def read_floats(header: TensorHeader) -> Floats:
@@ -130,11 +143,23 @@ def _pieces(
     written_as: str,
     delta: Callable[[], Callable[[int, int], Floats]] | None,
     advance: Callable[[int], None],
+    pool: ThreadPoolExecutor,
 ) -> Iterator[memoryview]:
     width = header.shape[-1] if len(header.shape) > 1 else 1
     num_rows = math.prod(header.shape) // width if width else 0
     rows_at_once, row_bytes = max(1, _PIECE_ELEMENTS // max(1, width)), width * DTYPE_BYTES[header.dtype]
     change = None if delta is None else delta()
+
+    def converted(raw: bytearray, start: int, end: int) -> memoryview:
+        if change is None and written_as == header.dtype:
+            return memoryview(raw)
+        values = _as_floats(raw, header.dtype)
+        if change is not None:
+            values += change(start, end).reshape(-1)
+        return _encoded(values, written_as, header.name).view(np.uint8).data
+
+    # Read in order and converted by several threads, a few pieces ahead of what is written.
+    waiting: deque[Future[memoryview]] = deque()
     with header.file.open("rb", buffering=0) as stream:
         stream.seek(header.start)
         for start in range(0, num_rows, rows_at_once):
@@ -147,13 +172,11 @@ def _pieces(
                     raise InvalidModel(f"{header.file} became shorter while it was read; copy or download it again")
                 done += count
             advance(len(raw))
-            if change is None and written_as == header.dtype:
-                yield memoryview(raw)
-                continue
-            values = _as_floats(raw, header.dtype)
-            if change is not None:
-                values = values + change(start, end).reshape(-1)
-            yield _encoded(values, written_as, header.name).view(np.uint8).data
+            waiting.append(pool.submit(converted, raw, start, end))
+            if len(waiting) > _NUM_THREADS:
+                yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _as_floats(raw: bytes | bytearray, dtype: str) -> Floats:
@@ -171,11 +194,18 @@ def _encoded(values: Floats, dtype: str, name: str) -> npt.NDArray[Any]:
     else:
         bits = values.view(np.uint32)
         # Half to even, as torch rounds.
-        encoded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
-            np.uint16
+        odd = bits >> np.uint32(16)
+        odd &= np.uint32(1)
+        odd += bits
+        odd += np.uint32(0x7FFF)
+        odd >>= np.uint32(16)
+        encoded = odd.astype(np.uint16)
+    # One pass without a copy; a sum of finite values may be too large, so what it finds is looked at again.
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_sound = np.isfinite(values.sum()) and (
+            dtype != "F16" or (np.isfinite(encoded.max()) and np.isfinite(encoded.min()))
         )
-    finite = np.isfinite(values).all() and (dtype != "F16" or np.isfinite(encoded).all())
-    if not finite:
+    if not is_sound and not (np.isfinite(values).all() and (dtype != "F16" or np.isfinite(encoded).all())):
         raise InvalidModel(
             f"{name} holds values that are not finite in {CONFIG_DTYPES[dtype]}; export with dtype bf16 or fp32"
         )

@@ -25,7 +25,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric as Family
 
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone
-from horizon_server.figures import Metric, QueueFigures, TransferFigures, overlap_ratio
+from horizon_server.figures import EvalSetFigures, Metric, QueueFigures, TransferFigures, overlap_ratio
 from horizon_server.records.job import RESIDENT, JobRecord, JobState
 from horizon_server.records.sharing import Allowance, Holder, ShareUse
 from horizon_server.version import VERSION
@@ -139,7 +139,7 @@ _SHOWN = {
         for one in get_args(hint)[1:]
         if isinstance(one, Metric)
     }
-    for kind in (TransferFigures, StepDone, EvalDone, CheckpointWritten)
+    for kind in (TransferFigures, StepDone, EvalSetFigures, EvalDone, CheckpointWritten)
 }
 """Of the records that name metrics: field to metric."""
 _HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -188,6 +188,11 @@ class Metrics:
         shown = job.job_state in RESIDENT
         device, project = _device_of(job), _project_of(job)
         self._take(payload, {"device": device, "project": project} | ({"job_id": job.job_id} if shown else {}))
+        if shown and isinstance(payload, EvalDone):
+            for figures in payload.sets:
+                # The label's values are the spec's, whatever the worker reports.
+                if figures.name in job.spec.eval_sets:
+                    self._take(figures, {"job_id": job.job_id, "set": figures.name})
         if isinstance(payload, StepDone | EvalDone):
             gpu_s = 0.0 if device == "host" else max(0.0, payload.duration_s)
             self._series("horizon_gpu_seconds_total", project=project, user=job.owner).inc(gpu_s)
@@ -326,6 +331,8 @@ class Metrics:
             if "job_id" in metric.labels and "job_id" not in labels:
                 continue
             value = getattr(figures, field)
+            if value is None:
+                continue
             own = {name: labels[name] for name in metric.labels if name in labels}
             if isinstance(value, Mapping):
                 self._set_components(metric.name, value, own)

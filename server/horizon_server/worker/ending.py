@@ -34,7 +34,7 @@ class Ending:
 
     def __init__(self, *, num_steps: int, limits: RunLimits, evaluation: EvalSpec) -> None:
         self._num_steps, self._limits, self._evaluation = num_steps, limits, evaluation
-        self._best_loss: float | None = None
+        self._best: float | None = None
         self._num_without_gain = 0
 
     @property
@@ -43,11 +43,11 @@ class Ending:
         limit = self._limits.max_steps
         return self._num_steps if limit is None else min(limit, self._num_steps)
 
-    def observe(self, eval_loss: float) -> None:
-        """Take note of an evaluation. That of the model as it was given counts too, as the first to be better than."""
-        # A loss that is not a number is never better.
-        if self._best_loss is None or eval_loss < self._best_loss - self._evaluation.min_delta:
-            self._best_loss, self._num_without_gain = eval_loss, 0
+    def observe(self, judged: float) -> None:
+        """Take note of the figure that decides. That of the model as it was given counts too, as the first to be better than."""
+        evaluation = self._evaluation
+        if self._best is None or evaluation.is_better(judged, self._best, by=evaluation.min_delta):
+            self._best, self._num_without_gain = judged, 0
         else:
             self._num_without_gain += 1
 
@@ -61,7 +61,7 @@ class Ending:
         if step >= self._num_steps:
             return Outcome(outcome="succeeded")
         if patience and self._num_without_gain >= patience:
-            message = f"ended {done}: eval.patience is {patience}, and as many evaluations were not better than {self._best_loss:.4g}"
+            message = f"ended {done}: eval.patience is {patience}, and as many evaluations were not better than {self._best:.4g}"
             return Outcome(outcome="succeeded", reason="EARLY_STOPPED", message=message)
         if limits.max_steps is not None and step >= limits.max_steps:
             message = f"ended {done}, which is limits.max_steps"
@@ -77,8 +77,9 @@ class Ending:
 
     def state(self) -> dict[str, Any]:
         """What to keep in a checkpoint, as JSON values."""
-        return {"best_loss": self._best_loss, "num_without_gain": self._num_without_gain}
+        # Its name is of the versions that knew the loss alone.
+        return {"best_loss": self._best, "num_without_gain": self._num_without_gain}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned."""
-        self._best_loss, self._num_without_gain = state["best_loss"], int(state["num_without_gain"])
+        self._best, self._num_without_gain = state["best_loss"], int(state["num_without_gain"])

@@ -19,7 +19,7 @@ from horizon_server.engine.objectives import DPO, KTO, ORPO, Documents, Objectiv
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import EvalFigures, total_evaluation
-from horizon_server.spec import JobSpec, check_kind
+from horizon_server.spec import JobSpec, check_kind, needs_references
 
 
 def objective_of(spec: JobSpec) -> Objective | None:
@@ -62,11 +62,18 @@ class MethodData:
     Thread: not thread-safe.
     """
 
-    def __init__(self, folder: Path, spec: JobSpec) -> None:
-        """Open the dataset. Raises: InvalidSpec where the method does not learn from data of its kind."""
+    def __init__(self, folder: Path, spec: JobSpec, *, is_evaluated: bool = False) -> None:
+        """Open the dataset. Text can be evaluated in jobs of every method, with cross-entropy.
+
+        Raises:
+            InvalidSpec: the method does not learn from data of its kind.
+        """
         self.folder, self.dataset = folder, PreparedDataset.open(folder)
-        check_kind(spec.method, str(self.dataset.kind))
-        self._objective = objective_of(spec)
+        is_plain = is_evaluated and self.dataset.kind == "text"
+        if not is_plain:
+            check_kind(spec.method, str(self.dataset.kind))
+        self._objective = None if is_plain else objective_of(spec)
+        self.needs_references = self._objective is not None and needs_references(spec)
         self.references: References | None = None
         self._logprobs: list[Tensor] = []
         self._documents: list[int] = []

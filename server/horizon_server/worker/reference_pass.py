@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from horizon_server.children.entry import EventWriter
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.events import Message
-from horizon_server.spec import LORA, needs_references
+from horizon_server.spec import LORA
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.request import WorkerRequest
@@ -23,6 +25,7 @@ from horizon_server.worker_link.orders import Order, Orders
 
 _REPORTED_PERCENT = 5
 """Progress is reported when it has grown by this."""
+_LEAST_SHOWN_S = 60.0
 
 
 class _Stopped(Exception):
@@ -44,7 +47,7 @@ class ReferencePass:
     ) -> None:
         """`compiled` are the keys of the compiled layers: they round in an order of their own."""
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
-        self._data = data if needs_references(request.spec) else ()
+        self._data = [each for each in data if each.needs_references]
         train = request.spec.train
         facts = {
             "weights": weights_identity(request.model),
@@ -78,8 +81,8 @@ class ReferencePass:
         """
         missing = [data for data in self._data if data.references is None]
         total = sum(int(data.dataset.num_targets_of_documents.sum()) for data in missing)
-        done = 0
-        reported = -_REPORTED_PERCENT
+        done, reported = 0, -_REPORTED_PERCENT
+        start_s = time.monotonic()
 
         def before_group(num_done: int) -> None:
             nonlocal reported
@@ -89,7 +92,10 @@ class ReferencePass:
             percent = 100 * (done + num_done) // total
             if percent >= reported + _REPORTED_PERCENT:
                 reported = percent
-                self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %"))
+                left_s = (time.monotonic() - start_s) * (100 - percent) / percent if percent else 0.0
+                # Of a pass that is over in a moment there is nothing to plan by.
+                left = f", about {math.ceil(left_s / 60)} min left" if left_s > _LEAST_SHOWN_S else ""
+                self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %{left}"))
 
         try:
             for data in missing:

@@ -24,7 +24,8 @@ class WorkerRequest:
     spec: JobSpec
     model: Path
     prepared: Path
-    evaluation: Path | None
+    evaluations: dict[str, Path]
+    """The prepared folder of each eval set, by its name."""
     checkpoints: Path
     resume_from: Path | None
     """The newest checkpoint, None where there is none."""
@@ -65,21 +66,12 @@ class WorkerRequest:
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
         """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
-        paths = (
-            "model",
-            "prepared",
-            "evaluation",
-            "checkpoints",
-            "resume_from",
-            "compiled",
-            "trace",
-            "device_lock",
-            "adapter",
-        )
+        paths = ("model", "prepared", "checkpoints", "resume_from", "compiled", "trace", "device_lock", "adapter")
         return cls(
             **{
                 **plain,
                 **{name: Path(plain[name]) if plain.get(name) else None for name in paths},
+                "evaluations": {str(name): Path(folder) for name, folder in plain.get("evaluations", {}).items()},
                 "spec": parse_job_spec(plain["spec"]),
                 "planes": {str(name): int(fd) for name, fd in plain["planes"].items()},
                 "limits": RunLimits(**plain.get("limits", {})),

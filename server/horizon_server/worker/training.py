@@ -23,12 +23,13 @@ from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.events import AttemptReady, EvalDone, Message, StepDone
+from horizon_server.events import AttemptReady, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import continuation
@@ -36,6 +37,7 @@ from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
+from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.reference_pass import ReferencePass
@@ -73,7 +75,8 @@ class Training:
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
-        self._last_eval: tuple[int, float] | None = None
+        # Step and loss of the newest evaluation; by another figure than the loss, also that figure and whether it is the better when high.
+        self._last_eval: tuple[Any, ...] | None = None
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
@@ -137,7 +140,15 @@ class Training:
             max_steps=train.max_steps,
         )
         self._ending = Ending(num_steps=self._plan.num_steps, limits=request.limits, evaluation=self._spec.eval)
-        self._evaluation = MethodData(request.evaluation, self._spec) if request.evaluation else None
+        # Before the first turn: a prompt that cannot be answered is found before anything is trained.
+        self._evaluation = Evaluation(
+            request,
+            store=self._store,
+            device=self._device,
+            orders=orders,
+            turn=self._turn,
+            make_plan=lambda dataset, packing: self._step_plan(dataset, packing=packing, epochs=1, shuffle=False),
+        )
 
     def run(self) -> Outcome:
         """Train until the job is at its end, or an order stops it before."""
@@ -213,6 +224,7 @@ class Training:
             parts.callback(self._device.close)
             if self._made_trainer is not None:
                 parts.callback(self._made_trainer.close)
+            parts.callback(self._evaluation.close)
 
     @property
     def _trainer(self) -> Trainer:
@@ -239,7 +251,7 @@ class Training:
     def _have_references(self) -> bool:
         """Have what the method compares with, before anything is trained. False: an order or the deadline came first."""
         request, before = self._request, self._continued
-        data = [self._data, *([self._evaluation] if self._evaluation is not None else [])]
+        data = [self._data, *self._evaluation.sets.values()]
         references = ReferencePass(
             request, data, compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn
         )
@@ -262,6 +274,7 @@ class Training:
     def _release_device(self) -> None:
         if self._made_trainer is not None:
             self._made_trainer.release_device()
+            self._evaluation.release_device()
 
     def _compiled_layers(self, template: Template) -> CompiledLayers:
         train, request = self._spec.train, self._request
@@ -356,23 +369,18 @@ class Training:
         return self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before it had the device."""
-        if self._evaluation is None or (self._last_eval is not None and self._last_eval[0] == step):
+        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before that was complete."""
+        if not self._evaluation.is_possible or (self._last_eval is not None and self._last_eval[0] == step):
             return True
-        packing = self._spec.train.packing != "false" and self._trainer.supports_packing
-        # In the data's order: every evaluation of a job sees the same rows.
-        plan = self._step_plan(self._evaluation.dataset, packing=packing, epochs=1, shuffle=False)
-        self._evaluation.forget()
-        parts = []
-        for i in range(plan.num_steps):
-            # A stop lets an evaluation end that need not wait, because its result belongs to the checkpoint that follows.
-            if self._orders.current is Order.CANCEL or not self._turn.take():
-                return False
-            parts.append(self._evaluation.evaluate(self._trainer, plan, i))
-            self._turn.boundary()
-        done = EvalDone(**vars(self._evaluation.total(parts)), step=step)
-        self._last_eval = (step, done.eval_loss)
-        self._ending.observe(done.eval_loss)
+        done = self._evaluation.run(self._trainer, step)
+        if done is None:
+            return False
+        wanted = self._spec.eval
+        # By the loss alone it is as in every earlier version.
+        is_plain = wanted.best_by == LOSS
+        self._last_eval = (step, done.eval_loss, *(() if is_plain else (done.judged, wanted.prefers_high)))
+        if done.judged is not None:
+            self._ending.observe(done.judged)
         self._events.send(done)
         self._keep()
         return True

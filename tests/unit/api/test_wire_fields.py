@@ -34,7 +34,7 @@ from horizon_server.api.grpc.convert import attribute_of, from_message, to_messa
 from horizon_server.api.http.bodies import NOT_IN_REST, PUBLIC_NAMES, body_of
 from horizon_server.api.sharing import AllowanceUse, QueueEntry, QuotaLimit
 from horizon_server.datasets.preview import PreviewRow, PreviewSpan
-from horizon_server.figures import TransferFigures
+from horizon_server.figures import EvalSetFigures, TransferFigures
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal, Project, ProjectMember, Token
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRecord, ModelRecord
@@ -75,6 +75,8 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     StepPrediction: job_pb2.StepPrediction,
     events.CheckpointWritten: job_pb2.CheckpointEvent,
     events.EvalDone: job_pb2.EvalEvent,
+    events.EvalAnswer: job_pb2.EvalAnswer,
+    EvalSetFigures: job_pb2.EvalSetFigures,
     events.JobEvent: job_pb2.JobEvent,
     events.Message: job_pb2.MessageEvent,
     events.PrepareProgress: job_pb2.PrepareEvent,
@@ -87,6 +89,7 @@ NOT_ON_THE_WIRE = {
         "model_id": "may be a folder of the node, whose path is private; the spec names the model",
         "dataset_id": "an internal reference; the spec names the dataset",
         "eval_dataset_id": "an internal reference; the spec names the dataset",
+        "eval_set_ids": "internal references; the spec names the datasets",
         "num_restarts": "of the daemon's own recovery; events and the reason say what happened",
         "failed_step": "of the daemon's own recovery; events and the reason say what happened",
         "last_failure": "of the daemon's own recovery; events and the reason say what happened",
@@ -123,6 +126,8 @@ RESOURCES: dict[type[Any], type[Any]] = {
     StepPrediction: resources.StepPrediction,
     events.CheckpointWritten: resources.CheckpointEvent,
     events.EvalDone: resources.EvalEvent,
+    events.EvalAnswer: resources.EvalAnswer,
+    EvalSetFigures: resources.EvalSetFigures,
     events.Message: resources.MessageEvent,
     events.PrepareProgress: resources.PrepareEvent,
     events.StateChanged: resources.StateEvent,

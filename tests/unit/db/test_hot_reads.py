@@ -14,7 +14,8 @@ from sqlalchemy import Connection, text
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import NUM_READERS, Database
-from horizon_server.db.jobs import JobStore, _Records
+from horizon_server.db.job_rows import Records
+from horizon_server.db.jobs import JobStore
 from horizon_server.errors import DatabaseUnavailable
 from horizon_server.events import Message, StateChanged
 from horizon_server.records.account import Token, User
@@ -68,7 +69,7 @@ async def test_places_in_the_queue_are_counted_each_time(database: Database) -> 
 
 async def test_the_records_that_are_kept_are_bounded(database: Database) -> None:
     store = JobStore(database)
-    store._records = _Records(most=3)
+    store._records = Records(most=3)
     for number in range(8):
         await cancelled(store, f"j{number}")
     jobs = await store.page(owner=None, states=(), before=0, limit=10)

@@ -13,7 +13,8 @@ import pytest
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.errors import WrongJobState
-from horizon_server.events import EvalDone, Message, StateChanged, StepDone
+from horizon_server.events import EvalAnswer, EvalDone, Message, StateChanged, StepDone
+from horizon_server.figures import EvalFigures, EvalSetFigures
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
 from horizon_server.spec import parse_job_spec
@@ -154,3 +155,40 @@ async def test_many_jobs_of_one_user_do_not_hide_those_of_others(store: JobStore
     ]
     assert [job.job_id for job in await store.heads(2)] == ["a4", "b0"]
     assert await store.heads(100) == await store.queued(100)
+
+
+def evaluated(step: int, accuracy: float) -> EvalDone:
+    sets = (EvalSetFigures.of("a", EvalFigures(eval_loss=1.0, num_targets=4, num_correct=2)),)
+    answers = (EvalAnswer(document=0, prompt="p", answer="a", reference="r"),)
+    return EvalDone(step=step, eval_loss=1.0, num_targets=4, sets=sets, answers=answers, judged=accuracy)
+
+
+async def test_the_first_the_best_and_the_last_evaluation_stay_with_the_job(store: JobStore) -> None:
+    spec = parse_job_spec({**SPEC.to_mapping(), "eval": {"sets": {"a": "d"}, "best_by": "a.accuracy"}})
+    one = dataclasses.replace(job("j1"), spec=spec, eval_set_ids={"a": "dataset_x1"})
+    await store.create(one, request_id=str(uuid.uuid4()))
+
+    async def known_after(step: int, accuracy: float) -> list[tuple[int, float | None]]:
+        record, _ = await store.append("j1", evaluated(step, accuracy))
+        found = await store.get("j1")
+        assert found is not None
+        assert (found.first_eval, found.last_eval) == (record.first_eval, record.last_eval)
+        kept = [one for one in (record.first_eval, record.best_eval, record.last_eval) if one is not None]
+        assert all(one.answers == () and one.sets == evaluated(0, 0).sets for one in kept)
+        return [(one.step, one.judged) for one in kept]
+
+    assert await known_after(0, 0.5) == [(0, 0.5), (0, 0.5), (0, 0.5)]
+    assert await known_after(2, 0.75) == [(0, 0.5), (2, 0.75), (2, 0.75)]
+    assert await known_after(4, 0.75) == [(0, 0.5), (2, 0.75), (4, 0.75)]
+    # It was restarted, and is at step 2 again.
+    assert await known_after(2, 0.25) == [(0, 0.5), (0, 0.5), (2, 0.25)]
+    assert await known_after(4, 1.0) == [(0, 0.5), (4, 1.0), (4, 1.0)]
+
+
+async def test_an_eval_set_is_in_use_by_its_job(store: JobStore) -> None:
+    one = dataclasses.replace(job("j1"), eval_set_ids={"a": "dataset_x1", "b": "dataset_x2"})
+    await store.create(one, request_id=str(uuid.uuid4()))
+    assert await store.users_of("dataset_x2") == [("j1", "ada")]
+    # Neither a part of an id, nor a name, nor the wildcard of SQL.
+    for other in ("dataset_x", "a", "dataset%x1", "datasetax1"):
+        assert await store.users_of(other) == []

@@ -71,7 +71,7 @@ async def test_a_job_starts_from_a_pushed_adapter(daemon: DaemonParts, ada: Prin
     assert event.payload == Message(level="info", text="starts with the adapter mine")
     memory = services.planner.worker_memory(job.spec, daemon.model_folder)
     request = worker_request(
-        job, memory, services.folders, model=daemon.model_folder, prepared=tmp_path, evaluation=None, num_threads=1,
+        job, memory, services.folders, model=daemon.model_folder, prepared=tmp_path, evaluations={}, num_threads=1,
         numa_interleave=False, device="host", gpu=None, trace=None,
     )  # fmt: skip
     assert request["adapter"] == str(start)

@@ -13,11 +13,11 @@ from horizon_server.jobs.folders import CheckpointFolder, JobFolders
 from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 
-def write(folder: CheckpointFolder, step: int, eval_loss: float | None = None) -> Path:
+def write(folder: CheckpointFolder, step: int, eval_loss: float | None = None, *judged: object) -> Path:
     path = folder.of_step(step)
     (path / "trainer").mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"x" * step)
-    last_eval = None if eval_loss is None else [step, eval_loss]
+    last_eval = None if eval_loss is None else [step, eval_loss, *judged]
     (path / "trainer/trainer_state.json").write_text(json.dumps({"last_eval": last_eval}))
     names = ("model.safetensors", "trainer/trainer_state.json")
     write_manifest(path, Manifest(files={name: record_file(path / name) for name in names}, versions={}))
@@ -51,6 +51,18 @@ def test_last_and_best_are_marked(folder: CheckpointFolder) -> None:
         (10, False, True),
         (15, True, False),
     ]
+
+
+def test_the_best_is_by_another_figure_than_the_loss(folder: CheckpointFolder) -> None:
+    for step, loss, accuracy in ((5, 1.0, 0.25), (10, 3.0, 0.5), (15, 2.0, 0.5)):
+        write(folder, step, loss, accuracy, True)
+    assert [(record.step, record.eval_loss, record.best) for record in folder.all()] == [
+        (5, 1.0, False),
+        (10, 3.0, True),
+        (15, 2.0, False),
+    ]
+    folder.apply_retention(keep_last=1, keep_best=True)
+    assert folder.steps() == [10, 15]
 
 
 def test_without_evaluations_the_newest_is_the_best(folder: CheckpointFolder) -> None:

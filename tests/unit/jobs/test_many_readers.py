@@ -16,7 +16,7 @@ from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts
 from tests.unit.jobs.conftest import ADA, held
 
-from horizon_server.db.jobs import _spec
+from horizon_server.db.job_rows import _spec
 from horizon_server.db.tables import JobRow
 from horizon_server.errors import TooManyCalls
 from horizon_server.events import Message

@@ -31,8 +31,10 @@ async def run(preparation: Preparation, data: Path) -> PreparedData | None:
     async def publish(event: PrepareProgress | Message) -> None:
         pass
 
+    # A format that is decided, as that of a ready dataset is: else the child looks into the file before it makes its folder.
+    found = "text" if data.suffix == ".txt" else "messages"
     record = DatasetRecord(
-        dataset_id="d", owner="ada", name="d", format="auto", field_map={}, files=(), digest="digest", ready=True
+        dataset_id="d", owner="ada", name="d", format=found, field_map={}, files=(), digest="digest", ready=True
     )
     folder = data.parent
     spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d"})

@@ -219,6 +219,24 @@ def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) 
     assert worker_memory(folder, spec_of(), rates={"host": rates(1e9)}).plan.hint == ""
 
 
+@pytest.mark.parametrize("accelerators", [(), (H100,)])
+def test_a_method_besides_cross_entropy_takes_64_bytes_a_token_and_a_second_forward_of_the_head(
+    folder: Path, accelerators: tuple[Accelerator, ...]
+) -> None:
+    rates = {"host": RATES, "cuda": RATES}
+    plain, preferring = (
+        worker_memory(folder, spec, accelerators=accelerators, arena_bytes=64 * GIB, rates=rates).plan
+        for spec in (spec_of(), spec_of().model_copy(update={"method": "dpo"}))
+    )
+    assert preferring.device_bytes["workspace"] - plain.device_bytes["workspace"] == 64 * 4096
+    assert (
+        plain.host_total_bytes < preferring.host_total_bytes <= plain.host_total_bytes + 2 * 64 * 4096 or accelerators
+    )
+    assert plain.prediction is not None and preferring.prediction is not None
+    assert preferring.prediction.parts_s["head"] > plain.prediction.parts_s["head"]
+    assert preferring.prediction.step_s > plain.prediction.step_s
+
+
 def test_cuda_is_refused_in_one_sentence_where_there_is_none(folder: Path) -> None:
     with pytest.raises(InvalidSpec, match="device: cuda needs a CUDA device, and this node has none"):
         worker_memory(folder, spec_of(device="cuda"))

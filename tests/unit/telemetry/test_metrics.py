@@ -8,11 +8,11 @@ import math
 import pytest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
-from horizon_server.figures import TransferFigures
+from horizon_server.figures import EvalFigures, EvalSetFigures, TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.records.sharing import ShareUse
-from horizon_server.spec import JobSpec
+from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 
 NOW_S = 1_700_000_000.0
@@ -213,6 +213,25 @@ def test_checkpoint_and_evaluation(metrics: Metrics, clock: Clock) -> None:
     assert _value(metrics, "horizon_eval_loss", job_id="job-1") == 1.25
     assert _value(metrics, "horizon_checkpoint_last_success_timestamp_seconds", job_id="job-1") == NOW_S + 5
     assert _value(metrics, "horizon_checkpoint_duration_seconds_sum") == 3.0
+
+
+def test_each_set_of_the_spec_has_series_of_its_own(metrics: Metrics) -> None:
+    def figures(name: str, exact_match: float | None = None) -> EvalSetFigures:
+        measured = EvalSetFigures.of(name, EvalFigures(eval_loss=2.0, num_targets=4, num_correct=1))
+        return dataclasses.replace(measured, exact_match=exact_match)
+
+    spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "eval": {"sets": {"a": "d", "b": "d"}}})
+    job = dataclasses.replace(_job(), spec=spec)
+    sets = (figures("a", 0.5), figures("b"), figures("not-in-the-spec"))
+    metrics.on_payload(job, EvalDone(step=1, eval_loss=1.25, num_targets=9, sets=sets))
+    for name in ("a", "b"):
+        assert _value(metrics, "horizon_eval_set_loss", job_id="job-1", set=name) == 2.0
+        assert _value(metrics, "horizon_eval_set_accuracy", job_id="job-1", set=name) == 0.25
+    assert _value(metrics, "horizon_eval_set_exact_match", job_id="job-1", set="a") == 0.5
+    assert _value(metrics, "horizon_eval_set_exact_match", job_id="job-1", set="b") is None
+    assert _value(metrics, "horizon_eval_set_loss", job_id="job-1", set="not-in-the-spec") is None
+    metrics.on_job_state(dataclasses.replace(job, job_state=JobState.SUCCEEDED), "RUNNING")
+    assert _value(metrics, "horizon_eval_set_loss", job_id="job-1", set="a") is None
 
 
 def test_what_an_evaluation_moves_is_counted_and_is_no_part_of_the_overlap_ratio(metrics: Metrics) -> None:

@@ -25,7 +25,7 @@ REQUEST: dict[str, Any] = {
     "spec": {"name": "job", "model": "m", "dataset": "d", "train": {"max_steps": 3}},
     "model": "/models/m",
     "prepared": "/prepared/p",
-    "evaluation": None,
+    "evaluations": {},
     "checkpoints": "/checkpoints",
     "resume_from": "/checkpoints/step-00000002",
     "planes": {"hi": 7, "lo": 8},
@@ -43,7 +43,7 @@ REQUEST: dict[str, Any] = {
 def test_a_request_is_read_as_it_was_written() -> None:
     request = WorkerRequest.from_mapping(REQUEST)
     assert (request.job_id, request.attempt, request.spec.train.max_steps) == ("job_1", 2, 3)
-    assert (request.evaluation, request.resume_from) == (None, Path("/checkpoints/step-00000002"))
+    assert (request.evaluations, request.resume_from) == ({}, Path("/checkpoints/step-00000002"))
     assert request.planes == {"hi": 7, "lo": 8}
     assert request.trace is None
     assert (request.gpu, request.numa_interleave) == ("", True)

@@ -149,7 +149,7 @@ def test_an_evaluation_that_was_done_is_not_done_again(inputs: Inputs) -> None:
         return STOP if isinstance(line, EvalDone) and line.step == 2 else always(line)
 
     first = Daemon(stop_at_the_evaluation_of_step_2)
-    with worker_request(folder, spec, evaluation=str(folder / "prepared")) as request:
+    with worker_request(folder, spec, evaluations={"eval": str(folder / "prepared")}) as request:
         live(request, first)
         live({**request, "resume_from_memory": True}, second)
     assert [done.step for done in first.said(EvalDone)] == [0, 2]

@@ -37,7 +37,7 @@ def request_for(folder: Path, **train: Any) -> WorkerRequest:
         spec=parse_job_spec(spec),
         model=folder,
         prepared=folder.parent / "prepared",
-        evaluation=None,
+        evaluations={},
         checkpoints=folder.parent / "checkpoints",
         resume_from=None,
         planes={},

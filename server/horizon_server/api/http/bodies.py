@@ -50,6 +50,7 @@ NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = {
         "model_id": "may be a folder of the node, whose path is private; the spec names the model",
         "dataset_id": "an internal reference; the spec names the dataset",
         "eval_dataset_id": "an internal reference; the spec names the dataset",
+        "eval_set_ids": "internal references; the spec names the datasets",
     },
     DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
     ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},

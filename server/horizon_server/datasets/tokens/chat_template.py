@@ -132,15 +132,17 @@ class ChatTemplate:
 
         A whole text begins with that of the prompt, not always with the cue: templates may write it differently once the answer follows.
         """
-        alone = self.render(prompt, tools=tools)
+        cue = self.render(prompt, tools=tools, add_generation_prompt=True)
         wholes = [self.render([*prompt, *answer], tools=tools) for answer in answers]
-        for whole in wholes:
-            if self._beginning(whole, alone) is None:
+        # Nearly always the cue is where the answer begins, and nothing else need be asked.
+        if not all(whole.startswith(cue) for whole in wholes):
+            alone = self.render(prompt, tools=tools)
+            if any(self._beginning(whole, alone) is None for whole in wholes):
                 raise InvalidData(
                     "the model's chat template renders the prompt differently once an answer follows it, so where the answer begins "
                     "cannot be found; leave out the turns that it rewrites, or correct the template"
                 )
-        return self.render(prompt, tools=tools, add_generation_prompt=True), wholes
+        return cue, wholes
 
     def _beginning(self, text: str, rendered: str) -> int | None:
         """Return how much of the text the beginning of its chat renders to, or None where it does not begin so."""

@@ -138,7 +138,7 @@ class _ReadRow(NamedTuple):
 
     @property
     def masked_texts(self) -> list[str]:
-        """The texts of which some characters are not trained."""
+        """The texts of which some characters are not trained, and which are encoded with the others' for that."""
         if isinstance(self.rendered, RenderedAnswers):
             return [self.rendered.prompt, *self.rendered.wholes]
         return [text.text for text in self.rendered.texts if not text.trained_throughout] if self.rendered else []

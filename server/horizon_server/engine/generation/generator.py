@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,7 +115,7 @@ class TokenGenerator:
             DoesNotFit: the device has no room for the weights in flight.
         """
         assert template.needs_masks, "a cache needs a template made with own_attention=False"
-        self._template, self._device = template, device
+        self._template, self._store, self._device = template, store, device
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
         device.adopt(store)
@@ -132,6 +132,10 @@ class TokenGenerator:
         self._cache_sizes = try_cache(template, device, self._stream)
         self.cache_on_device = True
         """Where the cache of the last batch was."""
+        self._running: list[_Sequence] = []
+        # What the batch in progress has on the device's account.
+        self._charged_bytes = 0
+        self._is_released = False
 
     def cache_bytes(self, num_tokens: int) -> int:
         """What the cache of one sequence of `num_tokens` takes at most, in all layers."""
@@ -146,7 +150,7 @@ class TokenGenerator:
             ended[new.prompt] = new.ended or "length"
         return [GeneratedAnswer(tokens=tuple(ids), ended=why) for ids, why in zip(tokens, ended, strict=True)]
 
-    def stream(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> Iterator[NewToken]:
+    def stream(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> Generator[NewToken, None, None]:
         """Every token as it is known: one of each prompt that has not ended, then the next one of each.
 
         Raises:
@@ -154,9 +158,10 @@ class TokenGenerator:
             DoesNotFit: not even one layer's part of the cache fits on the device.
         """
         self._check(prompts, options)
+        self._take_device()
         longest = [len(prompt) + options.max_tokens for prompt in prompts]
         with self._room(longest, num_prompt_tokens=sum(map(len, prompts))):
-            running = [
+            self._running = [
                 _Sequence(
                     prompt=index,
                     cache=SequenceCache(self._template.config, num_layers=self._template.num_layers),
@@ -164,10 +169,12 @@ class TokenGenerator:
                 )
                 for index, prompt in enumerate(prompts)
             ]
-            while running:
-                chosen = self._pass(running, options)
-                still = []
-                for sequence, token in zip(running, chosen, strict=True):
+            while self._running:
+                # The caller may have released it after the last token.
+                self._take_device()
+                chosen = self._pass(self._running, options)
+                still, news = [], []
+                for sequence, token in zip(self._running, chosen, strict=True):
                     sequence.num_computed += sequence.new_ids.numel()
                     sequence.num_generated += 1
                     sequence.new_ids = torch.tensor([token])
@@ -178,9 +185,39 @@ class TokenGenerator:
                         ended = "length"
                     if ended is None:
                         still.append(sequence)
-                    yield NewToken(prompt=sequence.prompt, token=token, ended=ended)
+                    news.append(NewToken(prompt=sequence.prompt, token=token, ended=ended))
                 # Those that ended give their cache's memory back here.
-                running = still
+                self._running = still
+                yield from news
+
+    def release_device(self) -> None:
+        """Free the device's memory for other work, until the next token takes it again; not while the token of a batch is computed.
+
+        The weights may change until the next batch begins: it copies them again. No answer depends on it.
+        """
+        if self._is_released:
+            return
+        self.close()
+        self._move_caches(torch.device("cpu"))
+        self._device.charge("activations", -self._charged_bytes)
+        self._device.release_memory()
+        self._is_released = True
+
+    def _take_device(self) -> None:
+        if not self._is_released:
+            return
+        self._device.adopt(self._store)
+        self._stream.open()
+        self._device.charge("activations", self._charged_bytes)
+        self._move_caches(self._place)
+        self._is_released = False
+
+    def _move_caches(self, place: torch.device) -> None:
+        # Elsewhere each part is in host memory between two calls of its layer.
+        if self.cache_on_device:
+            for sequence in self._running:
+                for layer in range(self._template.num_layers):
+                    sequence.cache.to(layer, place)
 
     def close(self) -> None:
         """Free the device's memory. The caller closes the device."""
@@ -229,11 +266,14 @@ class TokenGenerator:
         except DoesNotFit:
             self.cache_on_device, charged = False, hidden_bytes + one_part
             device.charge("activations", charged)
+        self._charged_bytes = charged
         try:
             yield
         finally:
             # Also where the caller stops reading: nothing of the batch is in flight between two tokens.
-            device.charge("activations", -charged)
+            self._running, self._charged_bytes = [], 0
+            if not self._is_released:
+                device.charge("activations", -charged)
 
     def _pass(self, sequences: Sequence[_Sequence], options: GenerationOptions) -> list[int]:
         """Compute the new tokens of all sequences, and return the token that follows in each."""

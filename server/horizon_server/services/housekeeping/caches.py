@@ -30,10 +30,10 @@ def mark_used(folders: JobFolders, job_ids: Iterable[tuple[str, int]]) -> None:
         request = folders.log(job_id, attempt).with_name("request.json")
         with contextlib.suppress(OSError, ValueError):
             plain = json.loads(request.read_bytes())
-            for name in ("prepared", "evaluation"):
-                # The rows held out are inside the folder of the others, and theirs then.
-                if plain.get(name):
-                    os.utime(plain[name])
+            # The rows held out are inside the folder of the others, and theirs then.
+            for folder in (plain.get("prepared"), *plain.get("evaluations", {}).values()):
+                if folder:
+                    os.utime(folder)
 
 
 def unused_tokens(root: Path, max_age_s: float) -> list[Path]:

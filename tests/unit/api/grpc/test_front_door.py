@@ -21,7 +21,7 @@ from horizon_server.db.audit import MAX_CHARS
 from horizon_server.records.job import JobState
 
 UNDECODABLE = b"\x0a\xff\xff\xff\xff\x0f"
-CHANGING = ("Cancel", "Create", "Delete", "Finalize", "Pause", "Resume", "Sample", "Revoke", "Remove", "Set", "Share", "Submit",
+CHANGING = ("Cancel", "Create", "Delete", "Finalize", "Merge", "Pause", "Resume", "Sample", "Revoke", "Remove", "Set", "Share", "Submit",
             "Unshare", "Update", "Keep")  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 // One page over the REST interface. The token lives in sessionStorage; all text reaches the page as text, never as markup.
 const POLL_MS = 3000;
 const MAX_LINES = 200;
+const MAX_ANSWERS = 3;
+const MAX_ANSWER_CHARS = 400;
 const el = (id) => document.getElementById(id);
 let token = sessionStorage.getItem("horizon-token") || "";
 let chosen = "";        // job_id of the open detail
@@ -197,10 +199,25 @@ function drawCurve() {
 // Of a method other than cross-entropy, such as rewards/margins of dpo.
 const figuresOf = (data) => Object.entries(data.method_figures || {}).map(([name, value]) => `, ${name} ${short(value)}`).join("");
 
+// Unset numbers are null, as are those that JSON cannot write.
+function evaluationText(data) {
+  const lines = [`evaluation after step ${data.step}: loss ${short(data.eval_loss)}${figuresOf(data)}`];
+  for (const set of data.sets || []) {
+    const match = set.exact_match === null ? "" : `, exact match ${short(100 * set.exact_match, 2)} % (${set.num_matches} of ${set.num_answers})`;
+    const ofText = set.accuracy === null ? "" : `, perplexity ${short(set.perplexity)}, accuracy ${short(100 * set.accuracy, 2)} %`;
+    lines.push(`  ${set.name}: loss ${short(set.loss)}${ofText} of ${set.num_targets} tokens${match}`);
+  }
+  for (const one of (data.answers || []).slice(0, MAX_ANSWERS)) {
+    const mark = one.expected === null ? "" : ` [${one.matches ? "right" : "wrong"}, data: ${one.expected}]`;
+    lines.push(`  prompt: ${one.prompt.slice(-MAX_ANSWER_CHARS)}`, `  answer: ${one.answer.slice(0, MAX_ANSWER_CHARS)}${mark}`);
+  }
+  return lines.join("\n");
+}
+
 function textOf(kind, data) {
   if (kind === "state") return [data.job_state, data.reason, data.message].filter(Boolean).join(" - ");
   if (kind === "step") return `step ${data.step}: loss ${short(data.loss)}, gradient norm ${short(data.grad_norm, 3)}${figuresOf(data)}${data.skipped ? `, skipped: ${data.skipped}` : ""}`;
-  if (kind === "eval") return `evaluation after step ${data.step}: loss ${short(data.eval_loss)}${figuresOf(data)}`;
+  if (kind === "eval") return evaluationText(data);
   if (kind === "checkpoint") return `checkpoint of step ${data.step}: ${bytes(data.size_bytes)} in ${span(data.duration_s) || "0 s"}`;
   if (kind === "prepare") return `prepared ${data.done_rows}${data.total_rows ? ` of ${data.total_rows}` : ""} rows`;
   return kind === "message" ? data.text : "";

@@ -1,0 +1,106 @@
+"""Rows of the table of jobs as records, and what of a record is stored in which column."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections import OrderedDict
+from typing import Any
+
+from sqlalchemy import Row
+
+from horizon_server.events import EvalDone, decode, encode
+from horizon_server.records.job import JobRecord, JobState, Wanted
+from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
+from horizon_server.spec import JobSpec, parse_job_spec
+
+_PLAIN = (
+    "job_id", "owner", "project", "priority", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step",
+    "num_steps", "attempt", "created_s", "queued_s", "started_s", "ended_s", "device_s", "num_tokens", "last_sequence",
+    "num_restarts", "failed_step", "last_failure", "not_before_s", "journal_line", "deletion_s", "keep_files",
+)  # fmt: skip
+STORED_FIELDS = (*_PLAIN, "plan", "data_report", "last_step", "wanted", "eval_set_ids")
+"""Fields of a record that can be set."""
+# The largest page. A record takes some 20 kB with its row and its message (see `records.kept`).
+_KEPT_RECORDS = 1000
+
+
+def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that hold these fields of a record."""
+    columns = dict(fields)
+    if (plan := fields.get("plan")) is not None:
+        columns["plan"] = dataclasses.asdict(plan)
+    if "data_report" in fields:
+        columns["data_report"] = fields["data_report"] or None
+    if "last_step" in fields:
+        columns["last_step"] = "" if fields["last_step"] is None else encode(fields["last_step"])
+    if "wanted" in fields:
+        columns["wanted"] = Wanted(fields["wanted"]).value
+    if "eval_set_ids" in fields:
+        columns["eval_set_ids"] = json.dumps(fields["eval_set_ids"])
+    assert columns.keys() <= set(STORED_FIELDS), sorted(columns)
+    return columns
+
+
+def evaluations_after(job: JobRecord, done: EvalDone) -> str:
+    """Return the column with the first, the best and the last evaluation of a job once one more is done.
+
+    After a restart from a checkpoint, steps are done again: what is known of this step and of later ones counts no more.
+    """
+    done = dataclasses.replace(done, answers=())
+    first = job.first_eval if job.first_eval is not None and job.first_eval.step < done.step else done
+    best = job.best_eval if job.best_eval is not None and job.best_eval.step < done.step else first
+    if done.judged is not None and (best.judged is None or job.spec.eval.is_better(done.judged, best.judged)):
+        best = done
+    return json.dumps({"first": encode(first), "best": encode(best), "last": encode(done)})
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(text: str) -> JobSpec:
+    # A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon.
+    return parse_job_spec(json.loads(text))
+
+
+class Records:
+    """The records of the rows that were read last. A record that is there is returned while the stored row is equal to the one that it was
+    made of, so nothing has to be invalidated. Thread: any.
+    """
+
+    def __init__(self, most: int = _KEPT_RECORDS) -> None:
+        self._most = most
+        self._kept: OrderedDict[int, tuple[Row[Any], JobRecord]] = OrderedDict()
+
+    def of(self, row: Row[Any], *, queue_position: int = 0) -> JobRecord:
+        """Return the record of a row of `_STORED`."""
+        kept = self._kept.get(row.number)
+        if kept is None or kept[0] != row:
+            kept = row, record_of(row)
+            self._kept[row.number] = kept
+            while len(self._kept) > self._most:
+                with contextlib.suppress(KeyError):  # another thread was faster
+                    self._kept.popitem(last=False)
+        record = kept[1]
+        return dataclasses.replace(record, queue_position=queue_position) if queue_position else record
+
+
+def record_of(row: Row[Any]) -> JobRecord:
+    """Return the record of a row of the table of jobs, whose JSON is text."""
+    plan: dict[str, Any] = json.loads(row.plan or "null") or {}
+    if plan:  # one of an earlier version has none of these
+        prediction, kept = plan.get("prediction"), plan.get("kept")
+        plan["prediction"] = StepPrediction(**prediction) if prediction else None
+        plan["kept"] = KeptMemory(**kept) if kept else None
+    evaluations = json.loads(row.evaluations) if row.evaluations else {}
+    return JobRecord(
+        **{name: getattr(row, name) for name in _PLAIN},
+        spec=_spec(row.spec),
+        job_state=JobState(row.job_state),
+        wanted=Wanted(row.wanted),
+        last_step=decode(row.last_step) if row.last_step else None,
+        plan=JobPlan(**plan) if plan else None,
+        data_report=json.loads(row.data_report or "null") or {},
+        eval_set_ids=json.loads(row.eval_set_ids),
+        **{f"{which}_eval": decode(line) for which, line in evaluations.items()},
+    )
