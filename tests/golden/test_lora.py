@@ -25,7 +25,8 @@ from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LoraSpec, TrainSpec
-from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.adapter_files import AdapterConfig
+from horizon_server.store.checkpoint import AdapterExport, load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout
 from horizon_server.store.model_load import load_model
@@ -337,9 +338,12 @@ def test_a_checkpoint_restores_every_bit_and_the_same_random_numbers(
     for _ in range(2):
         run.trainer.train_step(rows)
     state = run.trainer.state()
-    save_checkpoint(store, tmp_path / "kept", source=tmp_path / "source", trainer_state=state)
+    export = AdapterExport(
+        config=AdapterConfig(rank=4, alpha=6.0, dropout=0.3, base="model"), base_sha256=lambda: "0" * 64
+    )
+    save_checkpoint(store, tmp_path / "kept", source=tmp_path / "source", trainer_state=state, adapter=export)
     again = HostStore.allocate(layout, num_threads=1)
-    assert load_checkpoint(again, tmp_path / "kept") == state
+    assert load_checkpoint(again, tmp_path / "kept", base=tmp_path / "source", base_sha256=lambda: "0" * 64) == state
     resumed = start(model, store=again, adapter_dropout=0.3)
     resumed.trainer.restore(state)
     for _ in range(2):

@@ -12,13 +12,16 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
-from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.adapter_files import AdapterConfig
+from horizon_server.store.checkpoint import AdapterExport, load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.model_load import load_model
 
 NUM_EPOCHS = 3
 SAVE_EVERY = 4
+# Of the model, which these lives do not change.
+_DIGEST = "0" * 64
 LOSSES, CHECKPOINTS = "losses.txt", "checkpoints"
 
 
@@ -55,7 +58,11 @@ def live(life: Life, messages: Connection) -> None:
     )  # fmt: skip
     device = HostDevice(num_threads=1, max_delay_s=0.001, delay_seed=1)
     saved = [folder for folder in life.checkpoints() if is_complete(folder)]
-    state = load_checkpoint(store, saved[-1]) if saved else None
+    adapter = None
+    if life.lora:
+        saved_as = AdapterConfig(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, base="model")
+        adapter = AdapterExport(config=saved_as, base_sha256=lambda: _DIGEST)
+    state = load_checkpoint(store, saved[-1], base=life.model, base_sha256=lambda: _DIGEST) if saved else None
     if state is None:
         load_model(store, life.model)
     trainer = Trainer(template, store, device, config)
@@ -70,7 +77,7 @@ def live(life: Life, messages: Connection) -> None:
         if report.step % SAVE_EVERY == 0 or report.step == plan.num_steps:
             messages.send("saving")
             target = life.work / CHECKPOINTS / f"step-{report.step:06d}"
-            save_checkpoint(store, target, source=life.model, trainer_state=trainer.state())
+            save_checkpoint(store, target, source=life.model, trainer_state=trainer.state(), adapter=adapter)
             messages.send("saved")
     trainer.close()
     device.close()

@@ -96,7 +96,9 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
                 _FIELD, f"{_FIELD}: all-linear finds no linear map in this model; name the weights in {_FIELD}"
             )
         return targets
-    chosen = _chosen(spec.targets, matrices)
+    left = _chosen(spec.targets, matrices)
+    # In the layout's order, so that the message names the same tensor every time.
+    chosen = [name for name in matrices if name in left]
     for name in chosen:
         if not _is_weight(matrices[name]):
             raise InvalidSpec.of(
@@ -104,7 +106,7 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
                 f"{_FIELD}: {name} has shape {list(matrices[name].shape)} and is not the weight of a linear map, so it gets no adapter; "
                 f"take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}",
             )
-    return [matrices[name] for name in matrices if name in chosen]
+    return [matrices[name] for name in chosen]
 
 
 def _can_be_packed(found: ModelFolder, tensor: TensorLayout) -> bool:
