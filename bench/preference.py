@@ -1,9 +1,9 @@
 """What a step of DPO costs over a step of supervised fine-tuning on the same tokens, and the pass over the data that comes before it.
 
 Both trainers have the same weights and rows, one thread each, and take turns. Ratios are of processor seconds, which other work on the
-machine changes little. A step of DPO runs the head twice: for the log-probabilities, and for
-the gradients once the loss is known. The reference log-probabilities are one forward over all data before the first step; a job of one
-epoch pays it once for each step, one of three epochs a third of it.
+machine changes little. A step of DPO runs the head twice: for the log-probabilities, and for the gradients once the loss is known. The
+reference log-probabilities are one forward over all data before the first step; a job of one epoch pays it once for each step, one of three
+epochs a third of it.
 
 python -m bench.preference            # prints a table for bench/RESULTS.md
 """

@@ -163,12 +163,24 @@ def _field_paths() -> Iterator[str]:
             yield from (f"{name}.{key}" for key in _known_keys(section))
 
 
+# What other tools call a field, where the name is not similar.
+_USUAL_NAMES = {
+    "lr": "learning_rate",
+    "r": "rank",
+    "max_length": "sequence_length",
+    "target_modules": "targets",
+    "wd": "weight_decay",
+}
+
+
 def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[FieldViolation]) -> None:
     known = _known_keys(message.DESCRIPTOR)
     for key, value in mapping.items():
         path = f"{prefix}{key}"
         if key not in known:
             elsewhere = [other for other in _field_paths() if other.rpartition(".")[2] == key]
+            if (usual := _USUAL_NAMES.get(str(key))) in known:
+                elsewhere = [str(usual)]
             hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(str(key), known)
             hint = hint or f"fields: {', '.join(known)}"
             text = f"{path} is not a field of the job spec; {hint}"

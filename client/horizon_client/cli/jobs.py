@@ -340,15 +340,22 @@ def header_line(schema_file: str) -> str:
 
 
 def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the dotted path and the schema of each field that takes a value, in the order of the reference."""
+    """Yield the dotted path and the schema of each field that takes a value, those of a section after all others of its level."""
     schema = job_schema()
-    for name, field in schema["properties"].items():
-        if "$ref" in field:
-            section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]
-            for inner, inner_field in section["properties"].items():
-                yield f"{name}.{inner}", inner_field
-        else:
-            yield name, field
+
+    def below(prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        sections = []
+        for name, field in part["properties"].items():
+            # A section that may be null is one of two choices.
+            found = next((choice["$ref"] for choice in field.get("anyOf", [field]) if "$ref" in choice), None)
+            if found is None:
+                yield prefix + name, field
+            else:
+                sections.append((f"{prefix}{name}.", schema["$defs"][found.rsplit("/", 1)[1]]))
+        for path, section in sections:
+            yield from below(path, section)
+
+    return below("", schema)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")
@@ -385,20 +392,25 @@ def template() -> str:
     """Return a YAML file that contains every field of the spec with its default and description."""
     import yaml  # only here: `horizon job --help` imports this module
 
-    required = job_schema()["required"]
+    schema = job_schema()
+    methods = schema["properties"]["method"]["enum"]
     lines = [header_line(_SCHEMA_FILE)]
     section = ""
     for path, field in spec_fields():
         prefix, _, name = path.rpartition(".")
+        outer, _, inner = prefix.rpartition(".")
+        # With its heading: what is in such a section is refused in jobs that it is not for.
+        is_special = bool(outer) or prefix in methods
         if prefix != section:
             section = prefix
-            lines += ["", *([f"{prefix}:"] if prefix else [])]
-        indent = "  " if prefix else ""
-        if path in required:
+            heading = f"  # {inner}:" if outer else f"# {inner}:" if is_special else f"{inner}:"
+            lines += [*([] if outer else [""]), heading]
+        if path in schema["required"]:
             lines.append(f"{name}: my-{name}  # {field['description']}")
         else:
             value = yaml.safe_dump(field.get("default"), default_flow_style=True).splitlines()[0]
-            lines.append(f"{indent}# {name}: {value}  # {field['description']}")
+            indent = "  #   " if outer else "#   " if is_special else "  # " if prefix else "# "
+            lines.append(f"{indent}{name}: {value}  # {field['description']}")
     return "\n".join(lines) + "\n"
 
 

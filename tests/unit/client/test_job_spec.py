@@ -73,6 +73,14 @@ _specs = st.fixed_dictionaries(
         "priority": st.integers(-(2**31), 2**31 - 1),
         "device": st.sampled_from(["auto", "cuda", "host"]),
         "eval_fraction": _doubles,
+        "eval": st.fixed_dictionaries(
+            {},
+            optional={
+                "sets": st.dictionaries(_names, _names, min_size=1, max_size=3),
+                "generate": st.fixed_dictionaries({}, optional={"set": _names, "prompts": _int64, "answer": _names}),
+                "best_by": _names,
+            },
+        ),
     },
 )
 
@@ -111,20 +119,27 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "compute_dtype": "bfloat16",
             "compile": "off",
             "matmul": "fp8",
-            "trainable": ["lora"],
-            "lora": {"rank": 8, "alpha": 12.0, "dropout": 0.1, "targets": ["q_proj"], "rslora": True, "base": "nf4"},
+            "trainable": ["norm"],
             "min_lr_ratio": 0.1,
             "lr_decay_ratio": 0.3,
             "label_smoothing": 0.1,
             "neftune_noise_alpha": 5.0,
+            "lora": {"rank": 4},
             "lr_groups": [{"match": "norm", "scale": 0.5}, {"match": "embed", "scale": 2.0}],
+            "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj"], "rslora": True, "base": "nf4"},
         },
         "eval_every_steps": 12,
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
         "priority": 15,
         "device": "host",
         "eval_fraction": 0.25,
-        "eval": {"patience": 3, "min_delta": 0.5},
+        "eval": {
+            "patience": 3,
+            "min_delta": 0.5,
+            "sets": {"a": "d", "b.c": "e"},
+            "generate": {"set": "a", "prompts": 4, "max_new_tokens": 5, "answer": "(x)"},
+            "best_by": "b.c.loss",
+        },
         "limits": {"max_hours": 1.5, "max_steps": 7},
         "dpo": {"beta": 0.2, "loss": "hinge", "label_smoothing": 0.1, "length_normalised": True},
         "ipo": {"beta": 0.3, "length_normalised": False},
@@ -137,6 +152,9 @@ def test_property_covers_every_field_of_the_contract() -> None:
     assert {f.name for f, _ in wire.ListFields()} == {f.name for f in job_pb2.JobSpec.DESCRIPTOR.fields}
     in_train = {f.name for f, _ in wire.train.ListFields()}
     assert in_train == {f.name for f in job_pb2.TrainSpec.DESCRIPTOR.fields} - {"no_clipping"}
+    assert {f.name for f, _ in wire.eval.ListFields()} == {f.name for f in job_pb2.EvalSpec.DESCRIPTOR.fields}
+    in_generate = {f.name for f, _ in wire.eval.generate.ListFields()}
+    assert in_generate == {f.name for f in job_pb2.GenerateSpec.DESCRIPTOR.fields}
     assert wire.train.train_on == job_pb2.TRAIN_ON_LAST_ASSISTANT
     assert spec_to_mapping(wire) == full
 
@@ -171,7 +189,8 @@ def test_on_and_off_need_no_quotes_although_yaml_reads_booleans() -> None:
         ({"train": {"no_clipping": True}}, "train.no_clipping", "not a field"),
         ({"learning_rate": 1e-4}, "learning_rate", "not a field of the job spec; did you mean train.learning_rate?"),
         ({"train": {"keep_last": 1}}, "train.keep_last", "did you mean checkpoint.keep_last?"),
-        ({"train": {"rate": 1}}, "train.rate", "fields: epochs, max_steps"),
+        ({"train": {"lr": 1}}, "train.lr", "did you mean learning_rate?"),
+        ({"train": {"qq": 1}}, "train.qq", "fields: epochs, max_steps"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate", "is 'fast'; it must be a number"),
         ({"train": {"learning_rate": True}}, "train.learning_rate", "must be a number"),
         ({"train": {"learning_rate": math.nan}}, "train.learning_rate", "must be a finite number"),

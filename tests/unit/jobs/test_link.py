@@ -258,7 +258,7 @@ def test_what_is_in_no_journal_is_known_by_its_beginning() -> None:
     from horizon_server.events import PIPE_KINDS, encode
     from horizon_server.worker_link.daemon_end import _UNKEPT_LINES
 
-    # The texts of answers to prompts are another child's.
-    assert PIPE_KINDS - {"ready", "sampled"} == {"turn_wanted", "turn_ended", "memory_released", "progress"}
+    # Answers to prompts and merged models are other children's.
+    assert PIPE_KINDS - {"ready", "sampled", "merge"} == {"turn_wanted", "turn_ended", "memory_released", "progress"}
     assert encode(TurnWanted()).encode().startswith(_UNKEPT_LINES)
     assert not encode(Message(level="info", text="turn_wanted")).encode().startswith(_UNKEPT_LINES)
