@@ -124,7 +124,6 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "lr_decay_ratio": 0.3,
             "label_smoothing": 0.1,
             "neftune_noise_alpha": 5.0,
-            "lora": {"rank": 4},
             "lr_groups": [{"match": "norm", "scale": 0.5}, {"match": "embed", "scale": 2.0}],
             "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj"], "rslora": True, "base": "nf4"},
         },
