@@ -82,7 +82,8 @@ bfloat16, else 4, and 2 or 4 in a checkpoint. The column has the last {last} lay
 
 `train.trainable: lora` trains adapters next to the frozen model: rank 16 on all linear maps of the layers (not on experts) in
 the column. The store holds the model in bfloat16, 2 bytes a parameter: 141 GB (10^9 bytes) for 70 B, 812 GB for 405 B. What is
-not weights is nearly all activations and buffers of the `host` device, which grow with `tokens_per_step`; on `cuda` they are on the GPU.
+not weights is nearly all activations and buffers of the `host` device in float32, which grow with `tokens_per_step`; on `cuda`
+they take half of it, on the GPU or offloaded. `lora.base: int8` or `nf4` keeps the layers' matrices in 1 or 0.516 bytes a parameter.
 """.replace("{last}", str(LAST_LAYERS))
 
 

@@ -82,9 +82,10 @@ def test_a_job_that_continues_with_other_spare_memory_has_the_same_bits(tmp_path
         assert weights.read_bytes() == straight
 
 
-def test_a_job_with_adapters_and_dropout_continues_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["source", "int8", "nf4"])
+def test_a_job_with_adapters_and_dropout_continues_with_the_same_bits(tmp_path: Path, base: str) -> None:
     write_inputs(tmp_path, "llama")
-    changes: dict[str, Any] = {"trainable": "lora", "lora": {"rank": 2, "dropout": 0.3}}
+    changes: dict[str, Any] = {"trainable": "lora", "lora": {"rank": 2, "dropout": 0.3, "base": base}}
     train(tmp_path, **changes)
     checkpoint = tmp_path / "checkpoints/step-00000002"
     straight = {file.name: file.read_bytes() for file in checkpoint.rglob("*.safetensors")}
