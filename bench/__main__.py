@@ -21,6 +21,10 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "host_memory": ("Host memory against the plan, and loading", []),
     "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
+    "methods": (
+        "LoRA against full fine-tuning, link-bound",
+        ["--shape", "6m", "--rows", "1", "--row-tokens", "64", "--steps", "5", "--share", "4", "--rank", "4"],
+    ),
     "preference": ("A step of DPO against one of supervised fine-tuning", []),
     "data": ("From a file to micro-batches", []),
     "upload": ("A push against a bare gRPC byte stream", []),

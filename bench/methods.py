@@ -2,7 +2,8 @@
 
 LoRA: the rate of the link is chosen from a run of full fine-tuning without one, so that copying the weights up takes `--share` times as
 long as its compute (above 1: the link is what a step waits for). Both then take the same steps with the same tokens over that link. In
-the last setting the device memory that full fine-tuning has for gradients is used for layers that stay there.
+one setting the device memory that full fine-tuning has for gradients is used for layers that stay there, in two the frozen matrices are
+kept in fewer bits; a host unpacks them with the one thread of its h2d queue.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from horizon_server.planning.lora import linear_maps
 from horizon_server.spec import LoraSpec
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import Packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +88,20 @@ def main() -> None:
     arguments = parser.parse_args()
     config = qwen3_config(arguments.shape)
     full = Template.from_config(config)
-    layout = with_adapters(
-        full.layout,
-        linear_maps(full.layout, LoraSpec()),
-        rank=arguments.rank,
-        decay="trainer",
-        is_bfloat16=lambda _: True,
-    )
-    lora = Template.from_config(config, layout=layout)
+    maps = linear_maps(full.layout, LoraSpec())
+
+    def adapted(base: Packing) -> Template:
+        layout = with_adapters(
+            full.layout,
+            maps,
+            rank=arguments.rank,
+            decay="trainer",
+            is_bfloat16=lambda _: True,
+            packing_of=lambda name: base if name in maps else "none",
+        )
+        return Template.from_config(config, layout=layout)
+
+    lora = adapted("none")
     rows = random_rows(config.vocab_size, num_rows=arguments.rows, row_tokens=arguments.row_tokens)
     num_tokens = arguments.rows * arguments.row_tokens
     free = run(rows, full, link_bytes_per_s=None, num_steps=1)
@@ -101,9 +109,11 @@ def main() -> None:
     plain = run(rows, full, link_bytes_per_s=rate, num_steps=arguments.steps)
     adapters = run(rows, lora, link_bytes_per_s=rate, num_steps=arguments.steps)
     freed = plain.report.device_memory_bytes["gradients"] - adapters.report.device_memory_bytes["gradients"]
-    layer_bytes = 4 * layout.units[1].num_elements
+    layer_bytes = 4 * lora.layout.units[1].num_elements
     num_resident = min(freed // layer_bytes, full.num_layers)
     kept = run(rows, lora, link_bytes_per_s=rate, num_steps=arguments.steps, resident_layers=num_resident)
+    packings: tuple[Packing, ...] = ("int8", "nf4")
+    packed = [run(rows, adapted(base), link_bytes_per_s=rate, num_steps=arguments.steps) for base in packings]
     print(
         "| method | device MB, weights + gradients | up MB | down MB | compute s | up busy s | down busy s | step s | tokens/s | of full |"
     )
@@ -112,6 +122,7 @@ def main() -> None:
         ("full", plain),
         (f"LoRA, rank {arguments.rank}", adapters),
         (f"LoRA, {num_resident} of {full.num_layers} layers stay", kept),
+        *((f"LoRA, base in {base}", found) for base, found in zip(packings, packed, strict=True)),
     ):
         report, memory = found.report, found.report.device_memory_bytes
         print(

@@ -154,12 +154,12 @@ class EvalSetFigures:
 
     name: str
     loss: Annotated[float, Metric("horizon_eval_set_loss", "Mean loss of a set in the last evaluation.", _SET)]
-    perplexity: float | None
+    perplexity: float | None = None
     """The exponential of the loss. It and `accuracy` are None where the loss is that of a method such as dpo."""
     accuracy: Annotated[
         float | None,
         Metric("horizon_eval_set_accuracy", "Share of a set's tokens that the model finds the likeliest.", _SET),
-    ]
+    ] = None
     num_targets: int
     num_correct: int
     num_answers: int = 0

@@ -39,12 +39,12 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
 
         train_step = Trainer.train_step
 
-        def disturbed(trainer: Trainer, micro_batches: Any) -> Any:
+        def disturbed(trainer: Trainer, *step: Any) -> Any:
             if trainer.step == int(named[3]) - 1 and named[1] == "limited":
                 _take_no_more()
             elif trainer.step == int(named[3]) - 1:
                 time.sleep(_HELD_AT_MOST_S)
-            return train_step(trainer, micro_batches)
+            return train_step(trainer, *step)
 
         Trainer.train_step = disturbed  # type: ignore[method-assign, assignment]
     return worker.work(request, link)

@@ -61,7 +61,11 @@ def make(folder: Path) -> Any:
     jobs: Any = SimpleNamespace(
         get=get,
         leases=SimpleNamespace(take=take),
-        folders=SimpleNamespace(checkpoints=lambda _: SimpleNamespace(of_step=lambda _: folder)),
+        folders=SimpleNamespace(
+            checkpoints=lambda _: SimpleNamespace(
+                of_step=lambda _: folder, manifest=lambda _: SimpleNamespace(files={}, base=None)
+            )
+        ),
         scheduler=SimpleNamespace(wake=lambda: wakes.append(1)),
     )
 
