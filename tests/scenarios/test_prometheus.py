@@ -114,6 +114,19 @@ def few_chats(demo_files: tuple[Path, Path], tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def few_pairs(few_chats: Path, tmp_path: Path) -> Path:
+    """The answers of these chats, each preferred to that of another one."""
+    chats = [json.loads(line)["messages"] for line in few_chats.read_text("utf-8").splitlines()]
+    file = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": chat[:1], "chosen": chat[1:2], "rejected": other[1:2]}
+        for chat, other in zip(chats, [*chats[1:], chats[0]], strict=True)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return file
+
+
 def panels(job_name: str) -> dict[str, str]:
     """Every expression of the dashboard with its variables filled in, by panel and number; on loopback there is no certificate."""
     board = json.loads((DEPLOY / "dashboards" / "horizon.json").read_text("utf-8"))
@@ -129,15 +142,19 @@ def panels(job_name: str) -> dict[str, str]:
 
 
 def test_no_panel_stays_empty(
-    daemon: AnyDaemon, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
+    daemon: AnyDaemon, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path, few_pairs: Path
 ) -> None:
     assert isinstance(daemon, DaemonProcess)
     daemon.admin("doctor")  # so that the daemon knows the machine's speed, which a step is compared with
     since_s = time.time()
     spec = demo_spec(max_steps=100_000, sequence_length=64, tokens_per_step=64, checkpoint={"every_steps": 3})
+    # A method with figures of its own, evaluated on text and by answers to prompts: nothing that a panel shows is missing.
+    spec |= {"method": "dpo", "dataset": "few-pairs"}
+    spec |= {"eval": {"generate": {"prompts": 1, "max_new_tokens": 2, "answer": "(.+)"}}}
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
         client.datasets.push([few_chats], name="few-chats")
+        client.datasets.push([few_pairs], name="few-pairs")
         spec |= {"eval_dataset": "few-chats", "eval_every_steps": 3}
         job_id = client.jobs.submit(spec).job_id
         # Without another job nobody asks for the device: no turn ends, and none is waited for.
