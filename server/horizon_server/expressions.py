@@ -15,6 +15,8 @@ import re2
 
 from horizon_server.errors import InvalidSpec
 
+NOT = "!"
+"""Before an expression of a list that takes names away."""
 MAX_NAME_CHARS = 1024
 """What of a tensor's name is looked at. A model folder may have names of any length."""
 
@@ -49,6 +51,23 @@ def fitting_names(field: str, expression: str, names: Sequence[str]) -> list[str
         field,
         f"{field}: {expression!r} fits none of the model's {len(names)} tensors, whose names are such as {examples}",
     )
+
+
+def chosen_names(field: str, expressions: Sequence[str], names: Sequence[str], *, to: str) -> set[str]:
+    """Return the names that the expressions leave, each in turn adding names or, after a NOT, taking them away.
+
+    The first one being a NOT, all names are there before it. `to` says in a message what they are chosen for.
+
+    Raises:
+        InvalidSpec: an expression fits no name, or no name is left.
+    """
+    chosen = set(names) if expressions[0].startswith(NOT) else set[str]()
+    for expression in expressions:
+        found = fitting_names(field, expression.removeprefix(NOT), names)
+        chosen = chosen.difference(found) if expression.startswith(NOT) else chosen.union(found)
+    if not chosen:
+        raise InvalidSpec.of(field, f"{field}: nothing is left to {to} after {expressions[-1]!r}; leave a tensor")
+    return chosen
 
 
 def problem_with_extraction(expression: str) -> str:

@@ -221,7 +221,6 @@ def test_exact_match_on_gsm8k_before_and_after_is_reproducible_to_the_digit(
     assert "of 16) -> " in shown[0][0]
     assert shown[0] == shown[1]
     assert figures[0] == figures[1]
-    print(shown[0][0])
 
 
 def command(daemon: DaemonProcess, token: str, *arguments: str) -> str:

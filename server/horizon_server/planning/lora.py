@@ -1,6 +1,6 @@
 """Which weights of a model get adapters (`train.lora`), by names and shapes. Torch-free.
 
-The weights of a linear map cannot be told from other matrices by their shapes alone. So what all-linear leaves out is known by name:
+The weights of a linear map look like other matrices by their shapes. So what all-linear leaves out is known by name:
 experts, which model classes keep in one tensor of three dimensions, routers, and a few matrices that are used in another way. The worker
 tries every layer before it trains, and refuses by name what is not used as a linear map after all.
 """
@@ -8,12 +8,11 @@ tries every layer before it trains, and refuses by name what is not used as a li
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.expressions import fitting_names
+from horizon_server.expressions import NOT, chosen_names
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.spec import ALL_LINEAR, NOT, LoraSpec, TrainSpec
+from horizon_server.spec import ALL_LINEAR, LoraSpec, TrainSpec
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
 from horizon_server.store.model_files import text_config
@@ -96,7 +95,7 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
                 _FIELD, f"{_FIELD}: all-linear finds no linear map in this model; name the weights in {_FIELD}"
             )
         return targets
-    left = _chosen(spec.targets, matrices)
+    left = chosen_names(_FIELD, spec.targets, list(matrices), to="adapt")
     # In the layout's order, so that the message names the same tensor every time.
     chosen = [name for name in matrices if name in left]
     for name in chosen:
@@ -115,18 +114,6 @@ def _can_be_packed(found: ModelFolder, tensor: TensorLayout) -> bool:
         return False
     # Kernels of convolutions have a few elements in a row: a scale for each would take as much as they do.
     return _MOST_ROW_ELEMENTS >= tensor.shape[-1] >= _FEWEST_ROW_ELEMENTS
-
-
-def _chosen(expressions: Sequence[str], matrices: Mapping[str, TensorLayout]) -> set[str]:
-    """The names that the expressions leave, each in turn adding names or, after a NOT, taking them away."""
-    names = list(matrices)
-    chosen = set(names) if expressions[0].startswith(NOT) else set[str]()
-    for expression in expressions:
-        found = fitting_names(_FIELD, expression.removeprefix(NOT), names)
-        chosen = chosen.difference(found) if expression.startswith(NOT) else chosen.union(found)
-    if not chosen:
-        raise InvalidSpec.of(_FIELD, f"{_FIELD}: nothing is left to adapt after {expressions[-1]!r}; leave a tensor")
-    return chosen
 
 
 def _matrices(layout: StoreLayout) -> list[TensorLayout]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
-from horizon_server.errors import InvalidSpec
-from horizon_server.expressions import fitting_names
+from horizon_server.expressions import chosen_names
 from horizon_server.planning.lora import with_lora
 from horizon_server.planning.lr_groups import with_lr_groups
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.spec import EVERYTHING, LORA, NOT, TrainSpec
+from horizon_server.spec import EVERYTHING, LORA, TrainSpec
 from horizon_server.store.layout import with_decay, with_trained
 
 
@@ -28,18 +26,7 @@ def open_for_training(folder: Path, train: TrainSpec) -> ModelFolder:
     if train.trainable == LORA:
         layout = with_lora(found, layout, train)
     elif train.trainable != EVERYTHING:
-        trained = _trained(train.trainable, [tensor.name for _, tensor in layout.tensors()])
+        names = [tensor.name for _, tensor in layout.tensors()]
+        trained = chosen_names("train.trainable", train.trainable, names, to="train")
         layout = with_trained(layout, trained.__contains__, is_bfloat16=found.is_bfloat16)
     return dataclasses.replace(found, layout=with_lr_groups(layout, train.lr_groups))
-
-
-def _trained(expressions: Sequence[str], names: Sequence[str]) -> set[str]:
-    """The names that the expressions leave, each in turn adding names or, after a NOT, taking them away."""
-    field = "train.trainable"
-    trained = set(names) if expressions[0].startswith(NOT) else set[str]()
-    for expression in expressions:
-        found = fitting_names(field, expression.removeprefix(NOT), names)
-        trained = trained.difference(found) if expression.startswith(NOT) else trained.union(found)
-    if not trained:
-        raise InvalidSpec.of(field, f"{field}: nothing is left to train after {expressions[-1]!r}; leave a tensor")
-    return trained

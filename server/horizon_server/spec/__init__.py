@@ -15,7 +15,7 @@ from horizon_server.spec.job import (
     needs_references,
     parse_job_spec,
 )
-from horizon_server.spec.lora import ALL_LINEAR, NOT, LoraSpec
+from horizon_server.spec.lora import ALL_LINEAR, LoraSpec
 from horizon_server.spec.objective import (
     PAIRED,
     WITH_OPTIONS,
@@ -46,7 +46,6 @@ __all__ = [
     "LORA",
     "NAME_PATTERN",
     "NAME_RULE",
-    "NOT",
     "PAIRED",
     "WITH_OPTIONS",
     "CheckpointSpec",

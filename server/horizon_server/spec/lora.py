@@ -9,14 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from horizon_server.expressions import problem_of
+from horizon_server.expressions import NOT, problem_of
 from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, Section, list_as_tuple, text_as_list
 from horizon_server.spec.words import RULE
 
 ALL_LINEAR = ("all-linear",)
 """`train.lora.targets` of a job that adapts every linear map of the layers."""
-NOT = "!"
-"""Before an expression of `train.trainable` or `train.lora.targets` that takes tensors away."""
 MAX_RANK = 4096
 BaseFormat = Literal["source", "int8", "nf4"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from horizon_server.expressions import problem_of
+from horizon_server.expressions import NOT, problem_of
 from horizon_server.spec.fields import (
     MAX_EXPRESSION_CHARS,
     MAX_EXPRESSIONS,
@@ -21,7 +21,7 @@ from horizon_server.spec.fields import (
     switch_as_text,
     text_as_list,
 )
-from horizon_server.spec.lora import NOT, LoraSpec
+from horizon_server.spec.lora import LoraSpec
 from horizon_server.spec.words import RULE
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

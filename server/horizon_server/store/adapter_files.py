@@ -18,6 +18,7 @@ from typing import Any
 from horizon_formats.model_files import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG_FILE
 from horizon_formats.model_files import ADAPTER_WEIGHTS_FILE
 from horizon_server.errors import InvalidModel
+from horizon_server.store.adapters import LORA_A, LORA_B
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 ADAPTER_FILE = ADAPTER_WEIGHTS_FILE
@@ -33,7 +34,6 @@ MAX_ADAPTER_RANK = 4096
 
 PEFT_PREFIX = "base_model.model."
 """Before the name of every tensor in an adapter's file."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT = ".weight"
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -122,7 +122,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """The names of A and B in adapter_model.safetensors."""
-    return f"{PEFT_PREFIX}{module}{_A}", f"{PEFT_PREFIX}{module}{_B}"
+    return f"{PEFT_PREFIX}{module}{LORA_A}", f"{PEFT_PREFIX}{module}{LORA_B}"
 
 
 def adapter_config_text(config: AdapterConfig, adapted: Iterable[str], modules: Iterable[str]) -> str:
@@ -159,11 +159,11 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
     headers = read_safetensors_headers(folder, stem=ADAPTER_STEM)
     pairs: dict[str, tuple[TensorHeader, TensorHeader]] = {}
     for name, header in headers.items():
-        module = name.removeprefix(PEFT_PREFIX).removesuffix(_A).removesuffix(_B)
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
         a_name, b_name = peft_keys(module)
         if name not in (a_name, b_name):
             raise InvalidModel(
-                f"{header.file}: {name} is not a matrix of plain LoRA ({PEFT_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
+                f"{header.file}: {name} is not a matrix of plain LoRA ({PEFT_PREFIX}...{LORA_A} or {LORA_B}); {_MERGE_FIRST}"
             )
         if a_name not in headers or b_name not in headers:
             raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")

@@ -103,7 +103,7 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
     loaded_s = time.perf_counter()
     writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
     for new in generator.stream(prompts, how):
-        # The reader is told why the answer ended: the token that ended it is no text.
+        # The reader gets the reason of the end; the token that ended the answer is no text.
         writers[new.prompt].add(None if new.ended == "stop" else new.token, ended=new.ended or "")
     duration_s = time.perf_counter() - loaded_s
     num_tokens = sum(writer.num_tokens for writer in writers)
