@@ -71,10 +71,14 @@ class DaemonProcess:
 
     def wait_until_ready(self) -> None:
         """Wait until it listens, and read where."""
+        assert self.comes_up(), self.log()
+        self.endpoints = json.loads((self.state_dir / "endpoints.json").read_text("utf-8"))
+
+    def comes_up(self) -> bool:
+        """Wait until it listens; return False where it ended instead."""
         path = self.state_dir / "endpoints.json"
         wait_for(lambda: path.is_file() or self.process is None or self.process.poll() is not None, READY_S)
-        assert path.is_file(), self.log()
-        self.endpoints = json.loads(path.read_text("utf-8"))
+        return path.is_file()
 
     @property
     def pid(self) -> int:

@@ -232,6 +232,8 @@ class Scene(ABC):
         self.user.join(_END_S)
 
     def _close(self) -> None:
+        if self.user is not None:
+            self.user.leave()
         self.daemon.close()
         for pid in processes_with("TMPDIR", str(self.scratch)):
             os.kill(pid, signal.SIGKILL)
@@ -424,9 +426,8 @@ class FullDiskScene(Scene):
                 time.sleep(0.02)
         ballast.unlink()
         if self.trial.phase == "recover":
-            assert self.daemon.process is not None
-            # As a service manager does with a daemon that could not start.
-            if self.daemon.process.poll() is not None:
+            # As a service manager does with a daemon that could not start. One that met the full disk may take a moment to end.
+            if not self.daemon.comes_up():
                 self.daemon.launch()
             self.daemon.wait_until_ready()
 

@@ -6,10 +6,12 @@ What the server has acknowledged is kept, so that a test can ask for it afterwar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +52,7 @@ class UnattendedUser(threading.Thread):
     """What it does right now: a kind with a phase of its push, `submit`, or `watch`."""
     job: Job | None = None
     error: BaseException | None = None
+    _leave: Callable[[], object] = field(default=lambda: None)
 
     def __post_init__(self) -> None:
         super().__init__(name="user", daemon=True)
@@ -61,12 +64,21 @@ class UnattendedUser(threading.Thread):
         except BaseException as error:
             self.error = error
 
+    def leave(self, timeout_s: float = 30.0) -> None:
+        """End the program wherever it is: one that goes on beside the next tests would disturb them."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._leave()
+        self.join(timeout_s)
+
     @property
     def step(self) -> int:
         """The last step that it has seen."""
         return max((event.step for event in list(self.events) if event.kind == "step"), default=0)
 
     async def _work(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._leave = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
         async with self.client() as client:
             await _until_there_is_room(lambda: self._push(client))
             self.moment = "submit"
