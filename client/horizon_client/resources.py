@@ -762,6 +762,8 @@ class PreviewSpan:
     """Its text."""
     trained: bool
     """Whether it carries loss."""
+    weight: float | None
+    """How much its loss counts beside the others', where the row says so; None means 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,12 @@ def _check_prompt(path: str, prompt: object) -> list[Problem]:
         for index, message in enumerate(prompt)
         for key, problem in check_message(message, OPENAI)
     ]
+    # A weight of 0 or 1 of what is not trained says nothing, and many files have it.
+    problems = problems or [
+        (f"{path}[{index}].weight", f"is {shown(message['weight'])}; no prompt is trained, so leave weight out")
+        for index, message in enumerate(prompt)
+        if message.get("weight") not in (None, 0, 1)
+    ]
     if not problems and prompt[-1]["role"] == "assistant":
         return [(f"{path}[{len(prompt) - 1}].role", "is 'assistant'; a prompt ends before the assistant's reply")]
     return problems
@@ -143,11 +149,14 @@ def _check_answer(path: str, answer: object) -> list[Problem]:
     problems = check_messages(path, answer, sharegpt=False)
     if problems:
         return problems
-    # Objectives take the probability of a whole answer: a turn that is left out would compare something else.
+    # Objectives take the probability of a whole answer: a turn that is left out or weighted would compare something else.
     return [
-        (f"{path}[{index}].weight", "is 0; all of an answer counts, so leave weight out")
+        (
+            f"{path}[{index}].weight",
+            f"is {shown(message['weight'])}; all of an answer counts alike, so leave weight out",
+        )
         for index, message in enumerate(answer)
-        if message.get("weight") == 0
+        if message.get("weight") not in (None, 1)
     ]
 
 

@@ -21,6 +21,9 @@ from horizon_formats.problems import Problem, check_learnable, check_string, lis
 # The label of a token that is not trained: the one that PyTorch's cross entropy ignores.
 UNTRAINED = -100
 
+# Weights of an assistant's message besides 0. What counts less is better left out, and what counts more would be all of a step.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 100
+
 # Prepared tokens are kept in 4 bytes each.
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -191,13 +194,25 @@ def _check_extras(message: Mapping[str, Any], spelling: Spelling) -> Iterator[Pr
             held = ", ".join(sorted(spelling.keys))
             yield f".{key:.40}", f"is not understood by this version; a message holds {held}"
         elif key == "weight":
-            # True and False are 1 and 0 in Python.
-            if isinstance(value, bool) or value not in (0, 1):
-                yield ".weight", f"is {shown(value)}; it must be 0 or 1"
+            if problem := _weight_problem(value, message.get(spelling.speaker)):
+                yield ".weight", problem
         elif key == "tool_calls":
             yield from _check_calls(value, message.get(spelling.speaker))
         else:
             yield from check_string(f".{key}", value)
+
+
+def _weight_problem(weight: object, speaker: object) -> str:
+    # True and False are 1 and 0 in Python.
+    if not isinstance(weight, bool):
+        if weight in (0, 1):
+            return ""
+        if SPEAKERS.get(str(speaker)) != "assistant":
+            return f"is {shown(weight)}; it must be 0 or 1: only an assistant's message can be weighted otherwise"
+        # A NaN, which tables may hold, is in no range.
+        if isinstance(weight, int | float) and MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            return ""
+    return f"is {shown(weight)}; it must be 0, or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
 
 
 def _check_calls(calls: object, speaker: object) -> Iterator[Problem]:

@@ -35,6 +35,8 @@ def preview_page(name: str, preview: DatasetPreview) -> str:
         f"{clean(name)}: {preview.num_rows:,} rows, {clean(preview.format)}; {options}sequence_length {preview.sequence_length}",
         "trained text is green" if in_colour else "trained text is between [[ and ]]",
     ]
+    if any(span.weight is not None for row in preview.rows for span in row.spans):
+        lines[-1] += "; the number after * is its weight, where that is not 1"
     # The documents of one row follow each other.
     for _, documents in itertools.groupby(preview.rows, key=place_of):
         row = list(documents)
@@ -46,7 +48,7 @@ def preview_page(name: str, preview: DatasetPreview) -> str:
             ]
             continue
         for document in row:
-            text = "".join(_marked(_printable(span), span.trained, in_colour) for span in document.spans)
+            text = "".join(_marked(_printable(span), span.trained, in_colour, span.weight) for span in document.spans)
             part = f", {clean(document.part)}" if document.part else ""
             lines += ["", f"--- {clean(place_of(document))}{part}: {_counts(document)} ---", text, *_remarks(document)]
     if not preview.rows:
@@ -123,10 +125,11 @@ def _width_of(marked: tuple[str, bool]) -> int:
     return 2 if unicodedata.east_asian_width(marked[0]) in "WF" else 1
 
 
-def _marked(text: str, trained: bool, in_colour: bool) -> str:
+def _marked(text: str, trained: bool, in_colour: bool, weight: float | None = None) -> str:
     if not trained:
         return text
-    return click.style(text, fg="green") if in_colour else text.join(_MARKS)
+    marked = click.style(text, fg="green") if in_colour else text.join(_MARKS)
+    return marked if weight is None else f"{marked}*{weight:g}"
 
 
 def _printable(span: PreviewSpan) -> str:

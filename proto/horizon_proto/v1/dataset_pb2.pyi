@@ -538,17 +538,23 @@ class PreviewSpan(google.protobuf.message.Message):
 
     TEXT_FIELD_NUMBER: builtins.int
     TRAINED_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Its text."""
     trained: builtins.bool
     """Whether it carries loss."""
+    weight: builtins.float
+    """How much its loss counts beside the others', where the row says so; unset means 1."""
     def __init__(
         self,
         *,
         text: builtins.str = ...,
         trained: builtins.bool = ...,
+        weight: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["text", b"text", "trained", b"trained"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight", b"_weight", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight", b"_weight", "text", b"text", "trained", b"trained", "weight", b"weight"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
 
 global___PreviewSpan = PreviewSpan
 

@@ -211,6 +211,7 @@ def _tokenized(tokenizer: RowTokenizer, parse: Callable[[Any], Iterable[Row]], g
                 document.num_targets,
                 old_logprobs=document.old_logprobs,
                 advantages=document.advantages,
+                weights=document.target_weights,
             )
     return batch
 

@@ -58,10 +58,11 @@ class PreviewOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewSpan:
-    """A piece of a rendered row, and whether it is trained."""
+    """A piece of a rendered row, whether it is trained, and how much its loss counts where that is not 1."""
 
     text: str
     trained: bool
+    weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +134,16 @@ def rows_from_answer(answer: Any) -> tuple[PreviewRow, ...]:
     rows: list[PreviewRow] = []
     try:
         for plain in answer:
-            spans = tuple(PreviewSpan(text=str(span["text"]), trained=bool(span["trained"])) for span in plain["spans"])
+            spans = tuple(_span(span) for span in plain["spans"])
             rows.append(PreviewRow(**plain | {"spans": spans, "problems": tuple(map(str, plain["problems"]))}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         # The child runs a template that came with a model, so its answer is not trusted.
         raise WorkerFailed("the preview answered with something that is not rows") from error
     return tuple(rows)
+
+
+def _span(plain: Any) -> PreviewSpan:
+    weight = plain["weight"]
+    return PreviewSpan(
+        text=str(plain["text"]), trained=bool(plain["trained"]), weight=None if weight is None else float(weight)
+    )

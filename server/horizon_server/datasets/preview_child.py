@@ -59,7 +59,7 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
                 # The wire carries UTF-8 only, and a template may print half a surrogate pair.
                 text = span.text[:left].encode("utf-8", "replace").decode("utf-8")
                 left -= len(text)
-                spans += [PreviewSpan(text=text, trained=span.trained)] if text else []
+                spans += [dataclasses.replace(span, text=text)] if text else []
             room -= allowed - left
             clipped = allowed - left < sum(len(span.text) for span in row.spans)
             problems = row.problems[:MAX_PROBLEMS]

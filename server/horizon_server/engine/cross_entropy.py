@@ -22,11 +22,15 @@ def chunk_loss(
     logits_SV: Tensor,
     targets_S: Tensor,
     *,
-    num_targets_of_step: int,
+    divisor: float,
+    weights_S: Tensor | None = None,
     gradient_SV: Tensor | None = None,
     smoothing: float = 0.0,
 ) -> Tensor:
     """This chunk's share of the step's mean loss, in fp64. Every target counts: ignored positions were dropped before.
+
+    `divisor` is the number of the step's targets. With `weights_S`, one for each target of the chunk, it is the sum of the step's weights,
+    and the loss is their weighted mean: sum(weight * loss) / sum(weight). Without smoothing, weights of 1 give the bits that none give.
 
     It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of experts that
     forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a config is refused.
@@ -37,8 +41,12 @@ def chunk_loss(
     `gradient_SV` receives the gradient of the logits, and may be the logits themselves.
     """
     # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
-    scale = 1.0 / num_targets_of_step
-    return _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing).double().sum() * scale
+    scale = 1.0 / divisor
+    if weights_S is None:
+        return _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing).double().sum() * scale
+    weights_S = weights_S.double()
+    losses_S = _row_losses(logits_SV, targets_S, gradient_SV, (weights_S * scale).float(), smoothing)
+    return (losses_S.double() * weights_S).sum() * scale
 
 
 def num_correct(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
@@ -64,8 +72,7 @@ def write_gradient(logits_SV: Tensor, targets_S: Tensor, coefficients_S: Tensor,
 def _row_losses(
     logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor, smoothing: float = 0.0
 ) -> Tensor:
-    """Every row's loss, in fp32; `gradient_SV` receives its gradient times `scale`, a number or, without smoothing, one for each row."""
-    assert not (smoothing and isinstance(scale, Tensor)), "smoothing is that of the cross-entropy alone"
+    """Every row's loss, in fp32; `gradient_SV` receives its gradient times `scale`, a number or one for each row."""
     if runs_triton(logits_SV.device):
         from horizon_server.engine.cross_entropy_triton import row_losses
 
@@ -104,10 +111,11 @@ def _torch_row_losses(
                 grad_RV.scatter_(1, targets_R1, -scale)
             out_RV = gradient_SV[rows] if gradient_SV.dtype == torch.float32 else values_RV
             torch.ops.aten._log_softmax_backward_data.out(grad_RV, values_RV, 1, torch.float32, out=out_RV)
-            if smoothing and not isinstance(scale, Tensor):
+            if smoothing:
                 # Afterwards, because torch's kernel adds up a gradient's row: a sum over the whole vocabulary would lose digits.
-                out_RV.sub_(scale * smoothing / vocab_size)
-                out_RV.scatter_add_(1, targets_R1, torch.full_like(values_RV[:, :1], scale * smoothing))
+                share = scale[rows, None] * smoothing if isinstance(scale, Tensor) else scale * smoothing
+                out_RV.sub_(share / vocab_size)
+                out_RV.scatter_add_(1, targets_R1, torch.zeros_like(values_RV[:, :1]).add_(share))
             if out_RV is values_RV:
                 gradient_SV[rows] = values_RV
             grad_RV.scatter_(1, targets_R1, 0.0)

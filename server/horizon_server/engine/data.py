@@ -2,11 +2,6 @@
 
 Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks for the next i.
 
-Packing is best-fit decreasing: the longest document first, each into the row that it leaves fullest. What that does depends on lengths
-only, so it is done once for a histogram of them: rows that hold documents of the same lengths are one pattern, and ten million
-documents are packed by a few thousand decisions. Which document takes which place is a permutation within each length, drawn again for
-every epoch. Permutations need no list: a Feistel network computes any one place of an order.
-
 Shapes: N tokens of the dataset, D documents, M supervised tokens of the dataset, T tokens of one row, K documents and S supervised tokens
 of a selection.
 """
@@ -14,9 +9,7 @@ of a selection.
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,15 +23,13 @@ from torch import Tensor
 
 from horizon_formats.formats import DataKind
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
+from horizon_server.engine.row_packing import PackedRows, SingleRows, permutation_keys, permuted
 from horizon_server.errors import InvalidData
-from horizon_server.store.prepared import group_size_of, open_prepared
-
-Keys = NDArray[np.uint64]
+from horizon_server.store.prepared import WEIGHTS, group_size_of, open_prepared
 
 # What is permuted; part of the key of its permutation.
 _ROWS, _DOCUMENTS = 1, 2
 _ROWS_AT_ONCE = 1 << 16
-_NUM_ROUNDS = 6
 
 
 class PreparedDataset:
@@ -51,6 +42,8 @@ class PreparedDataset:
     * `kto`: document 2i is a row, labelled desirable or undesirable (`labels_of`); 2i + 1 joins its prompt with the completion of another
       row, and is labelled mismatched.
     * `samples`: each was sampled by a policy, with its log-probabilities and advantages (`old_logprobs_of`, `advantages_of`).
+
+    Targets of `text` may count more or less than others (`weights_of`).
 
     `group_size` documents belong together: give it to `StepPlan`.
     """
@@ -65,6 +58,7 @@ class PreparedDataset:
         labels_D: NDArray[np.int8] | None = None,
         old_logprobs_M: NDArray[np.float32] | None = None,
         advantages_M: NDArray[np.float32] | None = None,
+        weights_M: NDArray[np.float32] | None = None,
     ) -> None:
         if len(document_starts) < 2:
             raise InvalidData("the prepared dataset holds no documents; prepare the dataset again")
@@ -84,6 +78,7 @@ class PreparedDataset:
                 "prepare the dataset again"
             )
         self._labels_D, self._old_logprobs_M, self._advantages_M = labels_D, old_logprobs_M, advantages_M
+        self._weights_M = weights_M
         self._input_ids_N, self._trained_N, self._document_starts = input_ids_N, trained_N, document_starts
 
     @classmethod
@@ -101,6 +96,7 @@ class PreparedDataset:
             labels_D=planes.get("labels"),
             old_logprobs_M=planes.get("old_logprobs"),
             advantages_M=planes.get("advantages"),
+            weights_M=planes.get(WEIGHTS),
         )
 
     def labels_of(self, documents: Iterable[int]) -> Tensor:
@@ -126,6 +122,15 @@ class PreparedDataset:
         if self._advantages_M is None:
             raise self._lacks("advantages", DataKind.SAMPLES)
         return self._of_targets(self._advantages_M, documents)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some target has a weight other than 1."""
+        return self._weights_M is not None
+
+    def weights_of(self, documents: Iterable[int]) -> Tensor | None:
+        """The weights of these documents, token by token; None where the data has none. Shapes: [S], fp32."""
+        return None if self._weights_M is None else self._of_targets(self._weights_M, documents)
 
     def _of_targets(self, values_M: NDArray[np.float32], documents: Iterable[int]) -> Tensor:
         starts = self._target_starts
@@ -343,155 +348,3 @@ class StepPlan:
         if not self._shuffle:
             return places
         return permuted(places, self.num_rows, permutation_keys(self._seed, epoch, _ROWS))
-
-
-class SingleRows:
-    """Every document is a row of its own, in the order of the dataset."""
-
-    def __init__(self, lengths: NDArray[np.int64]) -> None:
-        self._lengths = lengths
-        self.num_rows = len(lengths)
-
-    def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens each of these rows holds."""
-        return self._lengths[rows]
-
-    def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
-        """Return the document of each of these rows; `keys` have nothing to decide."""
-        del keys
-        return [[document] for document in rows.tolist()]
-
-
-class PackedRows:
-    """Rows of at most `limit` tokens; a longer document is a row of its own."""
-
-    def __init__(self, lengths: NDArray[np.int64], limit: int) -> None:
-        counts = np.bincount(lengths)
-        self._patterns = _best_fit_decreasing(counts, limit)
-        self._class_starts = np.concatenate([[0], np.cumsum(counts)])
-        # Sixteen bits sort by radix, ten times as fast.
-        keys = lengths.astype(np.uint16) if len(counts) <= 2**16 else lengths
-        self._by_length = np.argsort(keys, kind="stable").astype(np.min_scalar_type(len(lengths)))
-        self._first_rows = np.cumsum([0, *(pattern.num_rows for pattern in self._patterns)])
-        tokens = [sum(length * per_row for length, per_row in pattern.contents) for pattern in self._patterns]
-        self._tokens = np.array(tokens, dtype=np.int64)
-        # Per pattern, for each of its lengths, how many documents of that length are in the patterns before it.
-        self._first_slots: list[list[int]] = []
-        taken: defaultdict[int, int] = defaultdict(int)
-        for pattern in self._patterns:
-            self._first_slots.append([taken[length] for length, _ in pattern.contents])
-            for length, per_row in pattern.contents:
-                taken[length] += per_row * pattern.num_rows
-        self.num_rows = int(self._first_rows[-1])
-
-    def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens each of these rows holds."""
-        return self._tokens[self._pattern_of(rows)]
-
-    def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
-        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the dataset."""
-        lengths: list[int] = []
-        slots: list[int] = []
-        ends = [0]
-        for row, number in zip(rows.tolist(), self._pattern_of(rows).tolist(), strict=True):
-            within = row - int(self._first_rows[number])
-            contents = self._patterns[number].contents
-            for (length, per_row), first in zip(contents, self._first_slots[number], strict=True):
-                lengths += [length] * per_row
-                slots += range(first + within * per_row, first + (within + 1) * per_row)
-            ends.append(len(slots))
-        of_length, at = np.array(lengths), np.array(slots)
-        starts = self._class_starts[of_length]
-        if keys is not None:
-            # Only documents of one length change places, so that every row keeps its number of tokens.
-            at = permuted(at, self._class_starts[of_length + 1] - starts, keys, salt=of_length)
-        documents = self._by_length[starts + at].tolist()
-        return [documents[begin:end] for begin, end in itertools.pairwise(ends)]
-
-    def _pattern_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._first_rows, rows, side="right") - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pattern:
-    """`num_rows` rows that hold the same lengths: `contents` are (length, number of documents of it in each row)."""
-
-    num_rows: int
-    contents: tuple[tuple[int, int], ...] = ()
-
-
-def _best_fit_decreasing(counts: NDArray[np.int64], limit: int) -> list[_Pattern]:
-    """Rows of at most `limit` tokens for `counts[length]` documents of each length."""
-    rooms: list[int] = []  # the room that some row has left: sorted, each once
-    by_room: defaultdict[int, list[_Pattern]] = defaultdict(list)
-
-    def put(room: int, pattern: _Pattern) -> None:
-        if room not in by_room:
-            bisect.insort(rooms, room)
-        by_room[room].append(pattern)
-
-    for length in np.flatnonzero(counts)[::-1].tolist():
-        count = int(counts[length])
-        while count:
-            found = bisect.bisect_left(rooms, length)
-            if found < len(rooms):
-                room = rooms[found]
-                pattern = by_room[room].pop()
-                # A room without rows must not be found again.
-                if not by_room[room]:
-                    del by_room[room], rooms[found]
-            else:
-                room, pattern = max(limit, length), _Pattern(num_rows=count)
-            # One after the other they go into the same row while it has room: it is always the fullest that they fit into.
-            per_row = min(room // length, count)
-            num_rows = min(pattern.num_rows, count // per_row)
-            contents = (*pattern.contents, (length, per_row))
-            put(room - length * per_row, _Pattern(num_rows=num_rows, contents=contents))
-            if pattern.contents and pattern.num_rows > num_rows:
-                put(room, _Pattern(num_rows=pattern.num_rows - num_rows, contents=pattern.contents))
-            count -= num_rows * per_row
-    # In a fixed order: the numbers of the rows follow from it, and a resumed run must find the same ones.
-    return [pattern for room in sorted(by_room) for pattern in by_room[room]]
-
-
-def permutation_keys(*seeds: int) -> Keys:
-    """Return what decides a permutation: other seeds, another order."""
-    keys: Keys = np.random.SeedSequence(seeds).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
-    return keys
-
-
-def permuted(
-    places: NDArray[np.int64], size: int | NDArray[np.int64], keys: Keys, *, salt: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """Return what is at these places of the permutation of range(size).
-
-    `size` may differ from place to place; equal `salt` (any number) and size mean the same permutation.
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3.
-    """
-    sizes = np.broadcast_to(np.asarray(size, dtype=np.uint64), places.shape)
-    salts = np.broadcast_to(np.uint64(0) if salt is None else salt.astype(np.uint64), places.shape)
-    found = _feistel(places.astype(np.uint64), sizes, salts, keys)
-    # The pairs of digits cover a few more numbers than asked for; one that lands there is mapped again until it is back (cycle
-    # walking). That ends, because the orbit of a number below its size comes back to it at the latest.
-    while len(outside := np.flatnonzero(found >= sizes)):
-        found[outside] = _feistel(found[outside], sizes[outside], salts[outside], keys)
-    return found.astype(np.int64)
-
-
-def _feistel(
-    numbers: NDArray[np.uint64], sizes: NDArray[np.uint64], salts: NDArray[np.uint64], keys: Keys
-) -> NDArray[np.uint64]:
-    """A bijection whatever the hash: each round adds to one of two digits a hash of the other, which can be undone."""
-    # low * high is the smallest product of about equal factors that covers the size.
-    low = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
-    high = (sizes + low - np.uint64(1)) // low
-    left, right = numbers // low, numbers % low
-    for number, key in enumerate(keys):
-        changed, other, radix = (left, right, high) if number % 2 else (right, left, low)
-        # The finaliser of SplitMix64; arithmetic is modulo 2**64.
-        mixed = (other ^ key) + salts * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        changed = (changed + (mixed ^ (mixed >> np.uint64(31))) % radix) % radix
-        left, right = (changed, other) if number % 2 else (other, changed)
-    return left * low + right

@@ -85,7 +85,7 @@ class ForwardBackward:
         self.first_square: float | None = None
         """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
         self.logprobs_S: Tensor | None = None
-        """The log-probabilities of the last step's supervised tokens, on the CPU, where it had an objective."""
+        """The log-probabilities of the last step's supervised tokens, on the CPU, where it had an objective that needs them."""
 
     def gradients(
         self,
@@ -102,7 +102,11 @@ class ForwardBackward:
         current = self._start(micro_batches, key)
         if measure_first and len(micro_batches) > 1:
             current.first_square = self._device.place(torch.zeros((), dtype=torch.float64))
-        if objective is not None:
+        if objective is not None and objective.objective.is_cross_entropy:
+            assert objective.weights_S is not None, "checked before the step"
+            weights_S = objective.weights_S.float()
+            current.weights_S, current.divisor = self._device.place(weights_S), float(weights_S.double().sum())
+        elif objective is not None:
             current.objective = objective.placed(self._device.place)
             current.logprobs_S = self._empty_logprobs(current)
         self._sink.reserve(current.tokens.row_ids_N.numel())
@@ -180,6 +184,7 @@ class ForwardBackward:
             chunks=[slice(start, start + size) for start in range(0, tokens.num_targets, size)],
             # In fp64, because the losses of all chunks of a step add up in it.
             loss=self._device.place(torch.zeros((), dtype=torch.float64)),
+            divisor=tokens.num_targets,
             key=key,
             generator=self._device.generator if self._template.draws_random_numbers else None,
             noise_N1=self._noise_magnitudes(micro_batches) if key is not None and self._neftune_alpha else None,

@@ -1,9 +1,9 @@
 """The head's part of a step: the last hidden states become loss and gradient, a chunk of supervised tokens at a time.
 
-Cross-entropy needs each chunk once: its logits become their own gradient. An objective needs the log-probabilities of all tokens before
-it knows the gradient of any, so the chunks run twice: forward for the log-probabilities, of which one number per token stays, then again
-for the gradients, now that every token has its coefficient. The head's weights are on the device all the while, so nothing more crosses
-the link, and no more logits live at a time.
+Cross-entropy, weighted or not, needs each chunk once: its logits become their own gradient. Any other objective needs the
+log-probabilities of all tokens before it knows the gradient of any, so the chunks run twice: forward for the log-probabilities, of which
+one number per token stays, then again for the gradients, now that every token has its coefficient. The head's weights are on the device
+all the while, so nothing more crosses the link, and no more logits live at a time.
 
 Shapes: S = supervised tokens of a chunk, D = hidden size, V = vocabulary.
 Thread: methods are called by the driving thread; they only queue work.
@@ -58,7 +58,7 @@ class HeadPass:
             logits_SV = self._logits(current, flat, self._activations.layer_input(0), chunk)
             if current.num_correct is not None:
                 current.num_correct += num_correct(logits_SV, tokens.targets_S[chunk])
-            current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
+            current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], divisor=current.divisor)
 
         for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label="head loss")
@@ -75,11 +75,11 @@ class HeadPass:
         coefficients_S = torch.empty(0)
 
         def cross_entropy(chunk: slice, logits_SV: Tensor, gradient_SV: Tensor) -> None:
-            targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
             current.loss += chunk_loss(
                 logits_SV,
-                targets_S,
-                num_targets_of_step=num_targets,
+                tokens.targets_S[chunk],
+                divisor=current.divisor,
+                weights_S=None if current.weights_S is None else current.weights_S[chunk],
                 gradient_SV=gradient_SV,
                 smoothing=self._label_smoothing,
             )

@@ -330,7 +330,7 @@ class _Probe:
             with AccumulatedProducts([(weight_VD, accumulator)]):
                 logits_CV = functional.linear(hidden_CD, weight_VD)
             values_CV = logits_CV.detach()
-            chunk_loss(values_CV, targets_C, num_targets_of_step=sizes.chunk_tokens, gradient_SV=values_CV)
+            chunk_loss(values_CV, targets_C, divisor=sizes.chunk_tokens, gradient_SV=values_CV)
             torch.autograd.backward(logits_CV, values_CV)
             hidden_CD.grad = None
 

@@ -53,6 +53,10 @@ class StepPass:
     generator: torch.Generator | None = None
     objective: StepObjective | None = None
     """Placed on the device; None is cross-entropy."""
+    weights_S: Tensor | None = None
+    """Of the cross-entropy, what each target counts beside the others; None is 1."""
+    divisor: float = 0.0
+    """By what the sum of the targets' cross-entropies is divided: their number, or the sum of their weights."""
     logprobs_S: Tensor | None = None
     """Where the pass leaves its tokens' log-probabilities, if it is to."""
     num_correct: Tensor | None = None

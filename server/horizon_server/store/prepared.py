@@ -1,7 +1,7 @@
 """A prepared dataset on disk: the planes of its tokens, for the writer and the reader.
 
-A folder holds `tokens.safetensors`, with three planes and those that the kind of the data adds, and `report.json` with the kind and the
-counts; rows held out for evaluation are in a folder of the same layout inside it.
+A folder holds `tokens.safetensors`, with three planes, those that the kind of the data adds, and one of weights where some target has one,
+and `report.json` with the kind and the counts; rows held out for evaluation are in a folder of the same layout inside it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ _MORE_PLANES: Mapping[DataKind, Mapping[str, str]] = {
     DataKind.KTO: {"labels": "I8"},
     DataKind.SAMPLES: {"old_logprobs": "F32", "advantages": "F32"},
 }
+# Of kind `text`, one for each target, where at least one is not 1.
+WEIGHTS = "weights"
 _WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "U8": 1, "I8": 1}
 
 # Values of the plane `labels`; the objective of KTO has the same. A mismatched document is a prompt with another row's completion.
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1, 0, -1
 
 _COPY_BYTES = 16 * 1024 * 1024
+_ONES_AT_ONCE = 1024 * 1024
 # Between the name of the folder and a random end: what a killed writer left can be found by its target.
 _PARTIAL = ".tmp-"
 
 
-def planes_of(kind: DataKind) -> dict[str, str]:
+def planes_of(kind: DataKind, *, weighted: bool = False) -> dict[str, str]:
     """Return the names and dtypes of the planes of a kind, in the order of the file: wide elements first, so that each is aligned."""
-    planes = PLANES | dict(_MORE_PLANES.get(kind, {}))
+    planes = PLANES | dict(_MORE_PLANES.get(kind, {})) | ({WEIGHTS: "F32"} if weighted else {})
     return dict(sorted(planes.items(), key=lambda plane: -_WIDTHS[plane[1]]))
 
 
@@ -63,7 +66,10 @@ def group_size_of(kind: DataKind) -> int:
 
 @dataclass(kw_only=True)
 class DocumentColumns:
-    """Documents laid end to end: their tokens, their masks and their lengths, and what their kind adds (empty for the others)."""
+    """Documents laid end to end: their tokens, their masks and their lengths, and what their kind adds (empty for the others).
+
+    `weights` has one for each target up to the last that was given one; those of the others are 1.
+    """
 
     ids: array.array[int] = field(default_factory=lambda: array.array("i"))
     trained: bytearray = field(default_factory=bytearray)
@@ -72,6 +78,7 @@ class DocumentColumns:
     labels: array.array[int] = field(default_factory=lambda: array.array("b"))
     old_logprobs: array.array[float] = field(default_factory=lambda: array.array("f"))
     advantages: array.array[float] = field(default_factory=lambda: array.array("f"))
+    weights: array.array[float] = field(default_factory=lambda: array.array("f"))
 
     def add(
         self,
@@ -82,9 +89,13 @@ class DocumentColumns:
         label: int | None = None,
         old_logprobs: array.array[float] | None = None,
         advantages: array.array[float] | None = None,
+        weights: array.array[float] | None = None,
     ) -> None:
-        """Append one document; `label` of kind `kto`, the numbers, one for each target, of kind `samples`."""
+        """Append one document; `label` of kind `kto`, the numbers, one for each target, of kind `samples`, weights of kind `text`."""
         assert num_targets, "every document has something to train on"
+        if weights is not None:
+            assert len(weights) == num_targets, "one weight for each target"
+            self.weights += _ones(self.num_targets - len(self.weights)) + weights
         if label is not None:
             self.labels.append(label)
         if old_logprobs is not None and advantages is not None:
@@ -96,6 +107,10 @@ class DocumentColumns:
         self.trained += b"\0" + trained[1:]
         self.lengths.append(len(ids))
         self.num_targets += num_targets
+
+
+def _ones(number: int) -> array.array[float]:
+    return array.array("f", [1.0]) * number
 
 
 class DocumentPlanes:
@@ -121,17 +136,28 @@ class DocumentPlanes:
         self._raw["trained"].write(documents.trained)
         for name in _MORE_PLANES.get(self._kind, {}):
             self._raw[name].write(getattr(documents, name))
+        if documents.weights and WEIGHTS not in self._raw:
+            self._begin_weights()
+        if WEIGHTS in self._raw:
+            self._raw[WEIGHTS].write(documents.weights + _ones(documents.num_targets - len(documents.weights)))
         self.num_documents += len(documents.lengths)
         self.num_tokens = starts[-1]
         self.num_targets += documents.num_targets
         self.longest_document = max(self.longest_document, *documents.lengths)
 
+    def _begin_weights(self) -> None:
+        """Begin the plane of weights, with a 1 for each target that is there already."""
+        stream = self._raw[WEIGHTS] = (self._folder / f"{WEIGHTS}.raw").open("wb")
+        for done in range(0, self.num_targets, _ONES_AT_ONCE):
+            stream.write(_ones(min(_ONES_AT_ONCE, self.num_targets - done)))
+
     def finish(self, report: Mapping[str, object], on_bytes: Callable[[], None]) -> None:
         """Join the planes to one file and sync it; calls `on_bytes` now and then."""
         self.close()
-        planes = planes_of(self._kind)
+        planes = planes_of(self._kind, weighted=WEIGHTS in self._raw)
         lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
-        lengths |= {"labels": self.num_documents, "old_logprobs": self.num_targets, "advantages": self.num_targets}
+        lengths |= {"labels": self.num_documents}
+        lengths |= dict.fromkeys(("old_logprobs", "advantages", WEIGHTS), self.num_targets)
         raw = {name: self._folder / f"{name}.raw" for name in planes}
         header = [(name, planes[name], (lengths[name],), raw[name].stat().st_size) for name in planes]
         with (self._folder / TOKENS_FILE).open("wb") as whole:
@@ -241,7 +267,8 @@ def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         # Only torch's tensors are views of the mapped file; NumPy's would be copies.
         with safe_open(path, framework="pt") as tensors:
             # Folders from before there were kinds hold text.
-            planes = planes_of(parse_kind(report.get("kind", DataKind.TEXT), path))
+            kind = parse_kind(report.get("kind", DataKind.TEXT), path)
+            planes = planes_of(kind, weighted=WEIGHTS in set(tensors.keys()))
             for name, dtype in planes.items():
                 found = tensors.get_slice(name).get_dtype()
                 if found != dtype:

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.objectives import DPO, KTO, ORPO, Documents, Objective, PolicyGradient, SimPO, StepObjective
+from horizon_server.engine.objectives import (
+    DPO,
+    KTO,
+    ORPO,
+    Documents,
+    Objective,
+    PolicyGradient,
+    SimPO,
+    StepObjective,
+    WeightedSFT,
+)
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import EvalFigures, total_evaluation
@@ -58,6 +68,8 @@ def objective_of(spec: JobSpec) -> Objective | None:
 class MethodData:
     """A prepared dataset as the job's method reads it: the rows of a step with what the objective is given about their documents.
 
+    Weights of text are for training alone: an evaluation counts every target alike, so that its loss is that of a token.
+
     `references` are the log-probabilities of the starting weights; where the method needs them, they are set before the first step.
     Thread: not thread-safe.
     """
@@ -79,9 +91,11 @@ class MethodData:
         self._documents: list[int] = []
 
     def step(self, plan: StepPlan, i: int) -> tuple[list[MicroBatch], StepObjective | None]:
-        """Return the rows of step i of a plan of this data, and the step's objective; None for cross-entropy."""
+        """Return the rows of step i of a plan of this data, and the step's objective; None for cross-entropy without weights."""
         rows = plan.documents_of(i)
-        return [self.dataset.micro_batch(row) for row in rows], self._step_objective(chain.from_iterable(rows))
+        documents = list(chain.from_iterable(rows))
+        objective = self._weighted(documents) if self._objective is None else self._step_objective(documents)
+        return [self.dataset.micro_batch(row) for row in rows], objective
 
     def evaluate(self, trainer: Trainer, plan: StepPlan, i: int) -> EvalFigures:
         """Evaluate the documents of step i of a plan; `total` has what the method says of all that were evaluated since the last total."""
@@ -108,6 +122,14 @@ class MethodData:
     def forget(self) -> None:
         """Drop what was evaluated, as before an evaluation that starts again."""
         self._logprobs, self._documents = [], []
+
+    def _weighted(self, documents: list[int]) -> StepObjective | None:
+        weights_S = self.dataset.weights_of(documents)
+        # Equal weights are the plain mean, of which the noise scale can be measured too.
+        if weights_S is None or bool((weights_S == weights_S[0]).all()):
+            return None
+        known = Documents(num_targets_K=torch.from_numpy(self.dataset.num_targets_of_documents[documents]))
+        return StepObjective(objective=WeightedSFT(), documents=known, weights_S=weights_S)
 
     def _step_objective(self, documents: Iterable[int]) -> StepObjective | None:
         if self._objective is None:

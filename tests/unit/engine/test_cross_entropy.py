@@ -64,13 +64,13 @@ def test_loss_and_gradient_are_exact_to_rounding(
     kept, (loss, gradient) = logits.clone(), exact(logits, targets, smoothing)
     out = logits if in_place else torch.empty_like(logits)
 
-    got = chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=out, smoothing=smoothing)
+    got = chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=out, smoothing=smoothing)
 
     assert error(got, loss) <= 2e-7
     # A target's gradient loses digits where most of it is spread.
     assert error(out, gradient) <= (3e-3 if dtype == torch.bfloat16 else 3e-7 if smoothing < 0.5 else 5e-7)
     assert in_place or torch.equal(logits, kept)
-    assert error(chunk_loss(kept, targets, num_targets_of_step=NUM_TARGETS, smoothing=smoothing), loss) <= 2e-7
+    assert error(chunk_loss(kept, targets, divisor=NUM_TARGETS, smoothing=smoothing), loss) <= 2e-7
     plain = functional.cross_entropy(kept.float(), targets, reduction="sum", label_smoothing=smoothing) / NUM_TARGETS
     assert error(got, plain.double()) <= 1e-6
 
@@ -80,7 +80,7 @@ def test_without_smoothing_the_bits_are_those_of_torch() -> None:
     leaf = logits.clone().requires_grad_()
     torch.autograd.backward(functional.cross_entropy(leaf, targets, reduction="sum") * (1 / NUM_TARGETS))
 
-    chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=logits)
+    chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=logits)
 
     assert leaf.grad is not None
     assert torch.equal(logits, leaf.grad)
@@ -89,14 +89,14 @@ def test_without_smoothing_the_bits_are_those_of_torch() -> None:
 def test_rows_are_cut_into_blocks_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = case(1000, torch.float32, num_rows=10)
     whole, parts = torch.empty_like(logits), torch.empty_like(logits)
-    loss = chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=whole)
+    loss = chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=whole)
     smoothed = torch.empty_like(logits)
-    chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=smoothed, smoothing=0.2)
+    chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=smoothed, smoothing=0.2)
     monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", 3000)
 
-    assert torch.equal(chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=parts), loss)
+    assert torch.equal(chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=parts), loss)
     assert torch.equal(parts, whole)
-    chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=parts, smoothing=0.2)
+    chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=parts, smoothing=0.2)
     assert torch.equal(parts, smoothed)
 
 
@@ -132,7 +132,7 @@ def test_every_token_may_have_a_coefficient_of_its_own(vocab_size: int, dtype: t
 def test_one_coefficient_for_all_gives_the_bits_of_the_mean_loss() -> None:
     logits, targets = case(4099, torch.float32)
     mean, weighted = torch.empty_like(logits), torch.empty_like(logits)
-    chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=mean)
+    chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=mean)
 
     write_gradient(logits, targets, torch.full((7,), -1 / NUM_TARGETS, dtype=torch.float64), weighted)
 
@@ -143,7 +143,7 @@ def test_autograd_refuses_logits_that_were_kept_and_overwritten() -> None:
     hidden = torch.randn(4, 6, requires_grad=True)
     logits = torch.tanh(hidden)
     targets = torch.zeros(4, dtype=torch.int64)
-    chunk_loss(logits.detach(), targets, num_targets_of_step=4, gradient_SV=logits.detach())
+    chunk_loss(logits.detach(), targets, divisor=4, gradient_SV=logits.detach())
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward(logits, logits.detach())
@@ -154,7 +154,7 @@ def test_what_is_not_finite_shows(value: float) -> None:
     logits, targets = case(100, torch.float32)
     logits[2, 5] = value
 
-    assert not torch.isfinite(chunk_loss(logits, targets, num_targets_of_step=7, gradient_SV=logits))
+    assert not torch.isfinite(chunk_loss(logits, targets, divisor=7, gradient_SV=logits))
     assert not torch.isfinite(logits).all()
 
 

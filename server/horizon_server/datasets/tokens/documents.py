@@ -22,13 +22,23 @@ Ids = array.array
 class Document:
     """Tokens that are trained together; `trained[t]` is 1 where token t is a target.
 
-    `old_logprobs` and `advantages` of recorded samples have one number, of 4 bytes, for each target.
+    `old_logprobs` and `advantages` of recorded samples have one number, of 4 bytes, for each target. `weights` has one for each token, of
+    which those of targets count; None is 1 for all.
     """
 
     ids: Ids[int]
     trained: bytes
     old_logprobs: array.array[float] | None = None
     advantages: array.array[float] | None = None
+    weights: array.array[float] | None = None
+
+    @property
+    def target_weights(self) -> array.array[float] | None:
+        """The weight of each target; None where all are 1."""
+        if self.weights is None:
+            return None
+        found = array.array("f", itertools.compress(self.weights[1:], self.trained[1:]))
+        return found if any(weight != 1 for weight in found) else None
 
     @property
     def num_targets(self) -> int:
@@ -46,6 +56,7 @@ class Document:
             trained=trained,
             old_logprobs=self.old_logprobs[:num_targets] if self.old_logprobs is not None else None,
             advantages=self.advantages[:num_targets] if self.advantages is not None else None,
+            weights=self.weights[:length] if self.weights is not None else None,
         )
 
 

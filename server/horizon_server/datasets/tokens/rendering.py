@@ -5,9 +5,10 @@ Takes rows that `horizon_formats.checks` has found fine.
 
 from __future__ import annotations
 
+import array
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ _HASH_BYTES = 8
 class Chat:
     """A conversation, as chat templates read it.
 
-    Every message has `role`, `content` (a string) and `weight` (0: not trained, or 1), and what else the row has: the arguments of a tool
-    call always as an object.
+    Every message has `role`, `content` (a string) and `weight` (0: not trained, 1, or how much its tokens count), and what else the row
+    has: the arguments of a tool call always as an object.
     """
 
     messages: list[dict[str, Any]]
@@ -142,7 +143,10 @@ def _sample(tokens: Sequence[int], value: Callable[[str], Any]) -> Sample:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
-    normal = given | {"content": text_of(given.get("content")), "weight": int(given.get("weight", 1))}
+    weight = given.get("weight", 1)
+    # 1 and 1.0 mean the same, and so do 2 and 2.0: a row is known by what it means.
+    weight = int(weight) if weight in (0, 1) else float(weight)
+    normal = given | {"content": text_of(given.get("content")), "weight": weight}
     if "tool_calls" in given:
         normal["tool_calls"] = []
         for call in given["tool_calls"]:
@@ -185,15 +189,16 @@ def is_held_out(content: bytes, fraction: float) -> bool:
 
 
 class RenderedText(NamedTuple):
-    """A text that is encoded by itself, and the characters of it that are trained."""
+    """A text that is encoded by itself, and the characters of it that are trained; `weights` has one for each span, or none: all are 1."""
 
     text: str
     spans: tuple[Span, ...]
+    weights: tuple[float, ...] = ()
 
     @property
     def trained_throughout(self) -> bool:
-        """Whether every character is trained."""
-        return self.spans == ((0, len(self.text)),)
+        """Whether every character is trained, and all count alike."""
+        return self.spans == ((0, len(self.text)),) and not self.weights
 
 
 class RenderedRow(NamedTuple):
@@ -233,8 +238,10 @@ class RowRenderer:
                 return RenderedRow(texts=(prompt, _trained(row.completion)), bare=True)
             row = Chat(messages=_exchange(row.prompt, row.completion))
         assert self._template is not None, "chats need a chat template"
-        text, spans = self._everything(self._template, row) if self._train_all else self._replies(self._template, row)
-        return RenderedRow(texts=(RenderedText(text=text, spans=tuple(spans)),), bare=False)
+        text, found = self._everything(self._template, row) if self._train_all else self._replies(self._template, row)
+        spans, weights = tuple(span for span, _ in found), tuple(weight for _, weight in found)
+        weights = weights if any(weight != 1 for weight in weights) else ()
+        return RenderedRow(texts=(RenderedText(text=text, spans=spans, weights=weights),), bare=False)
 
     def render_answers(self, row: Answers) -> RenderedAnswers:
         """Return the texts of a row, each whole. Raises: InvalidData where the template refuses them, or there is none for messages."""
@@ -256,22 +263,27 @@ class RowRenderer:
         cue, wholes = self._template.answers(asked, replies, row.tools)
         return RenderedAnswers(prompt=cue, wholes=tuple(wholes), bare=False)
 
-    def _everything(self, template: ChatTemplate, row: Chat) -> tuple[str, list[Span]]:
+    def _everything(self, template: ChatTemplate, row: Chat) -> tuple[str, list[tuple[Span, float]]]:
         text = template.render(row.messages, tools=row.tools)
-        muted = [index for index, message in enumerate(row.messages) if not message["weight"]]
-        left_out = [template.turn_span(row.messages, index, text, row.tools) for index in muted]
-        borders = [0, *(border for span in left_out for border in span), len(text)]
-        # What is between the turns that are left out, neighbours of which have nothing between them.
-        return text, [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
+        found: list[tuple[Span, float]] = []
+        end = 0
+        for index, message in enumerate(row.messages):
+            if message["weight"] != 1:
+                span = template.turn_span(row.messages, index, text, row.tools)
+                found += [((end, span[0]), 1), (span, message["weight"])]
+                end = span[1]
+        found.append(((end, len(text)), 1))
+        # Turns that are neighbours have nothing between them.
+        return text, [(span, weight) for span, weight in found if weight and span[0] < span[1]]
 
-    def _replies(self, template: ChatTemplate, row: Chat) -> tuple[str, list[Span]]:
+    def _replies(self, template: ChatTemplate, row: Chat) -> tuple[str, list[tuple[Span, float]]]:
         text, found = template.assistant_spans(row.messages, row.tools)
         replies = [(message, span) for message, span in zip(row.messages, found, strict=True) if span is not None]
         if self._last_only:
             replies = replies[-1:]
         # An empty reply would train the end-of-turn token alone: to say nothing.
         return text, [
-            span
+            (span, message["weight"])
             for message, span in replies
             if message["weight"]
             and (str(message["content"]).strip() or message.get("tool_calls") or message.get("reasoning_content"))
@@ -291,11 +303,26 @@ def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
     Raises: InvalidData where a token holds letters of both sides: then no mask is exact.
     """
     mask = bytearray(len(encoding))
-    for start, end in spans:
-        if start < end:
-            first, last = _first_token(text, encoding, start), _first_token(text, encoding, end)
-            mask[first:last] = b"\1" * max(0, last - first)
+    for first, last in _token_ranges(text, encoding, spans):
+        mask[first:last] = b"\1" * (last - first)
     return mask
+
+
+def token_weights(rendered: RenderedText, encoding: Any) -> array.array[float] | None:
+    """Return the weight of each token of an encoded text, by the rule of `token_mask`; 1 where it is not trained. None: all are 1."""
+    if not rendered.weights:
+        return None
+    weights = array.array("f", [1.0]) * len(encoding)
+    ranges = _token_ranges(rendered.text, encoding, rendered.spans)
+    for (first, last), weight in zip(ranges, rendered.weights, strict=True):
+        weights[first:last] = array.array("f", [weight]) * (last - first)
+    return weights
+
+
+def _token_ranges(text: str, encoding: Any, spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
+    for start, end in spans:
+        first, last = (_first_token(text, encoding, border) for border in (start, end)) if start < end else (0, 0)
+        yield first, max(first, last)
 
 
 def _first_token(text: str, encoding: Any, border: int) -> int:

@@ -29,6 +29,7 @@ from horizon_server.datasets.tokens.rendering import (
     normalise,
     row_content,
     token_mask,
+    token_weights,
 )
 from horizon_server.errors import InvalidData, InvalidModel
 
@@ -49,7 +50,11 @@ def split(whole: Document, length: int) -> list[Document]:
     if len(borders) > 2 and borders[-1] - borders[-2] == 1:
         borders[-2] -= 1
     return [
-        Document(ids=whole.ids[begin:end], trained=whole.trained[begin:end])
+        Document(
+            ids=whole.ids[begin:end],
+            trained=whole.trained[begin:end],
+            weights=whole.weights[begin:end] if whole.weights is not None else None,
+        )
         for begin, end in itertools.pairwise(borders)
     ]
 
@@ -121,12 +126,16 @@ class TokenizedRow:
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a row, and the text they were made from with its `tokenizers.Encoding`, where they are known."""
+    """Consecutive tokens of a row, and the text they were made from with its `tokenizers.Encoding`, where they are known.
+
+    `weights` has one for each token, or is None: all are 1.
+    """
 
     ids: Ids[int]
     trained: bytes
     text: str = ""
     encoding: Any = None
+    weights: array.array[float] | None = None
 
 
 class _ReadRow(NamedTuple):
@@ -296,7 +305,8 @@ class RowTokenizer:
             if not text.trained_throughout:
                 encoding = next(encodings)
                 trained = bytes(token_mask(text.text, encoding, text.spans))
-                parts.append(_Part(array.array("i", encoding.ids), trained, text.text, encoding))
+                weights = token_weights(text, encoding)
+                parts.append(_Part(array.array("i", encoding.ids), trained, text.text, encoding, weights))
                 continue
             for block in _blocks(text.text):
                 # Ids alone are encoded faster, and no mask is needed to know what is trained.
@@ -375,27 +385,32 @@ class RowTokenizer:
         return [whole.beginning(limit)] if is_cut else split(whole, limit)
 
     def _spans(self, parts: Sequence[_Part], mask: bytes) -> Iterator[PreviewSpan]:
-        """Yield the text of the masked tokens, in runs of equal mask."""
-        texts: list[tuple[bool, str]] = []
+        """Yield the text of the masked tokens, in runs of equal mask and weight."""
+        # 0 where a token is not trained.
+        texts: list[tuple[float, str]] = []
         at = 0
         for part in parts:
-            here = mask[at : at + len(part.ids)]
+            own = itertools.repeat(1.0) if part.weights is None else part.weights
+            here = [
+                weight if trained else 0.0 for trained, weight in zip(mask[at : at + len(part.ids)], own, strict=False)
+            ]
             at += len(part.ids)
             offsets = part.encoding.offsets if part.encoding else []
             begin = 0
-            while begin < len(here):
-                end = here.find(1 - here[begin], begin)
-                end = len(here) if end < 0 else end
+            for weight, run in itertools.groupby(here):
+                end = begin + sum(1 for _ in run)
                 if offsets:
                     # A token's text reaches to the start of the next, so that nothing between two tokens is lost.
                     until = offsets[end][0] if end < len(offsets) else len(part.text)
                     text = part.text[offsets[begin][0] if begin else 0 : until]
                 else:
                     text = self._codec.decode(part.ids[begin:end])
-                texts.append((here[begin] == 1, text))
+                texts.append((weight, text))
                 begin = end
-        for trained, run in itertools.groupby(texts, key=lambda item: item[0]):
-            yield PreviewSpan(text="".join(text for _, text in run), trained=trained)
+        for weight, same in itertools.groupby(texts, key=lambda item: item[0]):
+            # As the row has it: 4 bytes hold seven digits of it.
+            shown = None if weight in (0, 1) else float(f"{weight:.7g}")
+            yield PreviewSpan(text="".join(text for _, text in same), trained=weight != 0, weight=shown)
 
 
 def _blocks(text: str) -> Iterable[str]:
@@ -411,7 +426,8 @@ def _unusable(row: Row, error: InvalidData) -> FieldViolation:
 
 def _joined(parts: Sequence[_Part]) -> Document:
     if len(parts) == 1:
-        return Document(ids=parts[0].ids, trained=parts[0].trained)
+        return Document(ids=parts[0].ids, trained=parts[0].trained, weights=parts[0].weights)
+    assert all(part.weights is None for part in parts), "only chats have weights, and a chat is one part"
     ids = array.array("i")
     for part in parts:
         ids += part.ids

@@ -8,7 +8,7 @@ chunk and no device, and its derivative comes from autograd on that vector::
     references_S = torch.cat(trainer.log_probabilities(rows))                  # of the starting weights, before the first step
     trainer.train_step(rows, StepObjective(objective=DPO(beta=0.1), documents=documents, references_S=references_S))
 
-Plain cross-entropy is none of them: it needs no second look at the logits and has a pass of its own.
+Plain cross-entropy is none of them: it needs no second look at the logits and has a pass of its own, which `WeightedSFT` shares.
 """
 
 from horizon_server.engine.objectives.objective import Documents, Objective, StepObjective

@@ -84,6 +84,10 @@ class Objective(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     """The fields of `Documents` and `StepObjective` that must be given."""
 
+    is_cross_entropy: ClassVar[bool] = False
+    """Whether the loss is the mean cross-entropy weighted by `weights_S`. Its derivatives are known before any log-probability is, so a
+    training step computes it in the head's single pass, with label smoothing where that is on."""
+
     def __call__(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> tuple[Tensor, Tensor]:
