@@ -204,14 +204,14 @@ def _check_extras(message: Mapping[str, Any], spelling: Spelling) -> Iterator[Pr
 
 def _weight_problem(weight: object, speaker: object) -> str:
     # True and False are 1 and 0 in Python.
-    if not isinstance(weight, bool):
-        if weight in (0, 1):
-            return ""
-        if SPEAKERS.get(str(speaker)) != "assistant":
-            return f"is {shown(weight)}; it must be 0 or 1: only an assistant's message can be weighted otherwise"
-        # A NaN, which tables may hold, is in no range.
-        if isinstance(weight, int | float) and MIN_WEIGHT <= weight <= MAX_WEIGHT:
-            return ""
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if is_number and weight in (0, 1):
+        return ""
+    if SPEAKERS.get(str(speaker)) != "assistant":
+        return f"is {shown(weight)}; it must be 0 or 1: only an assistant's message can be weighted otherwise"
+    # A NaN, which tables may hold, is in no range.
+    if is_number and MIN_WEIGHT <= weight <= MAX_WEIGHT:  # type: ignore[operator]
+        return ""
     return f"is {shown(weight)}; it must be 0, or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
 
 

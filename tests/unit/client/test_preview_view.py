@@ -28,7 +28,11 @@ class Terminal(io.StringIO):
         return True
 
 
-SPANS = (PreviewSpan(text="first\x1b[31m\n", trained=False), PreviewSpan(text="second", trained=True))
+def span(text: str, *, trained: bool, weight: float | None = None) -> PreviewSpan:
+    return PreviewSpan(text=text, trained=trained, weight=weight)
+
+
+SPANS = (span("first\x1b[31m\n", trained=False), span("second", trained=True))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +59,18 @@ def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[
     ]
 
 
+def test_a_weight_follows_what_it_weighs(capsys: pytest.CaptureFixture[str]) -> None:
+    click.echo(preview_page("notes", preview(*SPANS, span("third", trained=True, weight=0.3))))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "trained text is between [[ and ]]; the number after * is its weight, where that is not 1"
+    assert "[[second]][[third]]*0.3" in lines
+
+
 def pair() -> DatasetPreview:
     rows = [
         PreviewRow(
             file="pairs.jsonl", unit="line", number=3, num_tokens=9, num_trained_tokens=4, num_cut_tokens=cut, num_documents=1,
-            clipped=False, problems=(), part=part, spans=(PreviewSpan(text="Why?\n", trained=False), PreviewSpan(text=text, trained=True)),
+            clipped=False, problems=(), part=part, spans=(span("Why?\n", trained=False), span(text, trained=True)),
         )
         for part, text, cut in (("chosen", "Because of \u6797.", 0), ("rejected", "So " * 20, 5))
     ]  # fmt: skip

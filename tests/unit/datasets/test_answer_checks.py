@@ -69,6 +69,18 @@ def test_rows_that_are_fine(fmt: str, columns: dict[str, Any]) -> None:
         ),
         ("preference", PAIR | {"chosen": [USER]}, "chosen", "has nothing to learn"),
         ("preference", PAIR | {"chosen": [YES | {"weight": 0}, YES]}, "chosen[0].weight", "leave weight out"),
+        (
+            "preference",
+            PAIR | {"rejected": [NO | {"weight": 0.5}]},
+            "rejected[0].weight",
+            "is 0.5; all of an answer counts alike",
+        ),
+        (
+            "preference",
+            PAIR | {"prompt": [USER, YES | {"weight": 2}, USER]},
+            "prompt[1].weight",
+            "is 2; no prompt is trained, so leave weight out",
+        ),
         ("preference", PAIR | {"prompt": [USER, YES]}, "prompt[1].role", "a prompt ends before the assistant's reply"),
         ("preference", PAIR | {"prompt": []}, "prompt", "is empty; it must be a text or a non-empty list"),
         ("preference", PAIR | {"prompt": 3}, "prompt", "is 3; it must be a text or a list of messages"),

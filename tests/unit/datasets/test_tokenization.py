@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import itertools
 import signal
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,55 @@ def test_weights_decide_whatever_is_trained_on(codec: TextCodec) -> None:
     assert trained.endswith("assistant\nNo \u00e9\U0001f642.<|im_end|>\n")
     pretrain = tokenizer_of(codec, method="pretrain").show(row_of(messages=muted))[0]
     assert pretrain == shown
+
+
+WEIGHTED = [message | {"weight": weight} for message, weight in zip(CHAT, (1, 1, 0.3, 1, 2.5), strict=True)]
+
+
+def weights_by_text(tokenizer: RowTokenizer, messages: list[dict[str, Any]]) -> dict[str, float | None]:
+    (shown,) = tokenizer.show(row_of(messages=messages))
+    return {span.text: span.weight for span in shown.spans if span.trained}
+
+
+def test_a_weight_is_that_of_the_tokens_of_its_reply(codec: TextCodec) -> None:
+    replies = {"Yes, one.<|im_end|>": 0.3, "No \u00e9\U0001f642.<|im_end|>": 2.5}
+    assert weights_by_text(tokenizer_of(codec), WEIGHTED) == replies
+    assert weights_by_text(tokenizer_of(codec, train_on="last-assistant"), WEIGHTED) == dict([[*replies.items()][1]])
+    ((document,), (plain,)) = (
+        next(tokenizer_of(codec).tokenize([row_of(messages=chat)])).documents for chat in (WEIGHTED, CHAT)
+    )
+    assert (document.ids, document.trained) == (plain.ids, plain.trained)
+    lengths = [len(codec.encode_ids(text)) for text in replies]
+    wanted = [*itertools.repeat(0.3, lengths[0]), *itertools.repeat(2.5, lengths[1])]
+    assert document.target_weights == array.array("f", wanted)
+    assert plain.target_weights is None
+
+
+def test_with_all_trained_a_weight_is_that_of_the_whole_turn(codec: TextCodec) -> None:
+    assert weights_by_text(tokenizer_of(codec, train_on="all"), WEIGHTED) == {
+        # The first token is nobody's target.
+        "system\nBe kind.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n": None,
+        "<|im_start|>assistant\nYes, one.<|im_end|>\n": 0.3,
+        "<|im_start|>user\nTwo?<|im_end|>\n": None,
+        "<|im_start|>assistant\nNo \u00e9\U0001f642.<|im_end|>\n": 2.5,
+    }
+    (whole,) = next(tokenizer_of(codec, train_on="all").tokenize([row_of(messages=WEIGHTED)])).documents
+    pieces = next(
+        tokenizer_of(codec, method="pretrain", sequence_length=16).tokenize([row_of(messages=WEIGHTED)])
+    ).documents
+    assert len(pieces) > 2
+    assert whole.weights is not None
+    assert [weight for piece in pieces for weight in piece.weights or ()] == list(whole.weights)
+
+
+def test_a_cut_row_keeps_the_weights_of_what_is_left(codec: TextCodec) -> None:
+    (whole,) = next(tokenizer_of(codec).tokenize([row_of(messages=WEIGHTED)])).documents
+    (cut,) = next(
+        tokenizer_of(codec, sequence_length=len(whole.ids) - 2).tokenize([row_of(messages=WEIGHTED)])
+    ).documents
+    assert whole.target_weights is not None
+    # The last token, a line break, is not trained.
+    assert cut.target_weights == whole.target_weights[:-1]
 
 
 def test_pretrain_splits_what_sft_cuts(codec: TextCodec) -> None:

@@ -80,7 +80,7 @@ def test_every_bad_field_is_named_with_its_line(tmp_path: Path) -> None:
         CHAT,
         chat(user, {"role": "robot", "content": "x"}),
         chat(user, {"role": "assistant", "content": None}),
-        chat(user, reply | {"weight": 2}),
+        chat(user, reply | {"weight": 200}),
         chat(user, reply | {"weight": 0}),
         chat(),
         chat(user, "hello", reply),

@@ -75,6 +75,40 @@ def test_loss_and_gradient_are_exact_to_rounding(
     assert error(got, plain.double()) <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+def test_targets_may_have_weights(dtype: torch.dtype, smoothing: float) -> None:
+    logits, targets = case(1000, dtype)
+    weights = torch.tensor([0.3, 1.0, 2.5, 0.001, 100.0, 0.7, 1.0])
+    kept, leaf = logits.clone(), logits.double().requires_grad_()
+    losses = functional.cross_entropy(leaf, targets, reduction="none", label_smoothing=smoothing)
+    loss = (weights * losses).sum() / weights.double().sum()
+    torch.autograd.backward(loss)
+
+    divisor = float(weights.double().sum())
+    got = chunk_loss(logits, targets, divisor=divisor, weights_S=weights, gradient_SV=logits, smoothing=smoothing)
+
+    assert error(got, loss.detach()) <= 2e-7
+    assert leaf.grad is not None
+    assert error(logits, leaf.grad) <= (3e-3 if dtype == torch.bfloat16 else 5e-7)
+    parts = [
+        chunk_loss(kept[rows], targets[rows], divisor=divisor, weights_S=weights[rows], smoothing=smoothing)
+        for rows in (slice(0, 3), slice(3, 7))
+    ]
+    assert float(sum(parts)) == pytest.approx(float(got), rel=1e-15)
+
+
+def test_weights_of_one_give_the_bits_of_none() -> None:
+    logits, targets = case(4099, torch.float32)
+    plain, weighted = torch.empty_like(logits), torch.empty_like(logits)
+    loss = chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=plain)
+
+    same = chunk_loss(logits, targets, divisor=float(NUM_TARGETS), weights_S=torch.ones(7), gradient_SV=weighted)
+
+    assert torch.equal(loss, same)
+    assert torch.equal(plain, weighted)
+
+
 def test_without_smoothing_the_bits_are_those_of_torch() -> None:
     logits, targets = case(1000, torch.float32)
     leaf = logits.clone().requires_grad_()
