@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -47,6 +48,23 @@ def test_nested_columns_of_a_table_are_messages(tmp_path: Path) -> None:
     assert report.violations[0].field == "chats.parquet:row 1:messages"
     assert "has nothing to learn" in report.violations[0].description
     assert report.violations[1].field == "chats.parquet:row 3:messages"
+
+
+def test_weights_of_a_table_may_be_fractions_and_no_nan(tmp_path: Path) -> None:
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": "hi", "weight": None},
+                {"role": "assistant", "content": "x", "weight": w},
+            ]
+        }
+        for w in (0.5, 1.0, math.nan, math.inf, 100.0)
+    ]
+    report = inspect(put(tmp_path, "chats.parquet", parquet(chats)))
+    assert [violation.description for violation in report.violations] == [
+        f"chats.parquet:row {row}: messages[1].weight is {shown}; it must be 0, or a number from 0.001 to 100"
+        for row, shown in ((3, "nan"), (4, "inf"))
+    ]
 
 
 def test_tables_with_other_types_are_refused_row_by_row(tmp_path: Path) -> None:

@@ -379,9 +379,15 @@ def test_every_chat_format_gives_the_same_tokens(demo_model: Path, tmp_path: Pat
 
 def many_rows(path: Path, num_rows: int) -> Path:
     chats = demo_chats()[:40]
+
+    def chat_of(number: int) -> list[dict[str, Any]]:
+        """The last reply of the later ones has a weight, so that the first weight comes when much is written."""
+        *before, reply = chats[number % 40]
+        return [*before, reply | {"weight": 0.5}] if number > 3000 and number % 7 == 0 else [*before, reply]
+
     path.write_text(
         "".join(
-            json.dumps({"messages": [*chats[number % 40], {"role": "user", "content": f"{number}"}]}) + "\n"
+            json.dumps({"messages": [*chat_of(number), {"role": "user", "content": f"{number}"}]}) + "\n"
             for number in range(num_rows)
         )
     )

@@ -73,6 +73,16 @@ def trained_text(row: PreviewRow) -> list[str]:
     return [span.text for span in row.spans if span.trained]
 
 
+def test_a_weight_crosses_from_the_child(ask: Any) -> None:
+    row = chat("1+1?", "2", "sure?", "yes")
+    row["messages"][3]["weight"] = 0.3
+    (shown,) = rows_from_answer(child.work(ask({"a.jsonl": lines(row)}).to_mapping(), EventWriter()))
+    assert [(span.text, span.weight) for span in shown.spans if span.trained] == [
+        ("2<|im_end|>", None),
+        ("yes<|im_end|>", 0.3),
+    ]
+
+
 def test_a_chat_shows_its_turns_and_what_is_trained_of_them(ask: Any) -> None:
     (row,) = render(ask({"a.jsonl": lines(chat("1+1?", "2", "sure?", "yes"))}))
     assert text_of(row) == (
