@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,26 @@ async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
     arrived = (await store.status("ann", REF)).committed_bytes
     assert arrived == 2 * MAX_CHUNK_BYTES, "the piece that was being written is kept, and the one behind it"
     assert (await store.write("ann", REF, arrived, pieces(CONTENT[arrived:]))).complete
+
+
+async def test_a_call_that_is_cancelled_while_its_file_is_opened_leaves_no_descriptor(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    with pytest.raises(ConnectionResetError):
+        await store.write("ada", REF, 0, then_fail(CONTENT[:1000]))
+    one_thread, released = ThreadPoolExecutor(1), threading.Event()
+    asyncio.get_running_loop().set_default_executor(one_thread)
+    one_thread.submit(released.wait)
+    writing = asyncio.create_task(store.write("ada", REF, 1000, pieces(CONTENT[1000:])))
+    while not one_thread._work_queue.qsize():  # until it waits for the thread to open the file
+        await asyncio.sleep(0.001)
+    writing.cancel()
+    await asyncio.sleep(0)
+    released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    assert not [name for name in opened if name.startswith(str(tmp_path))]
+    assert (await store.status("ada", REF)).committed_bytes == 1000
 
 
 async def test_old_halves_expire_and_unreferenced_contents_go(tmp_path: Path) -> None:
