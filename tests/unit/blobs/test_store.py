@@ -9,7 +9,6 @@ import os
 import random
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -316,23 +315,29 @@ async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
     assert (await store.write("ann", REF, arrived, pieces(CONTENT[arrived:]))).complete
 
 
-async def test_a_call_that_is_cancelled_while_its_file_is_opened_leaves_no_descriptor(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+async def test_a_call_that_is_cancelled_while_its_file_is_opened_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, really_open = BlobStore(tmp_path), parts.Part.open
     with pytest.raises(ConnectionResetError):
         await store.write("ada", REF, 0, then_fail(CONTENT[:1000]))
-    one_thread, released = ThreadPoolExecutor(1), threading.Event()
-    asyncio.get_running_loop().set_default_executor(one_thread)
-    one_thread.submit(released.wait)
+    loop, is_opening, may_open = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def open_later(part: parts.Part, offset: int) -> None:
+        loop.call_soon_threadsafe(is_opening.set)
+        assert may_open.wait(60)
+        really_open(part, offset)
+
+    monkeypatch.setattr(parts.Part, "open", open_later)
     writing = asyncio.create_task(store.write("ada", REF, 1000, pieces(CONTENT[1000:])))
-    while not one_thread._work_queue.qsize():  # until it waits for the thread to open the file
-        await asyncio.sleep(0.001)
+    await is_opening.wait()
     writing.cancel()
     await asyncio.sleep(0)
-    released.set()
+    may_open.set()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-    assert not [name for name in opened if name.startswith(str(tmp_path))]
+    opened = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [path for path in opened if path.is_relative_to(tmp_path)]
     assert (await store.status("ada", REF)).committed_bytes == 1000
 
 
