@@ -95,6 +95,8 @@ class Attempt:
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
     on_checkpoint: Callable[[CheckpointWritten], None]
+    on_loaded: Callable[[JobRecord, float], None]
+    """Is told how many seconds it took from the begin of the attempt until the job could take turns."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0
@@ -106,6 +108,8 @@ class Attempt:
     worker_module: str = WORKER_MODULE
     _reports: Reports = field(init=False)
     _worker: Worker | None = field(init=False, default=None)
+    _began_s: float | None = field(init=False, default=None)
+    """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon began."""
     _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
     _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _over: bool = field(init=False, default=False)
@@ -122,6 +126,7 @@ class Attempt:
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
+        self._began_s = time.monotonic()
         begin = {"attempt": self._number, "started_s": self.job.started_s or time.time(), "journal_line": 0}
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
             await self._advance(JobState.PREPARING, always=True, **begin)
@@ -400,6 +405,9 @@ class Attempt:
                 plan = self.job.plan.with_steps(line.num_steps)
                 known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
+                if self._began_s is not None:
+                    self.on_loaded(self.job, time.monotonic() - self._began_s)
+                    self._began_s = None
             case StepDone():
                 known |= {"step": line.step, "num_steps": line.num_steps, "last_step": line}
                 await self.journal.append(job_id, line, **known)
