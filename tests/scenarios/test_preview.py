@@ -73,7 +73,7 @@ def test_by_command_library_and_rest_alike(daemon: AnyDaemon, ada: str, client: 
     )
     assert rest["rows"] == json.loads(in_json)["rows"]
     assert [row["spans"] for row in rest["rows"]] == [
-        [{"text": span.text, "trained": span.trained} for span in row.spans] for row in preview.rows
+        [{"text": span.text, "trained": span.trained, "weight": None} for span in row.spans] for row in preview.rows
     ]
     assert "trained text is between [[ and ]]" in table
     assert "<|im_end|>]]" in table
