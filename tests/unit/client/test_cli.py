@@ -212,7 +212,10 @@ def test_preview_marks_the_trained_part(run: Run, previewed: None) -> None:
 def test_preview_in_full_for_programs(run: Run, previewed: None) -> None:
     plain = json.loads(run("dataset", "preview", "sums", "--model", "tiny", "-n", "1", "-o", "json").stdout)
     (row,) = plain["rows"]
-    assert row["spans"] == [{"text": "Q: 1+1?", "trained": False}, {"text": " 2", "trained": True}]
+    assert row["spans"] == [
+        {"text": "Q: 1+1?", "trained": False, "weight": None},
+        {"text": " 2", "trained": True, "weight": None},
+    ]
     assert (row["file"], row["unit"], row["number"]) == ("a.jsonl", "line", 1)
     assert (plain["num_rows"], plain["format"], plain["train_on"]) == (1234, "messages", "assistant")
     assert run("dataset", "preview", "sums", "--model", "tiny", "-o", "name").stdout == "a.jsonl line 1\n" * 3
