@@ -282,7 +282,8 @@ class DeviceTurns:
             # Now, as an order that comes after the step has ended is heard one step later.
             if self._next_but(holder, after_s=holder.step_s) is not holder:
                 self._ask_back(holder)
-            return
+                return
+            # Its next step asks again, but a pass over the data before the first step, or an evaluation, reports none for long.
         if self._timer is None:
             # Over already where the holder was alone for long: a job that comes then need not wait for another slice.
             left_s = max(0.0, self._slice_began_s + self._rules.time_slice_s - self._clock())
