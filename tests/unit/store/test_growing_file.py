@@ -31,7 +31,8 @@ def test_the_next_process_continues_after_what_was_kept(tmp_path: Path) -> None:
     path, target = tmp_path / "parts" / "one", tmp_path / "target"
     assert grow(path, b"1", b"22") == 0
     # Bytes that were written and not recorded, as after a power cut.
-    path.open("ab").write(b"lost")
+    with path.open("ab") as stream:
+        stream.write(b"lost")
     with GrowingFile(path, facts="a", header=b"head") as growing:
         assert growing.place == 2
         growing.append(b"333", place=3)
