@@ -337,7 +337,9 @@ class ReferencePass:
     tokens_estimated: bool
     """Whether they are estimated from the size of the files, as the data is not prepared."""
     total_s: float | None
-    """Seconds of the pass; None where the data is not known."""
+    """Seconds of the whole pass; None where the data is not known."""
+    done_share: float
+    """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ FACTOR = 2.0
 
 @pytest.mark.alone
 def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
-    config = AutoConfig.for_model(  # type: ignore[no-untyped-call]
+    config = AutoConfig.for_model(
         "qwen3", hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=4096, pad_token_id=0,
     )  # fmt: skip

@@ -83,7 +83,8 @@ def references_text(plan: MemoryPlan) -> str:
     tokens = f"{found.num_tokens:,} tokens" + (
         ", estimated from the size of the files," if found.tokens_estimated else ""
     )
-    return f"reference log-probabilities of {tokens} {speed}, about {duration_text(found.total_s)}"
+    done = f", {found.done_share:.0%} done" if found.done_share else ""
+    return f"reference log-probabilities of {tokens} {speed}, about {duration_text(found.total_s)}{done}"
 
 
 def data_text(report: Mapping[str, int]) -> str:
@@ -250,7 +251,8 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         device = f"; {bytes_text(plan.device_total_bytes)} device memory" if has_device(job) else ""
         facts.append(("memory planned", f"{bytes_text(plan.host_total_bytes)} host memory in total{of_worker}{device}"))
         facts.append(("predicted speed", speed_text(plan)))
-        facts.append(("before step 1", references_text(plan)))
+        if not job.num_steps:  # until the pass is done
+            facts.append(("before step 1", references_text(plan)))
     return [(label, value) for label, value in facts if value]
 
 

@@ -1600,6 +1600,7 @@ class ReferencePass(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     TOKENS_ESTIMATED_FIELD_NUMBER: builtins.int
     TOTAL_S_FIELD_NUMBER: builtins.int
+    DONE_SHARE_FIELD_NUMBER: builtins.int
     tokens_per_second: builtins.float
     """Tokens per second forward."""
     num_tokens: builtins.int
@@ -1607,7 +1608,9 @@ class ReferencePass(google.protobuf.message.Message):
     tokens_estimated: builtins.bool
     """Whether they are estimated from the size of the files, as the data is not prepared."""
     total_s: builtins.float
-    """Seconds of the pass; unset where the data is not known."""
+    """Seconds of the whole pass; unset where the data is not known."""
+    done_share: builtins.float
+    """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
     def __init__(
         self,
         *,
@@ -1615,9 +1618,10 @@ class ReferencePass(google.protobuf.message.Message):
         num_tokens: builtins.int | None = ...,
         tokens_estimated: builtins.bool = ...,
         total_s: builtins.float | None = ...,
+        done_share: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_tokens", b"_num_tokens", "_total_s", b"_total_s", "num_tokens", b"num_tokens", "total_s", b"total_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_tokens", b"_num_tokens", "_total_s", b"_total_s", "num_tokens", b"num_tokens", "tokens_estimated", b"tokens_estimated", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_tokens", b"_num_tokens", "_total_s", b"_total_s", "done_share", b"done_share", "num_tokens", b"num_tokens", "tokens_estimated", b"tokens_estimated", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_num_tokens", b"_num_tokens"]) -> typing.Literal["num_tokens"] | None: ...
     @typing.overload

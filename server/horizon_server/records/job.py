@@ -165,7 +165,9 @@ class JobRecord:
         if not num_steps or self.plan is None or self.plan.prediction is None:
             return None
         # A worker reports the number of steps once the pass before the first one is done.
-        before_s = 0.0 if self.num_steps else self.plan.references_s
+        references = self.plan.references
+        left = 0.0 if self.num_steps or references is None else 1.0 - references.done_share
+        before_s = left * self.plan.references_s
         return before_s + num_steps * self.plan.prediction.step_s
 
 

@@ -59,6 +59,8 @@ class ReferencePass:
     num_tokens: int | None = None
     tokens_estimated: bool = False
     total_s: float | None = None
+    done_share: float = 0.0
+    """What of it is done, 0 to 1, as the worker last reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,12 @@ class JobPlan:
     def references_s(self) -> float:
         """Seconds of the pass before the first step, as far as they are known."""
         return 0.0 if self.references is None else self.references.total_s or 0.0
+
+    def with_references_done(self, share: float) -> JobPlan:
+        """The plan of a job of which that share of the pass before the first step is done."""
+        if self.references is None:
+            return self
+        return dataclasses.replace(self, references=dataclasses.replace(self.references, done_share=share))
 
     def with_steps(self, num_steps: int) -> JobPlan:
         """The plan of a job whose number of steps has become known."""

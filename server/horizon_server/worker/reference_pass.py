@@ -17,7 +17,7 @@ from pathlib import Path
 from horizon_server.children.entry import EventWriter
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
-from horizon_server.events import Message
+from horizon_server.events import Message, ReferencesDone
 from horizon_server.jobs.folders import UNFINISHED_REFERENCES
 from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -117,6 +117,7 @@ class ReferencePass:
                 # Of a pass that is over in a moment there is nothing to plan by.
                 how_long = f", about {math.ceil(left_s / 60)} min left" if left_s > _LEAST_SHOWN_S else ""
                 self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %{how_long}"))
+                self._events.send(ReferencesDone(done_tokens=done + num_done, total_tokens=total))
 
         try:
             for file, data in missing:

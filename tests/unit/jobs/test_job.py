@@ -57,6 +57,9 @@ def test_the_pass_before_the_first_step_counts_until_it_is_done() -> None:
     plan = dataclasses.replace(PLAN, references=references)
     waiting = dataclasses.replace(job(JobState.QUEUED, max_steps=9), plan=plan)
     assert waiting.remaining_device_s == 9 * 2.0 + 5.0
+    begun = dataclasses.replace(waiting, plan=plan.with_references_done(0.4))
+    assert begun.remaining_device_s == 9 * 2.0 + 3.0
+    assert PLAN.with_references_done(0.4) == PLAN
     # A job that has run keeps the number of its steps, and finds the numbers of its pass.
     assert dataclasses.replace(waiting, num_steps=9).remaining_device_s == 9 * 2.0
     prediction = plan.with_steps(30).prediction

@@ -21,7 +21,7 @@ from horizon_server.engine.data import PreparedDataset
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
-from horizon_server.events import EvalDone, Message, StepDone, TurnEnded
+from horizon_server.events import EvalDone, Message, ReferencesDone, StepDone, TurnEnded
 from horizon_server.store.prepared import DocumentColumns, PreparedFolder
 from horizon_server.worker import reference_pass
 from horizon_server.worker_link.orders import CANCEL, STOP, YIELD
@@ -225,6 +225,8 @@ def test_a_pass_that_was_stopped_is_continued_with_the_same_bits(inputs: Any, gr
     assert groups == all_groups, "each group was computed once"
     [continues] = [text for text in texts(second) if "continues" in text]
     assert "tokens were computed before this attempt" in continues
+    reported = second.said(ReferencesDone)
+    assert 0 < reported[0].done_tokens < reported[-1].done_tokens < reported[-1].total_tokens
     percents = [int(text.split(": ")[1].split(" ")[0]) for text in texts(second) if " %" in text]
     assert percents[0] > 0
     assert not unfinished_files(folder)

@@ -122,7 +122,7 @@ def test_before_the_first_step_the_plan_gives_the_time_left() -> None:
     assert job_json(job)["eta_s"] == 10 * 2.0
     assert job_json(dataclasses.replace(job, num_steps=0))["eta_s"] == 10 * 2.0 + 5.0
     assert job_json(job)["plan"]["references"] == {
-        "tokens_per_second": 8.0, "num_tokens": 40, "tokens_estimated": False, "total_s": 5.0,
+        "tokens_per_second": 8.0, "num_tokens": 40, "tokens_estimated": False, "total_s": 5.0, "done_share": 0.0,
     }  # fmt: skip
     assert job_json(job)["plan"]["prediction"]["tokens_per_second"] == 5.0
     ended = job_json(dataclasses.replace(job, job_state=JobState.FAILED, ended_s=1e9 + 90))
