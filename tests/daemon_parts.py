@@ -57,7 +57,7 @@ _MOVES = {
 """The states that a job without a queue is moved through."""
 
 Moment = int | str
-"""When a worker does something: `start` (before it is ready), a step's number (before that step), or `end`."""
+"""When a worker does something: `start` and `references` (before it is ready), a step's number (before that step), or `end`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,8 @@ class Script:
     """Do nothing any more in that step of the first attempt, while it has its turn; the link still works."""
     no_space: bool = False
     """A checkpoint that an order in the first attempt leads to has no space on the disk."""
+    references: Sequence[int] | None = None
+    """Tokens done and in all of the pass before the first step, which it reports; it may hold there at `references`."""
     early_stop_at: int | None = None
     """End with success after that step, as if its evaluations no longer got better."""
     every_attempt: bool = False

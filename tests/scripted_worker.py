@@ -17,7 +17,15 @@ from typing import Any
 
 from horizon_server import progress
 from horizon_server.errors import Diverged
-from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone, TurnWanted
+from horizon_server.events import (
+    AttemptReady,
+    CheckpointWritten,
+    EvalDone,
+    Message,
+    ReferencesDone,
+    StepDone,
+    TurnWanted,
+)
 from horizon_server.store.manifest import TRAINER_FOLDER, Manifest, record_file, write_manifest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker_link.orders import Order
@@ -59,6 +67,10 @@ class ScriptedWorker:
         # As the real one, which needs the device before it is ready.
         if not self._take_turn(done + 1):
             return _answer("stopped")
+        if references := self.script.get("references"):
+            self.events.send(ReferencesDone(done_tokens=references[0], total_tokens=references[1]))
+            self.events.send(Message(level="info", text="in the pass"))
+            self._at("references")
         self.events.send(AttemptReady(step=done, num_steps=self.num_steps, device="host", packed_rows=4))
         if resumed:
             self.events.send(Message(level="info", text=f"continues after step {done}"))

@@ -321,6 +321,25 @@ class MemoryPlan:
     """What stays on the device because it has memory to spare; None where it has not, or that would save nothing."""
     num_trained_parameters: int
     """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
+    references: ReferencePass | None
+    """The pass over the data before the first step; None where the method needs none, or the node's speed has not been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """The pass over a job's data before its first step, for the log-probabilities of its starting weights. A job that finds those of
+    an earlier job has none."""
+
+    tokens_per_second: float
+    """Tokens per second forward."""
+    num_tokens: int | None
+    """Tokens of all documents, trained and evaluated; None where the data is not known."""
+    tokens_estimated: bool
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
+    total_s: float | None
+    """Seconds of the whole pass; None where the data is not known."""
+    done_share: float
+    """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +369,8 @@ class StepPrediction:
     bound: str
     """What limits it: compute, h2d, d2h or host memory."""
     total_s: float | None
-    """Seconds of all steps; None where their number is not known before the data is prepared."""
+    """Seconds of all steps and of the pass before the first one; None where the number of steps is not known before the data is
+    prepared."""
     peak_flops_per_s: float
     """Floating-point operations per second of the device's matrix products: what utilisation refers to."""
     model_flops_per_s: float

@@ -143,6 +143,14 @@ class WorkerProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferencesDone:
+    """How much of the pass over the data before the first step is done, in earlier attempts too. Only on the worker's pipe."""
+
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledText:
     """More text of the answer to a prompt, `num_tokens` in all so far. `ended` says why it is complete (stop or length). Only on the pipe
     of the child that answers prompts.
@@ -173,6 +181,7 @@ WorkerLine = (
     | CheckpointWritten
     | Message
     | AttemptReady
+    | ReferencesDone
     | TurnLine
     | WorkerProgress
     | ChildLine
@@ -186,6 +195,7 @@ KINDS: dict[str, type[Any]] = {
     "checkpoint": CheckpointWritten,
     "message": Message,
     "ready": AttemptReady,
+    "references": ReferencesDone,
     "turn_wanted": TurnWanted,
     "turn_ended": TurnEnded,
     "memory_released": MemoryReleased,
@@ -194,7 +204,9 @@ KINDS: dict[str, type[Any]] = {
     "merge": MergeProgress,
 }
 # Kinds that end at the daemon: they are neither stored nor sent on.
-PIPE_KINDS = frozenset({"ready", "turn_wanted", "turn_ended", "memory_released", "progress", "sampled", "merge"})
+PIPE_KINDS = frozenset(
+    {"ready", "references", "turn_wanted", "turn_ended", "memory_released", "progress", "sampled", "merge"}
+)
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,63 @@ def test_another_key_another_dataset_or_a_damaged_file_is_not_taken_for_them(
     assert References.open(tmp_path, shorter, key="model") is None
     path.write_bytes(path.read_bytes()[:-4])
     assert References.open(tmp_path, dataset, key="model") is None
+
+
+@pytest.mark.parametrize("stop_at", range(1, 4))
+def test_what_was_interrupted_is_continued_with_the_first_missing_document_and_has_the_same_bits(
+    dataset: PreparedDataset, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    whole, cut, unfinished = tmp_path / "whole", tmp_path / "cut", tmp_path / "job/references/one"
+    whole.mkdir()
+    cut.mkdir()
+    # Three documents of which one has nothing trained are the second group of four.
+    given: list[list[int]] = []
+    log_probabilities = Trainer.log_probabilities
+
+    def record(self: Trainer, rows: list[MicroBatch]) -> list[Tensor]:
+        given.append([row.num_tokens for row in rows])
+        return log_probabilities(self, rows)
+
+    monkeypatch.setattr(Trainer, "log_probabilities", record)
+    References.computed(whole, dataset, run.trainer, key="model", tokens_at_once=30)
+    groups, given[:] = list(given), []
+    assert len(groups) == 4
+
+    def stop(_num_done: int) -> None:
+        if len(given) == stop_at:
+            raise KeyboardInterrupt
+
+    done: list[int] = []
+    for before in (stop, done.append):
+        with contextlib.suppress(KeyboardInterrupt):
+            References.computed(
+                cut, dataset, run.trainer, key="model", tokens_at_once=30, before_group=before, unfinished=unfinished,
+                data_digest="data",
+            )  # fmt: skip
+    assert given == groups, "each group was computed once"
+    assert done[0] > 0
+    assert [path.read_bytes() for path in cut.iterdir()] == [path.read_bytes() for path in whole.iterdir()]
+    assert list(unfinished.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("changed", ["key", "data_digest", "tokens_at_once"])
+def test_what_was_interrupted_with_other_weights_data_or_groups_is_not_continued(
+    dataset: PreparedDataset, run: Run, tmp_path: Path, changed: str
+) -> None:
+    folder, unfinished = tmp_path / "prepared", tmp_path / "references/one"
+    folder.mkdir()
+    how: dict[str, Any] = {"key": "model", "data_digest": "data", "tokens_at_once": 30, "unfinished": unfinished}
+
+    def stop(num_done: int) -> None:
+        if num_done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        References.computed(folder, dataset, run.trainer, before_group=stop, **how)
+    how[changed] = 31 if changed == "tokens_at_once" else "another"
+    done: list[int] = []
+    References.computed(folder, dataset, run.trainer, before_group=done.append, **how)
+    assert done[0] == 0
 
 
 def test_what_is_interrupted_leaves_nothing_and_a_full_disk_is_named(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
-from tests.support.daemon_process import wait_for_state, wait_for_step
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
 
 from horizon_client import Client, InvalidRequest
 from horizon_client.resources import JobEvent
@@ -94,6 +94,66 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
             for job in (whole.job_id, cut.job_id)
         ]
         assert hashes[0] == hashes[1] and hashes[0]
+
+
+@process_only("a worker that is killed, and files that stay")
+def test_a_pass_over_the_data_that_is_killed_paused_and_drained_computes_only_what_is_missing(
+    make_daemon: Callable[..., AnyDaemon], push_demo: Push, tmp_path: Path
+) -> None:
+    daemon = make_daemon(max_restarts=2)
+    assert isinstance(daemon, DaemonProcess)
+    user, finished = daemon.user("ada"), daemon.state_dir / "prepared"
+
+    def place() -> int:
+        """How many documents are done for certain."""
+        records = list(daemon.state_dir.glob("jobs/*/references/*.json"))
+        return int(json.loads(records[0].read_text())["place"]) if records else 0
+
+    with daemon.client(user) as client:
+        push_demo(client)
+        rows = tmp_path / "many.jsonl"
+        pairs = [
+            {"prompt": f"Why {i}?", "chosen": f"As {i} is {i}." * 4, "rejected": "No idea." * 4} for i in range(900)
+        ]
+        rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        client.datasets.push([rows], name="many")
+        spec = {**demo_spec("cut", max_steps=2), "dataset": "many", "method": "dpo"}
+        del spec["train"]["train_on"]
+        job_id = client.jobs.submit(spec).job_id
+        places = [0]
+        for how in ("killed", "paused", "drained"):
+            wait_for(lambda: place() > places[-1], 120.0, every_s=0.01)
+            if how == "killed":
+                [pid] = daemon.worker_pids()
+                os.kill(pid, signal.SIGKILL)
+                # The next worker continues where the record is now.
+                places.append(place())
+            elif how == "paused":
+                client.jobs.pause(job_id)
+                wait_for_state(client, job_id, "PAUSED")
+                places.append(place())
+                client.jobs.resume(job_id)
+            else:
+                daemon.terminate()
+                places.append(place())
+            assert not list(finished.rglob("references-*")), "the pass was over before it was stopped"
+    daemon.start()
+    with daemon.client(user) as client:
+        done = wait_for_state(client, job_id, "SUCCEEDED", "FAILED", timeout_s=180.0)
+        assert (done.state, done.attempt) == ("SUCCEEDED", 4), done.message
+        texts = [event.text for event in client.jobs.watch(job_id) if event.kind == "message"]
+        continued = [text for text in texts if text.startswith("reference log-probabilities: continues, ")]
+        tokens = [int(text.split("continues, ")[1].split(" ")[0]) for text in continued]
+        assert len(tokens) == 3 and 0 < tokens[0] < tokens[1] < tokens[2]
+        assert not list(daemon.state_dir.glob("jobs/*/references"))
+        [file] = finished.rglob("references-*.safetensors")
+        bits = file.read_bytes()
+        assert tokens[-1] < len(bits) // 4
+        file.unlink()
+        whole = client.jobs.submit({**spec, "name": "whole"})
+        assert wait_for_state(client, whole.job_id, "SUCCEEDED", "FAILED", timeout_s=180.0).state == "SUCCEEDED"
+        [again] = finished.rglob("references-*.safetensors")
+        assert again.name == file.name and again.read_bytes() == bits
 
 
 def test_a_dataset_of_another_kind_is_refused_when_the_job_is_submitted(

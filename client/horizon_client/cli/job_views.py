@@ -72,6 +72,21 @@ def speed_text(plan: MemoryPlan) -> str:
     return f"{plan.prediction.tokens_per_second:,.0f} tokens/s (limited by {clean(plan.prediction.bound)})"
 
 
+def references_text(plan: MemoryPlan) -> str:
+    """Return the predicted pass over the data before the first step; empty where there is none, or nothing is predicted."""
+    found = plan.references
+    if found is None:
+        return ""
+    speed = f"at {found.tokens_per_second:,.0f} tokens/s"
+    if found.num_tokens is None or found.total_s is None:
+        return f"reference log-probabilities, {speed}"
+    tokens = f"{found.num_tokens:,} tokens" + (
+        ", estimated from the size of the files," if found.tokens_estimated else ""
+    )
+    done = f", {found.done_share:.0%} done" if found.done_share else ""
+    return f"reference log-probabilities of {tokens} {speed}, about {duration_text(found.total_s)}{done}"
+
+
 def data_text(report: Mapping[str, int]) -> str:
     """Return the result of the data preparation; empty before it."""
     if not report:
@@ -133,7 +148,8 @@ def plan_page(plan: MemoryPlan) -> str:
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
     total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
     hint = f"\nhint: {clean(plan.hint)}" if plan.hint else ""
-    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{total}{hint}"
+    before = f"\nbefore step 1: {references_text(plan)}" if plan.references else ""
+    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{total}{before}{hint}"
 
 
 def prediction_page(planned: PlannedJob, machine: str) -> str:
@@ -153,6 +169,7 @@ def prediction_page(planned: PlannedJob, machine: str) -> str:
         ("rows", f"{train.get('sequence_length'):,} tokens"),
         ("speed", speed_text(plan)),
         ("useful", f"{prediction.model_flops_per_s / 1e12:.3g} TFLOP/s"),
+        *([("before step 1", references_text(plan))] if plan.references else []),
     ]
     # They overlap, so they do not add up to the step
     parts = sorted(prediction.parts_s.items(), key=lambda part: part[1], reverse=True)
@@ -234,6 +251,8 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         device = f"; {bytes_text(plan.device_total_bytes)} device memory" if has_device(job) else ""
         facts.append(("memory planned", f"{bytes_text(plan.host_total_bytes)} host memory in total{of_worker}{device}"))
         facts.append(("predicted speed", speed_text(plan)))
+        if not job.num_steps:  # until the pass is done
+            facts.append(("before step 1", references_text(plan)))
     return [(label, value) for label, value in facts if value]
 
 

@@ -1520,6 +1520,7 @@ class MemoryPlan(google.protobuf.message.Message):
     HINT_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     NUM_TRAINED_PARAMETERS_FIELD_NUMBER: builtins.int
+    REFERENCES_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1558,6 +1559,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def kept(self) -> global___KeptMemory:
         """What stays on the device because it has memory to spare; unset where it has not, or that would save nothing."""
 
+    @property
+    def references(self) -> global___ReferencePass:
+        """The pass over the data before the first step; unset where the method needs none, or the node's speed has not been measured."""
+
     def __init__(
         self,
         *,
@@ -1576,11 +1581,53 @@ class MemoryPlan(google.protobuf.message.Message):
         hint: builtins.str = ...,
         kept: global___KeptMemory | None = ...,
         num_trained_parameters: builtins.int = ...,
+        references: global___ReferencePass | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kept", b"kept", "prediction", b"prediction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kept", b"kept", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references"]) -> None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class ReferencePass(google.protobuf.message.Message):
+    """ReferencePass is the pass over a job's data before its first step, for the log-probabilities of its starting weights. A job that finds
+    those of an earlier job has none.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENS_ESTIMATED_FIELD_NUMBER: builtins.int
+    TOTAL_S_FIELD_NUMBER: builtins.int
+    DONE_SHARE_FIELD_NUMBER: builtins.int
+    tokens_per_second: builtins.float
+    """Tokens per second forward."""
+    num_tokens: builtins.int
+    """Tokens of all documents, trained and evaluated; unset where the data is not known."""
+    tokens_estimated: builtins.bool
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
+    total_s: builtins.float
+    """Seconds of the whole pass; unset where the data is not known."""
+    done_share: builtins.float
+    """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
+    def __init__(
+        self,
+        *,
+        tokens_per_second: builtins.float = ...,
+        num_tokens: builtins.int | None = ...,
+        tokens_estimated: builtins.bool = ...,
+        total_s: builtins.float | None = ...,
+        done_share: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_tokens", b"_num_tokens", "_total_s", b"_total_s", "num_tokens", b"num_tokens", "total_s", b"total_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_tokens", b"_num_tokens", "_total_s", b"_total_s", "done_share", b"done_share", "num_tokens", b"num_tokens", "tokens_estimated", b"tokens_estimated", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_tokens", b"_num_tokens"]) -> typing.Literal["num_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
+
+global___ReferencePass = ReferencePass
 
 @typing.final
 class KeptMemory(google.protobuf.message.Message):
@@ -1654,7 +1701,7 @@ class StepPrediction(google.protobuf.message.Message):
     bound: builtins.str
     """What limits it: compute, h2d, d2h or host memory."""
     total_s: builtins.float
-    """Seconds of all steps; unset where their number is not known before the data is prepared."""
+    """Seconds of all steps and of the pass before the first one; unset where the number of steps is not known before the data is prepared."""
     peak_flops_per_s: builtins.float
     """Floating-point operations per second of the device's matrix products: what utilisation refers to."""
     model_flops_per_s: builtins.float

@@ -51,6 +51,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
+    mapping["references"] = None if job_plan.references is None else dataclasses.asdict(job_plan.references)
     if job_plan.prediction is None:
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
     if output == "table":
@@ -120,6 +121,9 @@ def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
                 # Unknown until the data is prepared, where the spec counts epochs.
                 if value["total_s"] is not None:
                     lines["predicted.total"] = f"{value['total_s'] / 60:,.1f} min"
+            case dict() if key == "references":
+                # The data is not known here.
+                lines["references.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s, over all data before step 1"
             case dict():
                 lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
             case int() if key.endswith("_bytes"):

@@ -13,7 +13,7 @@ from sqlalchemy import Row
 
 from horizon_server.events import EvalDone, decode, encode
 from horizon_server.records.job import JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
+from horizon_server.records.plan import JobPlan, KeptMemory, ReferencePass, StepPrediction
 from horizon_server.spec import JobSpec, parse_job_spec
 
 _PLAIN = (
@@ -92,6 +92,7 @@ def record_of(row: Row[Any]) -> JobRecord:
         prediction, kept = plan.get("prediction"), plan.get("kept")
         plan["prediction"] = StepPrediction(**prediction) if prediction else None
         plan["kept"] = KeptMemory(**kept) if kept else None
+        plan["references"] = ReferencePass(**references) if (references := plan.get("references")) else None
     evaluations = json.loads(row.evaluations) if row.evaluations else {}
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},

@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from horizon_server import progress
-from horizon_server.durable import PARTIAL_SUFFIX, is_out_of_space, sync_folder
+from horizon_server.durable import PARTIAL_SUFFIX, is_out_of_space
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.engine.micro_batch import grouped
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import DiskFull
+from horizon_server.store.growing_file import GrowingFile
 from horizon_server.store.safetensors_files import file_header
 
 _PLANE = "logprobs"
@@ -63,14 +64,20 @@ class References:
         key: str,
         tokens_at_once: int,
         before_group: Callable[[int], None] = lambda _num_done: None,
+        unfinished: Path | None = None,
+        data_digest: str = "",
     ) -> References:
         """Compute them with the weights that the trainer has now, write them into `folder`, and open them.
 
         `before_group` is called before each call of the trainer with the number of supervised tokens done. What it raises ends the
         computation and is raised from here.
 
+        `unfinished` is a file where a computation that was ended, also by a kill, is continued by the next one of the same key and the
+        same data, which `data_digest` names: it computes the documents that are missing, and the result has the same bits. Without,
+        nothing is left of it.
+
         `tokens_at_once` bounds how many tokens' documents are given to the trainer in one call, which streams the weights once for as
-        many of them as fit into the memory of a step. A computation that was interrupted starts again from the first document.
+        many of them as fit into the memory of a step.
 
         Raises:
             DiskFull: there is no space for 4 bytes for each supervised token.
@@ -78,36 +85,41 @@ class References:
         """
         num_targets_D = dataset.num_targets_of_documents
         num_targets = int(num_targets_D.sum())
-        target = _path(folder, key)
+        target, facts = _path(folder, key), f"{key} {data_digest} {tokens_at_once}"
         # The process id, so that two jobs on the same data do not share an unfinished file; they write the same numbers.
-        partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+        private = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+        header = file_header([(_PLANE, "F32", (num_targets,), 4 * num_targets)])
         try:
-            with partial.open("wb") as stream:
-                stream.write(file_header([(_PLANE, "F32", (num_targets,), 4 * num_targets)]))
-                num_done = 0
-                for documents in grouped(
-                    range(dataset.num_documents), dataset.document_lengths.tolist(), tokens_at_once
-                ):
-                    # Documents without a target have no number, and a group of nothing else would be refused.
-                    documents = [document for document in documents if num_targets_D[document]]
-                    if documents:
-                        before_group(num_done)
-                        num_done += int(num_targets_D[documents].sum())
-                        rows = [dataset.micro_batch([document]) for document in documents]
-                        stream.write(torch.cat(trainer.log_probabilities(rows)).numpy().tobytes())
-                        progress.advance()
-                stream.flush()
-                os.fsync(stream.fileno())
-            partial.replace(target)
-        except BaseException as error:
-            partial.unlink(missing_ok=True)
+            with GrowingFile(
+                unfinished or private, facts=facts, header=header, is_kept=unfinished is not None
+            ) as growing:
+                first = growing.place
+                num_done = int(num_targets_D[:first].sum())
+                lengths = dataset.document_lengths[first:].tolist()
+                try:
+                    # A group is full, or a document begins one: from any group's end on, they are those of a whole computation.
+                    for group in grouped(range(first, dataset.num_documents), lengths, tokens_at_once):
+                        # Documents without a target have no number, and a group of nothing else would be refused.
+                        documents = [document for document in group if num_targets_D[document]]
+                        if documents:
+                            before_group(num_done)
+                            num_done += int(num_targets_D[documents].sum())
+                            rows = [dataset.micro_batch([document]) for document in documents]
+                            logprobs_S = torch.cat(trainer.log_probabilities(rows))
+                            growing.append(logprobs_S.numpy().tobytes(), place=group[-1] + 1)
+                            progress.advance()
+                except BaseException as error:
+                    if not is_out_of_space(error):
+                        growing.keep()
+                    raise
+                growing.finish(target)
+        except OSError as error:
             if not is_out_of_space(error):
                 raise
             raise DiskFull(
-                f"no space left in {folder} for {4 * num_targets} bytes of reference log-probabilities ({error.strerror}); "
+                f"no space left for {4 * num_targets} bytes of reference log-probabilities in {folder} ({error.strerror}); "
                 "free some and resume the job"
             ) from error
-        sync_folder(folder)
         found = cls.open(folder, dataset, key=key)
         assert found is not None, "it was written just now"
         return found

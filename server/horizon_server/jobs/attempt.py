@@ -31,7 +31,7 @@ from horizon_server.errors import (
     WorkerFailed,
     WorkerSilent,
 )
-from horizon_server.events import AttemptReady, CheckpointWritten, Message, StepDone
+from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lines import Report
@@ -45,6 +45,7 @@ from horizon_server.jobs.worker_request import worker_request
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import ORDERED, REQUEUED, JobRecord, JobState, Wanted
+from horizon_server.spec import needs_references
 from horizon_server.worker_link.daemon_end import Worker, last_words
 from horizon_server.worker_link.orders import GIVE_UP
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
@@ -217,7 +218,7 @@ class Attempt:
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
         memory = await asyncio.to_thread(
             self.planner.worker_memory, self.job.spec, model,
-            longest_document=prepared.longest_document, other_bytes=self.other_bytes(), gpu=self.gpu,
+            longest_document=prepared.longest_document, num_tokens=prepared.num_tokens, other_bytes=self.other_bytes(), gpu=self.gpu,
         )  # fmt: skip
         if not memory.plan.fits:
             if not self.other_bytes():
@@ -405,9 +406,14 @@ class Attempt:
                 plan = self.job.plan.with_steps(line.num_steps)
                 known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
-                if self._began_s is not None:
+                # The pass over the data before the first step is not a part of loading, and may take hours.
+                if self._began_s is not None and not needs_references(self.job.spec):
                     self.on_loaded(self.job, time.monotonic() - self._began_s)
-                    self._began_s = None
+                self._began_s = None
+            case ReferencesDone():
+                assert self.job.plan is not None, "STARTING sets it"
+                known["plan"] = self.job.plan.with_references_done(line.done_tokens / line.total_tokens)
+                await self.journal.patiently(lambda: self.journal.store.set(job_id, **known))
             case StepDone():
                 known |= {"step": line.step, "num_steps": line.num_steps, "last_step": line}
                 await self.journal.append(job_id, line, **known)

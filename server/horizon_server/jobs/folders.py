@@ -33,6 +33,8 @@ from horizon_server.store.manifest import (
 
 LOG_PIECE_BYTES = 64 * 1024
 _LOG_POLL_S = 0.3
+UNFINISHED_REFERENCES = "references"
+"""The folder of a job with what its worker has computed of the reference log-probabilities before it was stopped."""
 _DELETED = ".deleted-"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -68,6 +70,10 @@ class JobFolders:
     def base_digest(self, job_id: str) -> Path:
         """Return the file that remembers the digest of the model that a job's adapters are for."""
         return self._jobs / job_id / "base.json"
+
+    def unfinished_references(self, job_id: str) -> Path:
+        """Return where a job's unfinished reference log-probabilities are, whether or not there are any."""
+        return self._jobs / job_id / UNFINISHED_REFERENCES
 
     def of_job(self, job_id: str) -> Path:
         """Return where all files of a job are."""

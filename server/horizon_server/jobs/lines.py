@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from horizon_server.events import AttemptReady, Payload
+from horizon_server.events import AttemptReady, Payload, ReferencesDone
 
-Report = tuple[Payload | AttemptReady, int]
+Report = tuple[Payload | AttemptReady | ReferencesDone, int]
 """What a worker says besides turns, with its number in the worker's journal."""
 
 # More stay in the worker's journal until these are stored.

@@ -63,12 +63,16 @@ class PreparedData:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document of all."""
+    """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document of all.
+
+    `num_tokens` are those of all documents that are of the kind that the job learns from, trained and evaluated.
+    """
 
     folder: Path
     evaluations: dict[str, Path]
     report: dict[str, int]
     longest_document: int
+    num_tokens: int
 
 
 class Preparation:
@@ -96,6 +100,7 @@ class Preparation:
         if prepared is None:
             return None
         longest = prepared.report["longest_document"]
+        num_tokens = prepared.report["tokens"] + prepared.report["eval_tokens"]
         evaluations = {} if prepared.evaluation is None else {EVAL_SET: prepared.evaluation}
         for name, eval_set in eval_sets.items():
             one = await self.run(spec, model, eval_set, **how)
@@ -103,9 +108,12 @@ class Preparation:
                 return None
             evaluations[name] = one.folder
             longest = max(longest, one.report["longest_document"])
+            if eval_set.record.data_kind == dataset.record.data_kind:
+                num_tokens += one.report["tokens"]
         return PreparedJob(
-            folder=prepared.folder, evaluations=evaluations, report=prepared.report, longest_document=longest
-        )
+            folder=prepared.folder, evaluations=evaluations, report=prepared.report, longest_document=longest,
+            num_tokens=num_tokens,
+        )  # fmt: skip
 
     async def run(
         self,

@@ -278,10 +278,10 @@ class DeviceTurns:
 
     def _plan_end(self, holder: Seat) -> None:
         """Ask for the device back now or at the end of the slice."""
-        if self._turns_are_steps:
-            # Now, as an order that comes after the step has ended is heard one step later.
-            if self._next_but(holder, after_s=holder.step_s) is not holder:
-                self._ask_back(holder)
+        # Now, as an order that comes after the step has ended is heard one step later. Where the holder is next, its next step asks again;
+        # but a pass over the data before the first step, or an evaluation, reports no steps, so that the end of the slice counts too.
+        if self._turns_are_steps and self._next_but(holder, after_s=holder.step_s) is not holder:
+            self._ask_back(holder)
             return
         if self._timer is None:
             # Over already where the holder was alone for long: a job that comes then need not wait for another slice.

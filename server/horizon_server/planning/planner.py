@@ -12,6 +12,7 @@ from pathlib import Path
 
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
+from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.layer_probe import LayerProbe
@@ -29,12 +30,12 @@ from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.objective import with_objective
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
-from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, work_of_step
+from horizon_server.planning.step_time import predict_forward, predict_step
+from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
+from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, ReferencePass, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import EVERYTHING, LORA, WITH_OPTIONS, JobSpec
+from horizon_server.spec import EVERYTHING, LORA, WITH_OPTIONS, JobSpec, needs_references
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
 from horizon_server.store.planes import create_memory_file
@@ -98,6 +99,8 @@ class _Choice:
     """How fast the device is, where that is known."""
     kept: KeptOnDevice = NOTHING_KEPT
     """What stays on the device because there is room."""
+    data: DataSize | None = None
+    """Of all documents, where something is known of them."""
 
 
 class Planner:
@@ -143,16 +146,20 @@ class Planner:
             has_bf16=book.machine.has_bf16,
         )
 
-    def plan(self, spec: JobSpec, folder: Path) -> JobPlan:
-        """Return the ledger of the job against the node's limit, whatever else is running.
+    def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> JobPlan:
+        """Return the ledger of the job against the node's limit, whatever else is running; `data` is what its pass before the first
+        step goes over.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._against(self.host_limit_bytes, spec, folder, self._choice(spec))[0]
+        choice = dataclasses.replace(self._choice(spec), data=data)
+        return self._against(self.host_limit_bytes, spec, folder, choice)[0]
 
-    def plan_elsewhere(self, spec: JobSpec, folder: Path, machine: PlannedMachine) -> JobPlan:
+    def plan_elsewhere(
+        self, spec: JobSpec, folder: Path, machine: PlannedMachine, *, data: DataSize | None = None
+    ) -> JobPlan:
         """Return the ledger and the predicted step on a machine that is asked about. What this node has measured on the same GPU counts.
 
         Raises:
@@ -176,6 +183,7 @@ class Planner:
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             rates=rates,
+            data=data,
         )
         limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
         return self._against(limit_bytes, spec, folder, choice)[0]
@@ -193,6 +201,7 @@ class Planner:
         folder: Path,
         *,
         longest_document: int | None = None,
+        num_tokens: int | None = None,
         other_bytes: int = 0,
         gpu: Accelerator | None = None,
     ) -> WorkerMemory:
@@ -200,12 +209,14 @@ class Planner:
 
         Args:
             longest_document: that of the data, once prepared.
+            num_tokens: those of all its documents, which the pass before the first step goes over.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
             gpu: the one that the job is to use; None means the first.
         """
         free = self._memory().available_bytes - self._reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        wanted = dataclasses.replace(self._choice(spec, gpu), longest_document=longest_document)
+        data = None if num_tokens is None else DataSize(num_tokens=num_tokens)
+        wanted = dataclasses.replace(self._choice(spec, gpu), longest_document=longest_document, data=data)
         plan, layout, choice = self._against(limit, spec, folder, wanted)
         return WorkerMemory(
             plan=plan,
@@ -256,26 +267,34 @@ class Planner:
             prediction=prediction,
             kept=kept,
         )
-        return dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice)), found.layout, choice
+        plan = dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice))
+        return self._with_references(plan, spec, found, choice), found.layout, choice
 
     def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
         if choice.rates is None:
             return None
-        work = work_of_step(
-            found,
-            tokens_per_step=spec.train.tokens_per_step,
-            sequence_length=spec.train.sequence_length,
-            device_kind=choice.device_kind,
-            grad_bytes=choice.grad_bytes,
-            activation_placement=choice.activation_placement,
-            compute_dtype=choice.compute_dtype,
-            facts=dataclasses.replace(
-                TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
-            ),
-            kept=choice.kept,
+        return predict_step(
+            _work(spec, found, choice),
+            choice.rates,
+            shares_processors=choice.device_kind == "host",
+            max_steps=spec.most_steps,
         )
-        shares = choice.device_kind == "host"
-        return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.most_steps)
+
+    def _with_references(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> JobPlan:
+        """Count the pass over the data before the first step, where the method needs it."""
+        if plan.prediction is None or choice.rates is None or not needs_references(spec):
+            return plan
+        work, data = _work(spec, found, choice), choice.data
+        forward_s = predict_forward(work, choice.rates, shares_processors=choice.device_kind == "host")
+        rate = work.num_tokens / forward_s
+        references = ReferencePass(
+            tokens_per_second=rate,
+            num_tokens=None if data is None else data.num_tokens,
+            tokens_estimated=data is not None and data.is_estimated,
+            total_s=None if data is None else data.num_tokens / rate,
+        )
+        plan = dataclasses.replace(plan, references=references)
+        return plan if spec.most_steps is None else plan.with_steps(spec.most_steps)
 
     def _choice(self, spec: JobSpec, gpu: Accelerator | None = None) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:
@@ -453,6 +472,22 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+
+def _work(spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepWork:
+    return work_of_step(
+        found,
+        tokens_per_step=spec.train.tokens_per_step,
+        sequence_length=spec.train.sequence_length,
+        device_kind=choice.device_kind,
+        grad_bytes=choice.grad_bytes,
+        activation_placement=choice.activation_placement,
+        compute_dtype=choice.compute_dtype,
+        facts=dataclasses.replace(
+            TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
+        ),
+        kept=choice.kept,
+    )
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

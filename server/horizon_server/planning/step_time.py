@@ -12,10 +12,9 @@ Source: docs/architecture.md, "How fast a job will be"; Williams et al., Rooflin
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from horizon_server.planning.ledger import NUM_SLOTS
@@ -302,12 +301,34 @@ def predict_step(
     )
 
 
+def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bool) -> float:
+    """Return the seconds of a pass forward over the tokens of a step, for their log-probabilities: nothing is kept for a backward, nothing
+    comes down, and no weight has changed since it was last on the device. `shares_processors` as in `predict_step`."""
+    seconds, width = Seconds.of(work, rates), rates.at(work.hidden_size)
+    gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
+    head_s = work.head.forward_flops / gemm + work.head.forward_bytes / width.head_bytes_per_s
+    layers = (visit for visit in seconds.visits if not visit.gradient)
+    visits = [
+        *(replace(visit, upload_s=0.0 if visit.resident else visit.upload_s, download_s=0.0) for visit in layers),
+        Visit(
+            unit=len(work.layers) + 1,
+            ring="edge",
+            upload_s=work.head_traffic.upload_bytes / rates.h2d_bytes_per_s,
+            compute_s=head_s,
+        ),
+    ]
+    submit_s = rates.submit_s * (10 * len(work.layers) + (len(work.layers) + 1) * work.num_micro_batches)
+    if shares_processors:
+        return sum(visit.upload_s + visit.compute_s for visit in visits) + submit_s
+    return play(visits, (), updates_in_backward=False).step_s + submit_s
+
+
 def _bound(seconds: Seconds, *, updates_in_backward: bool) -> Bound:
     """The queue without which the step would be the shortest."""
 
     def without(queue: Bound) -> float:
         visits = [
-            dataclasses.replace(
+            replace(
                 visit,
                 upload_s=0.0 if queue == "h2d" else visit.upload_s,
                 compute_s=0.0 if queue == "compute" else visit.compute_s,

@@ -75,11 +75,14 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWork:
-    """The output projection and the loss over all tokens of a step, forward and backward."""
+    """The output projection and the loss over all tokens of a step, forward and backward. `forward_*` are one forward by itself, for the
+    log-probabilities."""
 
     flops: float
     elementwise_bytes: float
     accumulate_bytes: float
+    forward_flops: float
+    forward_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +247,14 @@ class _Counter:
         table = model.vocab_size * model.hidden_size
         chunk_tokens = facts.head_chunk_tokens or logits_chunk_tokens(model.vocab_size, self.device_kind)
         bytes_per_logit = (FUSED_LOGIT_BYTES if facts.fused_head else LOGIT_BYTES) * self.element / 2
-        # A second forward; of what one pass does with a logit, writing it and reducing it is about half.
-        flops, logits = (1 + _FORWARD_SHARE, 1.5) if facts.two_pass_head else (1.0, 1.0)
+        flops, logit_bytes = FLOPS_PER_PARAMETER * num_tokens * table, bytes_per_logit * num_tokens * model.vocab_size
+        # Of what one pass does with a logit, writing it and reducing it is about half.
+        forward_flops, forward_bytes = _FORWARD_SHARE * flops, logit_bytes / 2
         return HeadWork(
-            flops=flops * FLOPS_PER_PARAMETER * num_tokens * table,
-            elementwise_bytes=logits * bytes_per_logit * num_tokens * model.vocab_size,
+            flops=flops + forward_flops * facts.two_pass_head,
+            elementwise_bytes=logit_bytes + forward_bytes * facts.two_pass_head,
+            forward_flops=forward_flops,
+            forward_bytes=forward_bytes,
             accumulate_bytes=self.accumulate_bytes * table * -(-num_tokens // chunk_tokens),
         )
 

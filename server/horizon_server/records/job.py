@@ -162,8 +162,13 @@ class JobRecord:
         if self.last_step is not None:
             return self.last_step.eta_s
         num_steps = self.num_steps or self.spec.most_steps
-        prediction = self.plan.prediction if self.plan else None
-        return num_steps * prediction.step_s if num_steps and prediction else None
+        if not num_steps or self.plan is None or self.plan.prediction is None:
+            return None
+        # A worker reports the number of steps once the pass before the first one is done.
+        references = self.plan.references
+        left = 0.0 if self.num_steps or references is None else 1.0 - references.done_share
+        before_s = left * self.plan.references_s
+        return before_s + num_steps * self.plan.prediction.step_s
 
 
 @dataclass(frozen=True, kw_only=True)

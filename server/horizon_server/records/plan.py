@@ -27,7 +27,8 @@ class PlannedMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """What a step is expected to take. `bound` is the queue that limits it; `total_s` is the whole job, where its steps are known.
+    """What a step is expected to take. `bound` is the queue that limits it; `total_s` is the whole job, where its steps are known, with the
+    pass before the first one.
 
     `peak_flops_per_s` is the device's matrix product, which model FLOPs utilisation refers to; `model_flops_per_s` is what a step is
     worth in its time. `parts_s` are seconds by kind of work, which overlap; `ramp` and `tail`, in which compute waits at a step's ends,
@@ -44,6 +45,22 @@ class StepPrediction:
     parts_s: dict[str, float] = field(default_factory=dict)
     machine: str = ""
     measured: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """The pass over a job's data before its first step, for the log-probabilities of its starting weights, where its method needs them.
+
+    `num_tokens` are those of all documents, trained and evaluated; None where the data is not known. `tokens_estimated`: they are
+    estimated from the size of the files, as the data is not prepared. A job that finds the numbers of an earlier one has no pass.
+    """
+
+    tokens_per_second: float
+    num_tokens: int | None = None
+    tokens_estimated: bool = False
+    total_s: float | None = None
+    done_share: float = 0.0
+    """What of it is done, 0 to 1, as the worker last reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +113,8 @@ class JobPlan:
     """The others are frozen; 0 in the plan of an earlier version."""
     kept: KeptMemory | None = None
     """None where the device has nothing to spare, or it would save nothing."""
+    references: ReferencePass | None = None
+    """None where the method needs no reference log-probabilities, or the machine's speed has not been measured."""
 
     @property
     def host_total_bytes(self) -> int:
@@ -112,11 +131,22 @@ class JobPlan:
         """Whether its memory is within both limits; slowness never counts."""
         return self.host_total_bytes <= self.host_limit_bytes and self.device_total_bytes <= self.device_limit_bytes
 
+    @property
+    def references_s(self) -> float:
+        """Seconds of the pass before the first step, as far as they are known."""
+        return 0.0 if self.references is None else self.references.total_s or 0.0
+
+    def with_references_done(self, share: float) -> JobPlan:
+        """The plan of a job of which that share of the pass before the first step is done."""
+        if self.references is None:
+            return self
+        return dataclasses.replace(self, references=dataclasses.replace(self.references, done_share=share))
+
     def with_steps(self, num_steps: int) -> JobPlan:
         """The plan of a job whose number of steps has become known."""
         if self.prediction is None:
             return self
-        total_s = num_steps * self.prediction.step_s
+        total_s = num_steps * self.prediction.step_s + self.references_s
         return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, total_s=total_s))
 
     @property

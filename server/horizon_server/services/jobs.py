@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from horizon_formats.formats import DatasetFormat, kind_of
+from horizon_formats.formats import DataKind, DatasetFormat, kind_of
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.db.jobs import Figures
 from horizon_server.errors import DoesNotFit, Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
@@ -23,6 +23,7 @@ from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.leases import ReadLeases
 from horizon_server.jobs.recovery import FORGOTTEN
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
+from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
@@ -42,7 +43,8 @@ from horizon_server.services.inputs import NodeResources
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
-from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
+from horizon_server.spec import EVAL_SET, JobSpec, check_kinds, needs_references
+from horizon_server.store.prepared import group_size_of
 
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
@@ -96,7 +98,8 @@ class JobService:
             evaluated = {**({EVAL_SET: evaluation} if evaluation else {}), **of_sets}
             kinds = {name: kind_of(DatasetFormat(files.record.format)) for name, files in evaluated.items()}
             check_kinds(spec, kind_of(DatasetFormat(dataset.record.format)), kinds)
-            plan = await self._plan(spec, folder, start)
+            data = await self._data_size(principal, spec)
+            plan = await self._plan(spec, folder, start, data)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
             admit = await self.quotas.admit_job(principal.name, spec.project, plan)
@@ -136,9 +139,15 @@ class JobService:
             model_id, folder = await self.resources.model(principal, spec.model)
         start = await self._start(principal, spec, model_id)
         async with self.turns.of(principal.name):
+            try:
+                data = await self._data_size(principal, spec)
+            except NotFound:
+                # A plan does not need the data.
+                data = None
             if machine is None:
-                return spec, await self._plan(spec, folder, start)
-            return spec, await asyncio.to_thread(self.planner.plan_elsewhere, spec, folder, machine)
+                return spec, await self._plan(spec, folder, start, data)
+            elsewhere = partial(self.planner.plan_elsewhere, spec, folder, machine, data=data)
+            return spec, await asyncio.to_thread(elsewhere)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
@@ -383,14 +392,32 @@ class JobService:
         source = await self.get(principal, key)
         return await start_at(spec, model_id, source, which, self.folders.checkpoints(source.job_id))
 
-    async def _plan(self, spec: JobSpec, folder: Path, start: Start | None) -> JobPlan:
+    async def _plan(self, spec: JobSpec, folder: Path, start: Start | None, data: DataSize | None) -> JobPlan:
         """Return the plan of a job on this node, with the numbers of the files that it starts from."""
         plan = (
-            partial(self.planner.plan, spec, folder)
+            partial(self.planner.plan, spec, folder, data=data)
             if start is None
-            else partial(start.plan, self.planner, spec, folder)
+            else partial(start.plan, self.planner, spec, folder, data=data)
         )
         return await asyncio.to_thread(plan)
+
+    async def _data_size(self, principal: Principal, spec: JobSpec) -> DataSize | None:
+        """Return about how much data the pass before the first step goes over; None where the method needs none. Raises NotFound."""
+        if not needs_references(spec):
+            return None
+        trained = (await self.resources.dataset(principal, spec.dataset)).record
+        names = [*([spec.eval_dataset] if spec.eval_dataset else []), *spec.eval.sets.values()]
+        evaluated = [(await self.resources.dataset(principal, name)).record for name in names]
+        return DataSize.total(
+            DataSize.estimated(
+                num_bytes=record.size_bytes,
+                num_rows=record.num_rows,
+                documents_per_row=group_size_of(DataKind(record.data_kind)),
+                sequence_length=spec.train.sequence_length,
+            )
+            # Text is evaluated without references.
+            for record in [trained, *(one for one in evaluated if one.data_kind == trained.data_kind)]
+        )
 
     async def _created_from(
         self, start: Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]

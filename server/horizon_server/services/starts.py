@@ -10,6 +10,7 @@ from pathlib import Path
 from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.jobs.folders import CheckpointFolder, link_or_copy
 from horizon_server.planning.adapter_start import check_adapter
+from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan
@@ -30,10 +31,10 @@ class PushedAdapter:
         """What the job reports of its start."""
         return f"starts with the adapter {self.name}"
 
-    def plan(self, planner: Planner, spec: JobSpec, model: Path) -> JobPlan:
+    def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
         """Return the job's plan, where the adapter is what it asks for. Blocking. Raises InvalidSpec, InvalidModel."""
         check_adapter(self.folder, model, spec.train)
-        return planner.plan(spec, model)
+        return planner.plan(spec, model, data=data)
 
     def link(self, target: Path) -> None:
         """Give the job files of its own. Blocking."""
@@ -58,14 +59,14 @@ class CheckpointStart:
         what = "adapter" if self.is_adapter else "weights"
         return f"starts with the {what} of the checkpoint of step {self.step} of job {self.source.job_id} ({self.source.spec.name})"
 
-    def plan(self, planner: Planner, spec: JobSpec, model: Path) -> JobPlan:
+    def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
         """Return the job's plan, with the numbers of the files that it starts from. Blocking. Raises InvalidSpec, InvalidModel."""
         with self.checkpoints.reading(self.step):
             folder = self.checkpoints.of_step(self.step) / self.part
             if not self.is_adapter:
-                return planner.plan(spec, folder)
+                return planner.plan(spec, folder, data=data)
             check_adapter(folder, model, spec.train)
-            return planner.plan(spec, model)
+            return planner.plan(spec, model, data=data)
 
     def link(self, target: Path) -> None:
         """Give the job files of its own. Blocking. Raises NotFound."""

@@ -1,4 +1,6 @@
-"""The digest that names the frozen model of an adapter: of its config and weights, every byte. Torch-free.
+"""Digests that name weights by their content, wherever they are: of a model's config and weights, every byte. Torch-free.
+
+That of the frozen model of an adapter, and that of the weights that reference log-probabilities are of.
 
 A folder is read once; what was found is kept in a small file with the sizes and times of the files that it is about.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,14 +39,20 @@ def model_digest(folder: Path, *, kept: Path | None = None) -> str:
     seen = [[name, (stat := (folder / name).stat()).st_ino, stat.st_size, stat.st_mtime_ns] for name in names]
     if kept is not None and (found := _remembered(kept, seen)):
         return found
+    digest = files_digest(folder, names)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(kept, json.dumps({"files": seen, "sha256": digest}) + "\n")
+    return digest
+
+
+def files_digest(folder: Path, names: Sequence[str]) -> str:
+    """The sha256 of the names and sha256 of these files of a folder, in this order. Raises OSError where one cannot be read."""
     with ThreadPoolExecutor(max_workers=_NUM_THREADS) as pool:
         sums = list(pool.map(lambda name: _sha256(folder / name), names))
     digest = hashlib.sha256()
     for name, sha256 in zip(names, sums, strict=True):
         digest.update(f"{name}\0{sha256}\n".encode())
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(kept, json.dumps({"files": seen, "sha256": digest.hexdigest()}) + "\n")
     return digest.hexdigest()
 
 

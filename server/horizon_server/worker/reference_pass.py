@@ -1,7 +1,7 @@
 """Before a job's first step: the log-probabilities of the weights that it starts with, over its data, where its method compares with them.
 
 They are kept with the prepared data under a key of all that the numbers depend on, so that another attempt, or another job that starts
-with the same weights, finds them.
+with the same weights, finds them. What an attempt has not finished waits in the job's folder for the next one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.children.entry import EventWriter
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
-from horizon_server.events import Message
+from horizon_server.events import Message, ReferencesDone
+from horizon_server.jobs.folders import UNFINISHED_REFERENCES
 from horizon_server.spec import LORA
+from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from horizon_server.store.base_digest import files_digest, model_digest
+from horizon_server.store.growing_file import remove_others
+from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.request import WorkerRequest
@@ -26,6 +32,8 @@ from horizon_server.worker_link.orders import Order, Orders
 _REPORTED_PERCENT = 5
 """Progress is reported when it has grown by this."""
 _LEAST_SHOWN_S = 60.0
+_WEIGHTS_FILE = "weights.json"
+"""In a prepared folder: the digest of the weights that its references were last computed for."""
 
 
 class _Stopped(Exception):
@@ -40,6 +48,7 @@ class ReferencePass:
         request: WorkerRequest,
         data: Sequence[MethodData],
         *,
+        weights: StartingWeights,
         compiled: Sequence[str],
         events: EventWriter,
         orders: Orders,
@@ -48,11 +57,12 @@ class ReferencePass:
         """`compiled` are the keys of the compiled layers: they round in an order of their own."""
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
         self._data = [each for each in data if each.needs_references]
+        self._unfinished = request.checkpoints.with_name(UNFINISHED_REFERENCES)
         train = request.spec.train
         facts = {
-            "weights": weights_identity(request.model),
+            "weights": weights.model,
             # New adapters change nothing, but those of an earlier job do, and so does a base that is kept in fewer bits.
-            "adapter": None if request.adapter is None else weights_identity(request.adapter),
+            "adapter": weights.adapter,
             "base": train.lora.base if train.trainable == LORA else "source",
             "device": request.device,
             "compute_dtype": request.compute_dtype,
@@ -74,58 +84,96 @@ class ReferencePass:
     def compute(self, trainer: Trainer) -> bool:
         """Compute what is missing with the weights that the trainer has now, in turns with the other jobs of the device.
 
-        Returns whether all is there; False where an order came, or the time was over: what was not finished starts again then.
+        Returns whether all is there; False where an order came, or the time was over. What is done then, or where the worker is
+        killed, is continued by the job's next attempt; of a cancelled job nothing is left.
 
         Raises:
             DiskFull: there is no space for 4 bytes for each supervised token.
         """
-        missing = [data for data in self._data if data.references is None]
-        total = sum(int(data.dataset.num_targets_of_documents.sum()) for data in missing)
-        done, reported = 0, -_REPORTED_PERCENT
-        start_s = time.monotonic()
+        missing = [(self._unfinished_file(data), data) for data in self._data if data.references is None]
+        # Those of other weights or of other data than this attempt has.
+        remove_others(self._unfinished, {file.name for file, _ in missing})
+        total = sum(_num_targets(data) for data in self._data)
+        done = sum(_num_targets(data) for data in self._data if data.references is not None)
+        begun_at, reported, start_s = done, -_REPORTED_PERCENT, time.monotonic()
+        is_new_file = False
 
         def before_group(num_done: int) -> None:
-            nonlocal reported
+            nonlocal begun_at, reported, is_new_file
+            if is_new_file and num_done:
+                begun_at += num_done
+                text = f"reference log-probabilities: continues, {num_done} tokens were computed before this attempt"
+                self._events.send(Message(level="info", text=text))
+            is_new_file = False
             self._turn.boundary()
             if self._orders.current is not Order.CONTINUE or not self._turn.take():
                 raise _Stopped
             percent = 100 * (done + num_done) // total
             if percent >= reported + _REPORTED_PERCENT:
                 reported = percent
-                left_s = (time.monotonic() - start_s) * (100 - percent) / percent if percent else 0.0
+                # By the pace of this attempt.
+                computed, left = done + num_done - begun_at, total - done - num_done
+                left_s = (time.monotonic() - start_s) * left / computed if computed else 0.0
                 # Of a pass that is over in a moment there is nothing to plan by.
-                left = f", about {math.ceil(left_s / 60)} min left" if left_s > _LEAST_SHOWN_S else ""
-                self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %{left}"))
+                how_long = f", about {math.ceil(left_s / 60)} min left" if left_s > _LEAST_SHOWN_S else ""
+                self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %{how_long}"))
+                self._events.send(ReferencesDone(done_tokens=done + num_done, total_tokens=total))
 
         try:
-            for data in missing:
-                data.references = References.computed(
+            for file, data in missing:
+                is_new_file = True
+                # Another job on the same data may have been faster.
+                data.references = References.open(data.folder, data.dataset, key=self._key) or References.computed(
                     data.folder,
                     data.dataset,
                     trainer,
                     key=self._key,
                     tokens_at_once=self._request.spec.train.tokens_per_step,
                     before_group=before_group,
+                    unfinished=file,
+                    data_digest=file.name,
                 )
-                done += int(data.dataset.num_targets_of_documents.sum())
+                done += _num_targets(data)
         except _Stopped:
             self._turn.give_back(release=True)
+            if self._orders.current is Order.CANCEL:
+                remove_others(self._unfinished, set())
             return False
+        remove_others(self._unfinished, set())
         self._turn.boundary()
         if missing:
             text = f"reference log-probabilities: 100 %, of {total} tokens, kept with the prepared data ({4 * total} bytes)"
             self._events.send(Message(level="info", text=text))
         return True
 
+    def _unfinished_file(self, data: MethodData) -> Path:
+        # By the key and by every byte of the data, so that a file of the job is never continued with others.
+        digest = hashlib.blake2b(self._key.encode(), digest_size=16)
+        digest.update(files_digest(data.folder, [TOKENS_FILE]).encode())
+        return self._unfinished / digest.hexdigest()
 
-def weights_identity(model: Path) -> str:
-    """Return what the weights in a folder are recognised by without reading them: name, size, inode and time of change of every file.
 
-    Files of pushed models and of checkpoints are never changed and are linked, not copied, so that the same weights are recognised in
-    another folder. A copy is not: its numbers are computed again.
-    """
-    digest = hashlib.sha256()
-    for path in sorted([*model.glob("**/*.safetensors"), *model.glob("*.json")]):
-        found = path.stat()
-        digest.update(f"{path.relative_to(model)}\0{found.st_size}\0{found.st_ino}\0{found.st_mtime_ns}\0".encode())
-    return digest.hexdigest()
+def _num_targets(data: MethodData) -> int:
+    return int(data.dataset.num_targets_of_documents.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingWeights:
+    """What a job starts with, named by content: a copy in another folder, or a model pushed again under another name, is the same."""
+
+    model: str
+    adapter: str | None
+
+    @classmethod
+    def of(cls, request: WorkerRequest) -> StartingWeights:
+        """Read the weights once; the result is kept next to the prepared data, or where a job of adapters keeps that of its base.
+
+        Raises:
+            InvalidModel: the folder has no config or no weights.
+        """
+        is_lora, adapter = request.spec.train.trainable == LORA, request.adapter
+        kept = request.checkpoints.with_name("base.json") if is_lora else request.prepared / _WEIGHTS_FILE
+        return cls(
+            model=model_digest(request.model, kept=kept),
+            adapter=None if adapter is None else files_digest(adapter, [ADAPTER_CONFIG_FILE, ADAPTER_FILE]),
+        )

@@ -29,6 +29,7 @@ from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import needs_references
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
@@ -40,7 +41,7 @@ from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
 from horizon_server.worker.objective import MethodData
-from horizon_server.worker.reference_pass import ReferencePass
+from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
 from horizon_server.worker.request import WorkerRequest, train_config
 from horizon_server.worker.saving import CheckpointWriter
 from horizon_server.worker_link.orders import Order, Orders
@@ -238,6 +239,7 @@ class Training:
         # what the device copies from is registered with it.
         device.adopt(store)
         device.release_memory()
+        self._starting_weights = StartingWeights.of(request) if needs_references(self._spec) else None
         self._compiled = self._compiled_layers(self._template)
         if not self._turn.take():
             return False
@@ -251,10 +253,12 @@ class Training:
     def _have_references(self) -> bool:
         """Have what the method compares with, before anything is trained. False: an order or the deadline came first."""
         request, before = self._request, self._continued
-        data = [self._data, *self._evaluation.sets.values()]
+        if self._starting_weights is None:
+            return True
         references = ReferencePass(
-            request, data, compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn
-        )
+            request, [self._data, *self._evaluation.sets.values()], weights=self._starting_weights,
+            compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
+        )  # fmt: skip
         if references.find():
             return True
         if before.state is not None:

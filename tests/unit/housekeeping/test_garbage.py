@@ -84,6 +84,23 @@ async def test_compiled_layers_that_no_job_uses_go_but_not_one_that_is_being_mad
     ]
 
 
+async def test_unfinished_references_stay_as_long_as_the_job_may_continue(daemon: DaemonParts, ada: Principal) -> None:
+    def left() -> set[str]:
+        return {path.parent.name for path in (daemon.state_dir / "jobs").glob("*/references")}
+
+    jobs = {}
+    for state in (S.RUNNING, S.QUEUED, S.FAILED, S.CANCELLED, S.SUCCEEDED):
+        jobs[state] = (await daemon.job_in(state, ada, name=state.lower())).job_id
+        folder = daemon.state_dir / "jobs" / jobs[state] / "references"
+        folder.mkdir(parents=True)
+        (folder / "0123").write_bytes(b"numbers")
+    removed = {("unfinished references", f"jobs/{jobs[state]}/references") for state in (S.CANCELLED, S.SUCCEEDED)}
+    assert set(await swept(daemon)) >= removed
+    assert left() == {jobs[state] for state in (S.RUNNING, S.QUEUED, S.FAILED)}
+    await daemon.services.jobs.finish_deletion(jobs[S.FAILED])
+    assert left() == {jobs[state] for state in (S.RUNNING, S.QUEUED)}
+
+
 async def test_of_old_attempts_the_last_three_and_the_logs_of_failed_ones_stay(
     daemon: DaemonParts, ada: Principal
 ) -> None:

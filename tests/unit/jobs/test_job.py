@@ -8,7 +8,7 @@ import pytest
 
 from horizon_server.events import StepDone
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.plan import JobPlan, ReferencePass, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 GIB = 1 << 30
@@ -50,6 +50,20 @@ def test_before_the_first_step_the_time_left_is_the_predicted_one() -> None:
     assert job(JobState.STARTING, max_steps=9).eta_s == 18.0
     assert job(JobState.STARTING).eta_s is None, "the number of steps is not known yet"
     assert dataclasses.replace(job(num_steps=7), plan=None).eta_s is None
+
+
+def test_the_pass_before_the_first_step_counts_until_it_is_done() -> None:
+    references = ReferencePass(tokens_per_second=10.0, num_tokens=50, total_s=5.0)
+    plan = dataclasses.replace(PLAN, references=references)
+    waiting = dataclasses.replace(job(JobState.QUEUED, max_steps=9), plan=plan)
+    assert waiting.remaining_device_s == 9 * 2.0 + 5.0
+    begun = dataclasses.replace(waiting, plan=plan.with_references_done(0.4))
+    assert begun.remaining_device_s == 9 * 2.0 + 3.0
+    assert PLAN.with_references_done(0.4) == PLAN
+    # A job that has run keeps the number of its steps, and finds the numbers of its pass.
+    assert dataclasses.replace(waiting, num_steps=9).remaining_device_s == 9 * 2.0
+    prediction = plan.with_steps(30).prediction
+    assert prediction is not None and prediction.total_s == 65.0
 
 
 def test_after_a_step_its_pace_counts() -> None:

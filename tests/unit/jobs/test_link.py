@@ -259,6 +259,11 @@ def test_what_is_in_no_journal_is_known_by_its_beginning() -> None:
     from horizon_server.worker_link.daemon_end import _UNKEPT_LINES
 
     # Answers to prompts and merged models are other children's.
-    assert PIPE_KINDS - {"ready", "sampled", "merge"} == {"turn_wanted", "turn_ended", "memory_released", "progress"}
+    assert PIPE_KINDS - {"ready", "references", "sampled", "merge"} == {
+        "turn_wanted",
+        "turn_ended",
+        "memory_released",
+        "progress",
+    }
     assert encode(TurnWanted()).encode().startswith(_UNKEPT_LINES)
     assert not encode(Message(level="info", text="turn_wanted")).encode().startswith(_UNKEPT_LINES)

@@ -273,6 +273,25 @@ def test_jobs_that_leave_the_device_idle_change_at_every_step() -> None:
     in_loop(life)
 
 
+def test_a_job_that_reports_no_steps_is_asked_for_the_device_when_others_change_at_every_step() -> None:
+    async def life() -> None:
+        desk = Desk()
+        # As in the pass over the data before the first step, or in an evaluation.
+        passing, stepping = desk.worker("a"), desk.worker("b")
+        desk.turns.want(stepping.seat)
+        desk.turns.stepped(stepping.seat, step_done(duration_s=1.0, compute_s=0.5))
+        desk.turns.want(passing.seat)
+        await stepping.until_ordered(YIELD)
+        desk.shares.charge("b", "b", SLICE_S, time.time())
+        desk.turns.ended(stepping.seat, TurnEnded(released=False))
+        # It has used less so far, so that it keeps the device at first.
+        desk.turns.want(stepping.seat)
+        assert passing.orders == [TURN]
+        await passing.until_ordered(YIELD)
+
+    in_loop(life)
+
+
 def test_inside_one_users_share_the_higher_priority_goes_first() -> None:
     async def life() -> None:
         desk = Desk()

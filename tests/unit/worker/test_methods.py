@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
 from transformers import AutoModelForCausalLM
 
 from horizon_formats.formats import DataKind
 from horizon_server.children.entry import Line
 from horizon_server.engine.data import PreparedDataset
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
-from horizon_server.events import EvalDone, Message, StepDone, TurnEnded
+from horizon_server.events import EvalDone, Message, ReferencesDone, StepDone, TurnEnded
 from horizon_server.store.prepared import DocumentColumns, PreparedFolder
-from horizon_server.worker_link.orders import CANCEL, YIELD
+from horizon_server.worker import reference_pass
+from horizon_server.worker_link.orders import CANCEL, STOP, YIELD
 
 KIND_OF = {
     "dpo": DataKind.PREFERENCE,
@@ -177,18 +181,126 @@ def test_reference_log_probabilities_are_computed_once_and_again_where_they_were
     assert_same(result(folder, 4), straight)
 
 
-def test_an_order_during_the_computation_ends_it_and_the_next_attempt_starts_it_again(inputs: Any) -> None:
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The lengths of the documents of each group that was computed."""
+    found: list[list[int]] = []
+    log_probabilities = Trainer.log_probabilities
+
+    def record(self: Trainer, rows: list[MicroBatch]) -> list[torch.Tensor]:
+        found.append([row.num_tokens for row in rows])
+        return log_probabilities(self, rows)
+
+    monkeypatch.setattr(Trainer, "log_probabilities", record)
+    # Progress is reported before each group.
+    monkeypatch.setattr(reference_pass, "_REPORTED_PERCENT", 0)
+    return found
+
+
+def unfinished_files(folder: Path) -> list[Path]:
+    return sorted((folder / "references").rglob("*"))
+
+
+def short_groups() -> Any:
+    """A job whose data are four groups of documents."""
+    return spec("dpo", train={"tokens_per_step": 32})
+
+
+def test_a_pass_that_was_stopped_is_continued_with_the_same_bits(inputs: Any, groups: list[list[int]]) -> None:
+    whole, folder = inputs("whole", "dpo"), inputs("job", "dpo")
+    attempt(whole, short_groups(), Daemon(always))
+    all_groups, groups[:] = list(groups), []
+    assert len(all_groups) == 4
+
+    def stop(line: Line) -> bytes:
+        return STOP if isinstance(line, Message) and "reference" in line.text and groups else always(line)
+
+    first = Daemon(stop)
+    assert attempt(folder, short_groups(), first).outcome == "stopped"
+    assert isinstance(first.lines[-1], TurnEnded)
+    assert len(groups) == 2 and not reference_files(folder) and len(unfinished_files(folder)) == 2
+
+    second = Daemon(always)
+    assert attempt(folder, short_groups(), second).outcome == "succeeded"
+    assert groups == all_groups, "each group was computed once"
+    [continues] = [text for text in texts(second) if "continues" in text]
+    assert "tokens were computed before this attempt" in continues
+    reported = second.said(ReferencesDone)
+    assert 0 < reported[0].done_tokens < reported[-1].done_tokens < reported[-1].total_tokens
+    percents = [int(text.split(": ")[1].split(" ")[0]) for text in texts(second) if " %" in text]
+    assert percents[0] > 0
+    assert not unfinished_files(folder)
+    assert [path.read_bytes() for path in reference_files(folder)] == [
+        path.read_bytes() for path in reference_files(whole)
+    ]
+    assert_same(result(folder, 4), result(whole, 4))
+
+
+def test_parts_of_other_weights_or_other_data_are_removed_and_not_used(inputs: Any, groups: list[list[int]]) -> None:
+    folder = inputs("job", "dpo")
+
+    def stop(line: Line) -> bytes:
+        return STOP if isinstance(line, Message) and "reference" in line.text and groups else always(line)
+
+    attempt(folder, short_groups(), Daemon(stop))
+    old = unfinished_files(folder)
+    weights = load_file(folder / "model/model.safetensors")
+    save_file(
+        {name: tensor + 1e-3 for name, tensor in weights.items()}, folder / "model/model.safetensors", {"format": "pt"}
+    )
+    groups.clear()
+    attempt(folder, short_groups(), Daemon(stop))
+    new = unfinished_files(folder)
+    assert len(groups) == 2 and len(new) == 2 and not set(new) & set(old)
+
+    columns = DocumentColumns()
+    columns.add(array.array("i", [1, 2, 3]), b"\0\1\1", 2)
+    columns.add(array.array("i", [1, 2, 4]), b"\0\1\1", 2)
+    shutil.rmtree(folder / "prepared")
+    with PreparedFolder(folder / "prepared", with_evaluation=False, kind=DataKind.PREFERENCE) as target:
+        target.train.add(columns)
+        target.publish({"kind": DataKind.PREFERENCE})
+    last = Daemon(always)
+    assert attempt(folder, short_groups(), last).outcome == "succeeded"
+    assert not any("continues" in text for text in texts(last))
+    assert not unfinished_files(folder)
+
+
+def test_a_cancellation_ends_the_pass_between_two_groups_and_leaves_nothing(
+    inputs: Any, groups: list[list[int]]
+) -> None:
     folder = inputs("job", "dpo")
 
     def cancel(line: Line) -> bytes:
-        return CANCEL if isinstance(line, Message) and "reference" in line.text else always(line)
+        return CANCEL if isinstance(line, Message) and "reference" in line.text and groups else always(line)
 
     daemon = Daemon(cancel)
-    assert attempt(folder, spec("dpo"), daemon).outcome == "stopped"
+    assert attempt(folder, short_groups(), daemon).outcome == "stopped"
     assert isinstance(daemon.lines[-1], TurnEnded)
-    assert not reference_files(folder) and not list((folder / "prepared").glob(".references*"))
+    # The order came while the second of four groups was about to be computed.
+    assert len(groups) == 2
+    assert not reference_files(folder) and not unfinished_files(folder)
+    assert not list((folder / "prepared").glob(".references*"))
     assert not daemon.said(StepDone)
-    assert attempt(folder, spec("dpo"), Daemon(always)).outcome == "succeeded"
+    assert attempt(folder, short_groups(), Daemon(always)).outcome == "succeeded"
+
+
+def test_a_copy_of_the_weights_under_another_name_finds_what_was_computed(inputs: Any, groups: list[list[int]]) -> None:
+    folder = inputs("job", "dpo")
+    attempt(folder, short_groups(), Daemon(always))
+    assert groups
+    groups.clear()
+    # Other inodes and other times, the same bytes; what is not weights may differ.
+    for file in (folder / "model").iterdir():
+        shutil.copyfile(file, folder / f"{file.name}.copy")
+    shutil.rmtree(folder / "model")
+    (folder / "model").mkdir()
+    for file in folder.glob("*.copy"):
+        file.rename(folder / "model" / file.name.removesuffix(".copy"))
+    (folder / "model/generation_config.json").write_text('{"top_p": 0.5}')
+    shutil.rmtree(folder / "checkpoints")
+    attempt(folder, short_groups(), Daemon(always))
+    assert not groups
 
 
 def test_turns_are_given_back_between_groups_of_documents(inputs: Any) -> None:

@@ -165,6 +165,9 @@ class Sweep:
         has_adapters = job.spec.train.trainable == LORA and await in_thread(
             lambda: self._folders.checkpoints(job.job_id).newest() is not None
         )
+        if job.job_state is not JobState.FAILED:
+            parts = await in_thread(lambda: _if_there(self._folders.unfinished_references(job.job_id)))
+            found += await self._remove("unfinished references", parts, "the job has ended", dry_run=dry_run)
         if job.job_state is not JobState.FAILED and not has_adapters:
             start = await in_thread(lambda: _if_there(self._folders.start(job.job_id)))
             found += await self._remove("starting weights", start, "the job has ended", dry_run=dry_run)

@@ -64,6 +64,19 @@ async def test_a_plan_for_another_machine_predicts_without_anything_measured(wor
     assert (plan.device, plan.fits, plan.prediction.machine, plan.prediction.measured) == ("cuda", True, "h100", False)
     assert plan.prediction.step_s > 0
     assert {"gemm", "adamw", "exposed"} <= set(plan.prediction.parts_s)
+    assert not plan.HasField("references")
+    # Of a dataset that is not there, only the speed of the pass before the first step is known.
+    request.spec.method, request.spec.dataset = job_pb2.METHOD_DPO, "not-pushed"
+    plan = (await world.ann.call("jobs", "PlanJob", request)).plan
+    assert plan.references.tokens_per_second > plan.prediction.tokens_per_second
+    assert not plan.references.HasField("num_tokens") and not plan.references.HasField("total_s")
+    pairs = b'{"prompt": "why?", "chosen": "so", "rejected": "no"}\n' * 9
+    await world.ann.push("pairs", {"pairs.jsonl": pairs})
+    request.spec.dataset = "pairs"
+    plan = (await world.ann.call("jobs", "PlanJob", request)).plan
+    assert plan.references.tokens_estimated
+    assert plan.references.num_tokens == len(pairs) * 3 // 8
+    assert plan.prediction.total_s == pytest.approx(7 * plan.prediction.step_s + plan.references.total_s)
     request.machine.gpu = "abacus"
     with pytest.raises(grpc.aio.AioRpcError, match="gpu is 'abacus', which is not known; known GPUs: h100") as caught:
         await world.ann.call("jobs", "PlanJob", request)

@@ -1,0 +1,71 @@
+"""The predicted pass forward against the measured one, on the host with rates measured in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from bench.models import random_rows, random_store
+from transformers import AutoConfig
+
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.rate_probe import Sizes, measure_rates
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.step_time import predict_forward, predict_step
+from horizon_server.planning.step_work import work_of_step
+
+HIDDEN, VOCABULARY, ROWS, ROW_TOKENS = 512, 4096, 2, 256
+SIZES = Sizes(
+    widths=(HIDDEN,), attention_width=HIDDEN, row_tokens=ROW_TOKENS, gemm_tokens=(ROW_TOKENS,), document_tokens=(ROW_TOKENS,),
+    product=512, chunk_tokens=256, vocabulary=2048,
+)  # fmt: skip
+FACTOR = 2.0
+"""A step takes four times as long as its forward, so that a step's time in the pass's place would be found."""
+
+
+@pytest.mark.alone
+def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=4096, pad_token_id=0,
+    )  # fmt: skip
+    template = Template.from_config(config)
+    plain = config.to_dict()
+    folder = ModelFolder(
+        path=Path(), config=plain, shape=ModelShape.from_config(plain), headers={}, layout=template.layout
+    )
+    work = work_of_step(
+        folder, tokens_per_step=ROWS * ROW_TOKENS, sequence_length=ROW_TOKENS, device_kind="host", grad_bytes=4,
+        activation_placement="device",
+    )  # fmt: skip
+    device = HostDevice(num_threads=1)
+    store = random_store(template, grad_dtype=device.gradient_dtype)
+    trainer = Trainer(template, store, device, TrainConfig(num_steps=100, learning_rate=1e-5, optimizer_threads=1))
+    forward_s, step_s = [], []
+    try:
+        for seed in range(5):
+            rows = random_rows(VOCABULARY, num_rows=ROWS, row_tokens=ROW_TOKENS, seed=seed)
+            start_s = time.perf_counter()
+            trainer.log_probabilities(rows)
+            forward_s.append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
+            trainer.train_step(rows)
+            trainer.flush()
+            step_s.append(time.perf_counter() - start_s)
+    finally:
+        trainer.close()
+        device.close()
+        store.close()
+    rates = measure_rates("host", num_threads=1, budget_s=0.0, sizes=SIZES, choose=statistics.median)
+    of_forward = predict_forward(work, rates, shares_processors=True)
+    of_step = predict_step(work, rates, shares_processors=True).step_s
+    # The first ones prepare what later ones find.
+    took_s, step_took_s = statistics.median(forward_s[1:]), statistics.median(step_s[1:])
+    print(f"predicted {of_forward:.3f} s of {of_step:.3f} s, measured {took_s:.3f} s of {step_took_s:.3f} s")
+    # Load slows both sides of a ratio.
+    assert 1 / FACTOR < (of_forward / of_step) / (took_s / step_took_s) < FACTOR
+    assert 1 / FACTOR**2 < of_forward / took_s < FACTOR**2
