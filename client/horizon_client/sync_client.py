@@ -434,8 +434,8 @@ class Checkpoints:
 
         The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
         and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
-        `base` says what the adapter is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as it
-        was trained on and evaluated, source the model folder's own weights; None takes the job's checkpoint.merge_base.
+        `base` says what the adapter is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as
+        it was trained on and evaluated, source the model folder's own weights; None takes the job's checkpoint.merge_base.
 
         Raises:
             NotFound: when the job has no such checkpoint, or the base model is not on the node any more.

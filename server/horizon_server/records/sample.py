@@ -66,7 +66,7 @@ class SampleFigures:
 class SampleAdapter:
     """An adapter to answer with: its folder, the digest of its base, and the file that remembers the digest of the folder answered from.
 
-    With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's own evaluations; otherwise it is merged
+    With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's evaluations; otherwise it is merged
     into the base.
     """
 

@@ -44,13 +44,14 @@ class Merges:
     ) -> AsyncGenerator[MergeProgress | CheckpointRecord, None]:
         """Add the merged model to a checkpoint of adapters, or with `remove` take it away: yield the progress, then the checkpoint.
 
-        `dtype` and `base` are the job's own `checkpoint.dtype` and `checkpoint.merge_base` where they are empty. A merged model that is there
-        already stays as it is. Closing the generator ends the child, and leaves nothing; so does a refusal.
+        `dtype` and `base` are the job's own `checkpoint.dtype` and `checkpoint.merge_base` where they are empty. A merged model that is
+        there already stays as it is. Closing the generator ends the child, and leaves nothing; so does a refusal.
 
         Raises:
             NotFound: when the caller has no such job, it has no such checkpoint, or its base model is gone.
             NotAllowed: when the caller may not change the job.
-            InvalidSpec: when the checkpoint is not one of adapters, there is nothing to remove, or a merged model of another `base` is there.
+            InvalidSpec: when the checkpoint is not one of adapters, there is nothing to remove, or there is a merged model of another
+                `base`.
             InvalidModel: when the base is not the one that the adapter was trained on.
             QuotaExceeded: when the job's owner, or their project, would store more than an admin allows.
             DiskFull: when the node has no space for the merged model.
@@ -171,6 +172,6 @@ def _require_same(job: JobRecord, merged: Path, step: int, asked: str) -> None:
         other = "source" if asked == "trained" else "trained"
         raise InvalidSpec.of(
             "base",
-            f"base is {asked}, and the checkpoint of step {step} of job {job.job_id} has a merged model of base {other} already; take it off "
-            "the node first (horizon checkpoint merge --remove), or leave base out to have that one",
+            f"base is {asked}, and the checkpoint of step {step} of job {job.job_id} has a merged model of base {other} already; take it "
+            "off the node first (horizon checkpoint merge --remove), or leave base out to have that one",
         )

@@ -118,14 +118,14 @@ class Samples:
     ) -> tuple[Path, SampleAdapter | None, str]:
         """Return the model folder that answers, with an adapter to put on it, and both in words.
 
-        Where a job has kept its base in fewer bits, that base answers: a merged model is rounded once more, or is on other values. Otherwise
-        it is the checkpoint's own model where it has one.
+        Where a job has kept its base in fewer bits, that base answers: a merged model is rounded once more, or is on other values.
+        Otherwise it is the checkpoint's own model where it has one.
         """
         manifest, folder = await asyncio.to_thread(checkpoints.manifest, step), checkpoints.of_step(step)
         model, part = model_part(manifest.files), adapter_part(manifest.files)
-        kept_as = job.spec.train.lora.base
         if part is None or manifest.base is None:
             return folder / (model or ""), None, "the weights of the checkpoint"
+        kept_as = job.spec.train.lora.base
         if model is not None and kept_as == "source":
             return folder / model, None, "the merged model of the checkpoint"
         try:
