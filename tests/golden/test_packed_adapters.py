@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
+from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.recipe import demo_chats, write_demo_model
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.engine.generation import generator
@@ -198,7 +199,7 @@ def test_a_merged_model_is_the_one_that_was_evaluated(base: str, job: Path) -> N
         output = merged.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False
         )
-        decode = sampling.TextCodec.from_folder(job / "model").tokenizer.decode
+        decode = TextCodec.from_folder(job / "model").tokenizer.decode
         assert decode(output[0, ids.shape[1] :].tolist(), skip_special_tokens=True) == answer.answer
 
 
@@ -219,11 +220,12 @@ def test_merged_into_the_source_it_is_what_peft_merges(base: str, job: Path) -> 
 def wide(tmp_path: Path) -> Path:
     """A model some of whose matrices have several groups of scales, in rows that no group ends with."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(  # type: ignore[no-untyped-call]
+    config: Any = AutoConfig.for_model(
         "llama", vocab_size=32, hidden_size=96, intermediate_size=600, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path / "wide")
     return tmp_path / "wide"
 
 
