@@ -23,6 +23,7 @@ from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.recipe import demo_chats, write_demo_model
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.engine.generation import generator
+from horizon_server.engine.generation.choosing import choose
 from horizon_server.events import EvalDone
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.sample import SampleAdapter, SampleOptions, SamplePrompt, SampleRequest
@@ -72,7 +73,6 @@ def job(source: Path, tmp_path: Path) -> Path:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every token that a generator chooses."""
     found: list[Tensor] = []
-    choose = generator.choose
 
     def choose_and_keep(logits_V: Tensor, **how: Any) -> Any:
         found.append(logits_V.clone())
