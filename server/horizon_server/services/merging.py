@@ -12,7 +12,7 @@ from typing import Any, get_args
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.children.child import Child, Limits
 from horizon_server.durable import remove_unfinished
-from horizon_server.errors import InvalidSpec
+from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.events import MergeProgress, WorkerLine
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.account import Principal
@@ -110,7 +110,7 @@ class Merges:
         assert manifest.base is not None, "a checkpoint of adapters names its base"
         base = await self._jobs.base_of(job)
         folder, part = checkpoints.of_step(step), adapter_part(manifest.files)
-        await self._quotas.require_stored(job.owner, await asyncio.to_thread(merged_bytes, base, dtype))
+        await self._quotas.require_stored(job.owner, await asyncio.to_thread(_expected_bytes, base, dtype))
         # Of a merge that was cut together with the daemon.
         await asyncio.to_thread(_remove_unlisted, folder)
         request = {
@@ -154,6 +154,13 @@ class Merges:
             # A child that was killed had no time to clean up.
             await in_thread(lambda: _remove_unlisted(folder))
             raise
+
+
+def _expected_bytes(base: Path, dtype: ExportDtype) -> int:
+    try:
+        return merged_bytes(base, dtype)
+    except InvalidModel as error:
+        raise InvalidModel(error.message.replace(str(base), "the base model"), violations=error.violations) from error
 
 
 def _remove_unlisted(folder: Path) -> None:

@@ -103,6 +103,6 @@ def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
     if wanted and (found := base_sha256()) != wanted:
         raise InvalidModel(
             f"init_from: the adapter was trained on other weights than those of model: their digest is {wanted[:12]}, not {found[:12]}; "
-            "merge it (horizon checkpoint merge) and start from the merged model, or give the model that it was trained on. The digest is of "
-            "config.json and the weights as they are saved: where only that differs, push the adapter without its file base.sha256"
+            "merge it (horizon checkpoint merge) and start from the merged model, or give the model that it was trained on. The digest is "
+            "of config.json and the weights as they are saved: where only that differs, push the adapter without its file base.sha256"
         )

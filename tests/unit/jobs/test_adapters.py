@@ -24,6 +24,7 @@ from horizon_server.jobs.worker_request import worker_request
 from horizon_server.main import sweep
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
+from horizon_server.records.sample import SampleFigures, SampleOptions, SamplePrompt
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.base_digest import model_digest
 from horizon_server.store.checkpoint_parts import Export, MergeBase
@@ -260,6 +261,32 @@ async def test_where_nothing_is_asked_the_job_says_what_to_merge_into(
     folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
     origin = read_origin(folder / "merged")
     assert origin is not None and origin.base_format == base_format
+
+
+@pytest.mark.parametrize(("kept_as", "export"), [("nf4", "both"), ("int8", "merged"), ("source", "both")])
+async def test_a_base_in_fewer_bits_answers_as_it_was_trained_on(
+    daemon: DaemonParts, ada: Principal, kept_as: str, export: Export
+) -> None:
+    source = await source_of(daemon, ada, export, base=kept_as)
+    samples, prompts = daemon.services.samples, [SamplePrompt(text="The lab box")]
+
+    async def weights() -> str:
+        answers = samples.sample(ada, source.job_id, 3, prompts, SampleOptions(max_tokens=2))
+        *_, figures = [piece async for piece in answers]
+        assert isinstance(figures, SampleFigures) and figures.num_tokens
+        return figures.weights
+
+    name, gone = source.spec.model, daemon.model_folder.with_name("gone")
+    if kept_as == "source":
+        assert await weights() == "the merged model of the checkpoint"
+        return
+    assert await weights() == f"{name} in {kept_as}, as the adapter was trained on it, with the adapter"
+    daemon.model_folder.rename(gone)
+    try:
+        wanted = f"the merged model of the checkpoint, because {name} is not on the node any more"
+        assert await weights() == wanted
+    finally:
+        gone.rename(daemon.model_folder)
 
 
 async def test_a_merge_takes_of_the_owners_storage_quota(daemon: DaemonParts, ada: Principal) -> None:
