@@ -326,8 +326,8 @@ def _wire_jobs(
             preparation=Preparation(settings.state_dir / _PREPARED, preparing, space), num_threads=num_threads, environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
-            on_checkpoint=view.on_checkpoint, max_restarts=settings.max_restarts, stop_timeout_s=settings.drain_timeout_s,
-            silence_limit_s=settings.silence_limit_s,
+            on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
+            stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
         )  # fmt: skip
 
     scheduler = Scheduler(

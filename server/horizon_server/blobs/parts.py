@@ -48,38 +48,42 @@ def disk_full_reported(then: str = _THEN) -> Iterator[None]:
 
 
 class Part:
-    """The file of a partial upload, open at `offset`; `hash` is that of everything in it.
+    """The file of a partial upload; `hash` is that of everything in it.
 
-    `committed_bytes` are durable; bytes above may be lost. An offset below what has arrived is taken: the bytes above it are sent again.
+    `committed_bytes` are durable; bytes above may be lost.
 
     Thread: every method blocks, and only `sync` may run while another thread uses the part.
-
-    Raises:
-        InvalidUpload: when the offset is beyond what has arrived.
     """
 
-    def __init__(self, path: Path, *, offset: int, disk: Disk) -> None:
+    def __init__(self, path: Path, *, disk: Disk) -> None:
         self.path = path
-        self._disk = disk
         self.hash = hashlib.sha256()
+        self.size_bytes = self.committed_bytes = 0
+        self._disk = disk
+        self._descriptor = -1
         self._sync_failed = False
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def open(self, offset: int) -> None:
+        """Open the file at `offset`. One below what has arrived is taken: the bytes above it are sent again.
+
+        Whether or not it succeeds, `close` must be called.
+
+        Raises:
+            InvalidUpload: when the offset is beyond what has arrived.
+        """
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.size_bytes = os.fstat(self._descriptor).st_size
-        try:
-            if not 0 <= offset <= self.size_bytes:
-                raise InvalidUpload(
-                    f"the upload cannot continue at byte {offset}: {self.size_bytes} bytes have arrived; "
-                    "ask for the blob's status and send from there"
-                )
-            if offset < self.size_bytes:
-                os.ftruncate(self._descriptor, offset)
-            # Read again, although a hash could be kept: this finds bytes that went bad on disk (ADR 0007).
-            while block := os.read(self._descriptor, _REHASH_BLOCK_BYTES):
-                self.hash.update(block)
-        except BaseException:
-            self.close()
-            raise
+        if not 0 <= offset <= self.size_bytes:
+            raise InvalidUpload(
+                f"the upload cannot continue at byte {offset}: {self.size_bytes} bytes have arrived; "
+                "ask for the blob's status and send from there"
+            )
+        if offset < self.size_bytes:
+            os.ftruncate(self._descriptor, offset)
+        # Read again, although a hash could be kept: this finds bytes that went bad on disk (ADR 0007).
+        while block := os.read(self._descriptor, _REHASH_BLOCK_BYTES):
+            self.hash.update(block)
         self.size_bytes = self.committed_bytes = offset
 
     def append(self, data: bytes) -> None:
@@ -115,8 +119,11 @@ class Part:
         self.size_bytes = self.committed_bytes
 
     def close(self) -> None:
-        """Give the descriptor back. The file stays, unless nothing is in it."""
+        """Give the descriptor back, where there is one. The file stays, unless nothing is in it."""
+        if self._descriptor < 0:
+            return
         os.close(self._descriptor)
+        self._descriptor = -1
         if self.size_bytes == 0:
             self.path.unlink(missing_ok=True)
 

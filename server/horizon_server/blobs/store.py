@@ -108,9 +108,10 @@ class BlobStore:
                 return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
             with disk_full_reported():
                 self._space.require(ref.size_bytes - max(0, offset), "this upload")
-                path = self._entry(owner, ref, _PART)
-                part = await in_thread(lambda: Part(path, offset=offset, disk=self._disk))
+                part = Part(self._entry(owner, ref, _PART), disk=self._disk)
                 try:
+                    # Inside: a call that is cancelled meanwhile has opened the file all the same.
+                    await in_thread(lambda: part.open(offset))
                     await self._append_all(turn, part, ref, chunks)
                     whole = part.size_bytes == ref.size_bytes
                     if whole:

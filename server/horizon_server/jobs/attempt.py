@@ -31,24 +31,14 @@ from horizon_server.errors import (
     WorkerFailed,
     WorkerSilent,
 )
-from horizon_server.events import (
-    AttemptReady,
-    CheckpointWritten,
-    ChildLine,
-    MemoryReleased,
-    Message,
-    StepDone,
-    TurnEnded,
-    TurnWanted,
-    WorkerLine,
-    WorkerProgress,
-)
+from horizon_server.events import AttemptReady, CheckpointWritten, Message, StepDone
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lines import LineStore, Report
+from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import FindInputs, Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
-from horizon_server.jobs.turns import DeviceTurns, Seat, resident_job
+from horizon_server.jobs.reports import Reports
+from horizon_server.jobs.turns import DeviceTurns, Seat
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.jobs.wanted import OF_USERS, ORDERS
 from horizon_server.jobs.worker_request import worker_request
@@ -57,7 +47,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.records.job import ORDERED, REQUEUED, JobRecord, JobState, Wanted
 from horizon_server.worker_link.daemon_end import Worker, last_words
 from horizon_server.worker_link.orders import GIVE_UP
-from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion, WorkerGreeting
+from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
 
 log = structlog.get_logger(__name__)
 
@@ -105,6 +95,8 @@ class Attempt:
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
     on_checkpoint: Callable[[CheckpointWritten], None]
+    on_loaded: Callable[[JobRecord, float], None]
+    """Is told how many seconds it took from the begin of the attempt until the job could take turns."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0
@@ -114,26 +106,27 @@ class Attempt:
     stop_timeout_s: float = 120.0
     """How long a worker of another version may take to checkpoint."""
     worker_module: str = WORKER_MODULE
-    seat: Seat | None = field(init=False, default=None)
-    _lines: LineStore = field(init=False)
-    _overrun: str = field(init=False, default="")
-    _report: asyncio.Task[None] | None = field(init=False, default=None)
+    _reports: Reports = field(init=False)
     _worker: Worker | None = field(init=False, default=None)
+    _began_s: float | None = field(init=False, default=None)
+    """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon began."""
     _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
     _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _over: bool = field(init=False, default=False)
-    _reached: int = field(init=False, default=-1)
-    """The last step that this attempt is known to have done, or to have continued after; -1 where none."""
     # Held while the state changes, so that a stop and the attempt's own progress never pass each other.
     _moving: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._number = self.job.attempt + 1
         self._log = self.folders.log(self.job.job_id, self._number)
-        self._lines = LineStore(self._store)
+        self._reports = self._new_reports()
+
+    def _new_reports(self, *, reached: int = -1) -> Reports:
+        return Reports(self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached)
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
+        self._began_s = time.monotonic()
         begin = {"attempt": self._number, "started_s": self.job.started_s or time.time(), "journal_line": 0}
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
             await self._advance(JobState.PREPARING, always=True, **begin)
@@ -141,7 +134,8 @@ class Attempt:
 
     async def adopt(self) -> None:
         """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has reported."""
-        self._number, self._reached = self.job.attempt, self.job.step if self.job.journal_line else -1
+        self._number = self.job.attempt
+        self._reports = self._new_reports(reached=self.job.step if self.job.journal_line else -1)
         self._log = self.folders.log(self.job.job_id, self._number)
         # What a user has ordered is stored; of the daemon's own orders, the reason of the state says which it was.
         if self.job.job_state is JobState.STOPPING:
@@ -200,6 +194,11 @@ class Attempt:
         self.preparation.stop()
         if self._worker is not None:
             self._worker.kill()
+
+    @property
+    def seat(self) -> Seat | None:
+        """The worker's place among those that take turns on the device, once it has connected."""
+        return self._reports.seat
 
     @property
     def has_worker(self) -> bool:
@@ -274,16 +273,16 @@ class Attempt:
 
         Raises the error where this attempt cannot be continued.
         """
-        if self._overrun:
-            error = TurnOverrun(f"{self._overrun}, and was killed")
+        if self._reports.overrun:
+            error = TurnOverrun(f"{self._reports.overrun}, and was killed")
         await self._explain()
         verdict = self._judge(error)
         if self._wanted or not verdict.restart or verdict.pause_s > _LONGEST_PAUSE_WITH_MEMORY_S:
             raise _Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
-        self._number, self._overrun, self.seat = self._number + 1, "", None
+        self._number += 1
         self._log = self.folders.log(self.job.job_id, self._number)
-        self._lines, self._reached = LineStore(self._store), -1
+        self._reports = self._new_reports()
         known = {**verdict.fields, "attempt": self._number, "journal_line": 0, "not_before_s": 0.0}
         if await self._advance(JobState.STARTING, reason=verdict.reason, message=verdict.message, **known):
             with contextlib.suppress(TimeoutError):
@@ -301,7 +300,7 @@ class Attempt:
         }
 
     def _judge(self, error: Exception) -> Verdict:
-        failure = Failure.of(error, step=self._reached)
+        failure = Failure.of(error, step=self._reports.reached)
         return judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time())
 
     def _group(self) -> WorkerGroup | None:
@@ -332,16 +331,16 @@ class Attempt:
             await self._finish("stopped", **HAD_NO_WORKER)
             return
         try:
-            answer = await last_words(folder, after, self._on_line)
+            answer = await last_words(folder, after, self._reports.hear)
         except (WorkerDied, WorkerCrashed):
-            await self._lines.flush()
+            await self._reports.flush()
             if self._wanted:
                 await self._finish("stopped")
                 return
-            failure = Failure.of_daemon(step=self._reached)
+            failure = Failure.of_daemon(step=self._reports.reached)
             await self._fail(judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time()))
         else:
-            await self._lines.flush()
+            await self._reports.flush()
             await self._finish(**answer)
 
     @asynccontextmanager
@@ -358,13 +357,11 @@ class Attempt:
             self._worker = None
             if not leaves:
                 worker.kill()
-                # Its turn is free once the process is gone, and not before: it may still compute.
                 await worker.wait()
-                if self.seat is not None:
-                    self.turns.leave(self.seat)
+                self._reports.leave_seat()
             worker.leave()
             with contextlib.suppress(DiskFull, DatabaseUnavailable) if leaves else contextlib.nullcontext():
-                await self._lines.flush()
+                await self._reports.flush()
 
     async def _serve(self, worker: Worker, planes: dict[str, int], *, after: int) -> dict[str, str]:
         """Connect, read all reports after that number, and return how the worker ended. Raises as `Worker.answer`, and OtherVersion."""
@@ -381,14 +378,14 @@ class Attempt:
                 await worker.wait(self.stop_timeout_s)
                 # As far as this version can read them: without these reports, the steps that it has made alone would be missing.
                 with contextlib.suppress(HorizonError):
-                    await last_words(self._log.parent, after, self._on_line)
+                    await last_words(self._log.parent, after, self._reports.hear)
                 raise
             planes |= found
-            self.seat = self._take_seat(worker, greeting)
+            self._reports.take_seat(worker, greeting, self.job)
         if self._wanted:  # while the worker was being started, or by an earlier daemon
             worker.send_order(ORDERS[self._wanted][0])
         try:
-            answer: dict[str, str] = await worker.answer(self._on_line, self._allowed_silence_s)
+            answer: dict[str, str] = await worker.answer(self._reports.hear, self._allowed_silence_s)
         except WorkerSilent as error:
             log.error("the worker makes no progress and is killed", pid=worker.pid, why=error.message)
             await self.journal.append(self.job.job_id, Message(level="warning", text=error.message))
@@ -397,44 +394,6 @@ class Attempt:
 
     def _allowed_silence_s(self) -> float | None:
         return None if self.seat is None else self.seat.silence_limit_s(self.silence_limit_s)
-
-    def _take_seat(self, worker: Worker, greeting: WorkerGreeting) -> Seat:
-        plan = self.job.plan
-        assert plan is not None, "STARTING sets it"
-
-        def on_overrun(message: str, is_last: bool) -> None:
-            report = self.journal.append(self.job.job_id, Message(level="warning", text=message))
-            self._report = asyncio.get_running_loop().create_task(report)
-            if is_last:
-                self._overrun = message
-                worker.kill()
-
-        seat = Seat(
-            job=resident_job(self.job, self.turns.device),
-            send=worker.send_order,
-            charge=functools.partial(self.meter.add, self.job),
-            is_storing=lambda: self._lines.is_full,
-            on_overrun=on_overrun,
-            step_s=plan.prediction.step_s if plan.prediction else 0.0,
-        )  # fmt: skip
-        self.turns.join(seat, turn=greeting.turn, holds_memory=greeting.holds_memory)
-        return seat
-
-    async def _on_line(self, line: WorkerLine, number: int) -> None:
-        """Pass on at once what is about turns: the next job waits for it. All else is stored, in its order."""
-        if isinstance(line, TurnWanted | TurnEnded | MemoryReleased):
-            assert self.seat is not None, "a worker says so on its connection only"
-            self.turns.hear(self.seat, line)
-            return
-        if isinstance(line, WorkerProgress | ChildLine):  # that it came is all it says; no worker sends the other
-            return
-        if isinstance(line, AttemptReady | StepDone):
-            self._reached = line.step
-        if isinstance(line, StepDone):
-            if self.seat is not None:  # of a worker that is gone, nothing takes turns
-                self.turns.stepped(self.seat, line)
-            self.meter.add(self.job, 0.0, num_tokens=line.num_tokens)
-        await self._lines.add((line, number))
 
     async def _store(self, report: Report) -> None:
         job_id, (line, number) = self.job.job_id, report
@@ -446,6 +405,9 @@ class Attempt:
                 plan = self.job.plan.with_steps(line.num_steps)
                 known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
+                if self._began_s is not None:
+                    self.on_loaded(self.job, time.monotonic() - self._began_s)
+                    self._began_s = None
             case StepDone():
                 known |= {"step": line.step, "num_steps": line.num_steps, "last_step": line}
                 await self.journal.append(job_id, line, **known)

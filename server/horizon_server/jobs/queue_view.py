@@ -14,9 +14,10 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.events import CheckpointWritten
 from horizon_server.planning.gpus import PROCESS_BYTES
-from horizon_server.records.job import JobRecord
+from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Allowance, Holder, NodeCondition, Outlook
 from horizon_server.scheduling.admission import kind_of
+from horizon_server.scheduling.loading import LoadTimes
 from horizon_server.scheduling.quotas import WEEK_S, why_not_resident
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import outlooks
@@ -82,11 +83,16 @@ class QueueView:
     clock: Callable[[], float] = time.time
     outlooks: Mapping[str, Outlook] = field(init=False, default_factory=dict)
     _disk_bytes_per_s: float | None = field(init=False, default=None)
+    _load_times: LoadTimes = field(init=False, default_factory=LoadTimes)
 
     def on_checkpoint(self, written: CheckpointWritten) -> None:
         """Learn from a checkpoint how fast jobs can be taken out of memory."""
         if written.duration_s > 0:
             self._disk_bytes_per_s = written.size_bytes / written.duration_s
+
+    def on_loaded(self, job: JobRecord, duration_s: float) -> None:
+        """Learn from an attempt how long it took from its begin to its first turn."""
+        self._load_times.add(_stored_bytes(job), duration_s)
 
     async def situation(
         self, residences: Mapping[str, Residence], held_back: Mapping[str, float] = MappingProxyType({})
@@ -147,8 +153,7 @@ class QueueView:
     def _waiting(self, job: JobRecord) -> Job:
         plan, rate = job.plan, self._disk_bytes_per_s
         assert plan is not None, "no job is queued without a plan"
-        # Written once and read once.
-        moved = 2 * sum(plan.host_bytes.get(part, 0) for part in ("weights", "moments"))
+        stored_bytes = _stored_bytes(job)
         return Job(
             job_id=job.job_id,
             user=job.owner,
@@ -160,15 +165,25 @@ class QueueView:
             host_bytes=plan.host_total_bytes,
             device_bytes=plan.device_total_bytes,
             remaining_s=job.remaining_device_s,
-            unload_s=None if rate is None else moved / rate,
+            # Written once and read once.
+            unload_s=None if rate is None else 2 * stored_bytes / rate,
+            load_s=self._load_times.expected_s(stored_bytes),
         )
 
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
+        waiting = self._waiting(job)
+        is_loading = job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
         return Resident(
-            **{**vars(self._waiting(job)), "device": residence.device, "since_s": residence.since_s},
+            **{**vars(waiting), "device": residence.device, "since_s": residence.since_s},
             resident_since_s=residence.since_s,
+            ready_s=residence.since_s + (waiting.load_s if is_loading else 0.0),
             is_stopping=job.job_state == "STOPPING",
         )
+
+
+def _stored_bytes(job: JobRecord) -> int:
+    assert job.plan is not None, "no job is queued without a plan"
+    return sum(job.plan.host_bytes.get(part, 0) for part in ("weights", "moments"))
 
 
 def _closed_why(condition: NodeCondition, now_s: float) -> str:

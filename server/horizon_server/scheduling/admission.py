@@ -59,7 +59,7 @@ def kind_of(device: str) -> str:
 def as_resident(job: Job, device: str, now_s: float) -> Resident:
     """A job that is loaded now."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS} | {"device": device, "since_s": now_s}
-    return Resident(**values, resident_since_s=now_s)
+    return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s)
 
 
 def as_waiting(resident: Resident, now_s: float) -> Job:
@@ -272,9 +272,10 @@ class _Round:
 
     def _may_pass(self, job: Job, first: _Next) -> bool:
         """Whether the job has ended before the next one starts, or leaves the memory that the next one needs."""
-        if job.remaining_s is not None and self._now_s + job.remaining_s <= first.start_s < math.inf:
+        ready_s = self._now_s + job.load_s
+        if job.remaining_s is not None and ready_s + job.remaining_s <= first.start_s < math.inf:
             part = self._part_of(job)
-            if part > 0 and self._now_s + job.remaining_s / part <= first.start_s:
+            if part > 0 and ready_s + job.remaining_s / part <= first.start_s:
                 return True
         if job.host_bytes > first.spare_bytes:
             return False

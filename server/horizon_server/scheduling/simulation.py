@@ -100,7 +100,7 @@ def _why_resident(job: Resident, jobs: Sequence[Resident], parts: Mapping[str, f
 
 
 class _Simulation:
-    """The node at `_time_s`. Events: a turn ends on a device, a job's memory is free, or decisions are due."""
+    """The node at `_time_s`. Events: a turn ends on a device, a job is loaded, a job's memory is free, or decisions are due."""
 
     def __init__(
         self,
@@ -133,6 +133,8 @@ class _Simulation:
         num_to_end = sum(job.remaining_s is not None and job.job_id not in self._leaving for job in jobs)
         for job_id in self._leaving:
             self._at(self._time_s + (self._residents[job_id].unload_s or 0.0) / 2, "free", job_id)
+        for one in self._residents.values():
+            self._await_ready(one)
         self._at(self._time_s, "check", "")
         # What happens now is played whatever is known: jobs of unknown length start too.
         while self._events and (len(self._ends_s) < num_to_end or self._events[0][0] <= self._began_s):
@@ -141,6 +143,8 @@ class _Simulation:
                 break
             if kind == "turn":
                 self._end_turn(name, number)
+            elif kind == "ready":
+                self._grant_if_idle(name)
             elif kind == "free":
                 self._free(name)
             else:
@@ -154,6 +158,10 @@ class _Simulation:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, kind, name))
         return self._num_events
+
+    def _await_ready(self, one: Resident) -> None:
+        if one.ready_s > self._time_s:
+            self._at(one.ready_s, "ready", one.device)
 
     def _check(self) -> None:
         """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits for memory."""
@@ -172,19 +180,27 @@ class _Simulation:
                 waiting, residents, self._node, self._shares, self._rules, self._time_s, self._held, explain=False
             )
             for job_id, device in decision.start:
-                self._residents[job_id] = as_resident(self._waiting.pop(job_id), device, self._time_s)
+                one = self._residents[job_id] = as_resident(self._waiting.pop(job_id), device, self._time_s)
+                self._await_ready(one)
                 self._starts_s.setdefault(job_id, self._time_s)
             for job_id in decision.displace:
                 self._stop_turn(self._residents[job_id].device, job_id)
                 one = self._residents[job_id] = replace(self._residents[job_id], is_stopping=True)
                 self._at(self._time_s + (one.unload_s or 0.0) / 2, "free", job_id)
-        for device, turn in self._turns.items():
-            if turn is None:
-                self._grant(device)
+        for device in self._turns:
+            self._grant_if_idle(device)
+
+    def _grant_if_idle(self, device: str) -> None:
+        if self._turns[device] is None:
+            self._grant(device)
 
     def _grant(self, device: str) -> None:
         slice_s = max(self._rules.time_slice_s, TURN_PART * (self._time_s - self._began_s))
-        jobs = [one for one in self._residents.values() if one.device == device and not one.is_stopping]
+        jobs = [
+            one
+            for one in self._residents.values()
+            if one.device == device and not one.is_stopping and one.ready_s <= self._time_s
+        ]
         chosen = next_turn(jobs, self._shares, self._time_s, rules=replace(self._rules, time_slice_s=slice_s))
         if chosen is not None:
             used_s = slice_s if chosen.remaining_s is None else min(slice_s, chosen.remaining_s)

@@ -27,6 +27,8 @@ class Job:
     remaining_s: float | None = None
     unload_s: float | None = None
     """The measured cost of taking the job's model out of host memory and loading it again, None where unknown."""
+    load_s: float = 0.0
+    """What it is expected to take from being loaded to its first turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Resident(Job):
     """A job whose model is in host memory."""
 
     resident_since_s: float
+    ready_s: float = 0.0
+    """When it takes turns; while it is being loaded, when it is expected to."""
     is_stopping: bool = False
     """Whether its memory is being freed already."""
 

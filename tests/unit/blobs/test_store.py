@@ -315,6 +315,32 @@ async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
     assert (await store.write("ann", REF, arrived, pieces(CONTENT[arrived:]))).complete
 
 
+async def test_a_call_that_is_cancelled_while_its_file_is_opened_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, really_open = BlobStore(tmp_path), parts.Part.open
+    with pytest.raises(ConnectionResetError):
+        await store.write("ada", REF, 0, then_fail(CONTENT[:1000]))
+    loop, is_opening, may_open = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def open_later(part: parts.Part, offset: int) -> None:
+        loop.call_soon_threadsafe(is_opening.set)
+        assert may_open.wait(60)
+        really_open(part, offset)
+
+    monkeypatch.setattr(parts.Part, "open", open_later)
+    writing = asyncio.create_task(store.write("ada", REF, 1000, pieces(CONTENT[1000:])))
+    await is_opening.wait()
+    writing.cancel()
+    await asyncio.sleep(0)
+    may_open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    opened = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [path for path in opened if path.is_relative_to(tmp_path)]
+    assert (await store.status("ada", REF)).committed_bytes == 1000
+
+
 async def test_old_halves_expire_and_unreferenced_contents_go(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     other = ref_of(b"kept")

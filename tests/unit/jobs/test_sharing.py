@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
+from tests.support.rates import RATES
 from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
+from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT, JobRecord, JobState
 
@@ -387,6 +389,23 @@ async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> N
         assert outlook.estimated_start_s is not None and outlook.estimated_start_s > now_s
         assert {job.job_id for job in await daemon.services.jobs.queue()} == {running.job_id}
         assert running.job_state in RESIDENT
+
+
+async def test_estimates_count_what_loading_has_taken(make: Make, tmp_path: Path) -> None:
+    machine = Machine.of((), num_threads=1)
+    RateBook(tmp_path / "state", machine).write(dict.fromkeys(machine.measured, RATES))
+    async with make(num_threads=1) as daemon:
+
+        async def estimated_s() -> float:
+            outlook = await daemon.services.sharing.simulate(BOB, daemon.spec(train={"max_steps": 1, "compile": "off"}))
+            assert outlook.estimated_start_s is not None and outlook.estimated_end_s is not None
+            return outlook.estimated_end_s - outlook.estimated_start_s
+
+        before_s, begun_s = await estimated_s(), time.monotonic()
+        first = await daemon.submit(ADA, "first", Script(num_steps=1))
+        await daemon.until(first.job_id, S.SUCCEEDED)
+        took_s = time.monotonic() - begun_s
+        assert before_s < await estimated_s() < before_s + took_s
 
 
 async def test_a_job_whose_memory_is_not_free_waits_until_another_has_ended(make: Make) -> None:

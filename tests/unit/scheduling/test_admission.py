@@ -158,6 +158,11 @@ class TestBackfill:
             "this job would delay it beyond 18:53 UTC"
         )
 
+    def test_one_whose_loading_would_take_too_long_does_not(self) -> None:
+        short = job("short", "bob", host_gib=30, order=1, remaining_s=4 * HOUR, load_s=3 * HOUR)
+
+        assert decided([self.big, short], [self.long], self.use).start == ()
+
     def test_one_of_unknown_length_does_not(self) -> None:
         unknown = job("unknown", "bob", host_gib=30, order=1)
         decision = decided([self.big, unknown], [self.long], self.use)

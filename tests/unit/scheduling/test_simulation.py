@@ -54,6 +54,25 @@ def test_a_job_starts_when_memory_is_free() -> None:
     assert times(estimates["w"]) == pytest.approx((1000, 1500))
 
 
+def test_a_job_has_no_turn_while_it_is_loaded_and_others_have_the_device_meanwhile() -> None:
+    residents = [
+        resident("r", "ann", host_gib=40, remaining_s=1000.0),
+        # Of the 200 s that are expected, 80 are left.
+        dataclasses.replace(resident("l", "cat", host_gib=10, remaining_s=100.0), ready_s=NOW + 80.0),
+    ]
+    estimates = simulated([job("w", "bob", host_gib=40, remaining_s=500.0, load_s=300.0)], residents)
+
+    assert times(estimates["l"]) == pytest.approx((0, 280), abs=121)
+    assert times(estimates["w"]) == pytest.approx((0, 1200), abs=121)
+    assert times(estimates["r"]) == pytest.approx((0, 1600), abs=1)
+
+
+def test_a_device_waits_where_all_its_jobs_are_being_loaded() -> None:
+    estimates = simulated([job("w", "bob", remaining_s=500.0, load_s=300.0)])
+
+    assert times(estimates["w"]) == pytest.approx((0, 800))
+
+
 def test_displacement_is_simulated_too() -> None:
     use = shares({"ann": 50.0, "eve": 1.0})
     long = resident("long", "ann", host_gib=80, remaining_s=30 * HOUR, since_s=NOW - HOUR, unload_s=100.0)
