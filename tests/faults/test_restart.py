@@ -153,7 +153,8 @@ def added_by_restart(node: Node, how: str, name: str) -> float:
     back = clock.last
     node.daemon.start()
     wait_for(lambda: user.step >= back, LONG_S)
-    assert processes_of(WORKER, node.daemon.state_dir) == [pid], "another worker"
+    # On a slow machine it may have done its last step before the daemon is back.
+    assert processes_of(WORKER, node.daemon.state_dir) in ([pid], []), "another worker"
     require_one_run(node, user, num_steps)
     clock.end()
     usual, alone, again = clock.gaps_s(4, away), clock.gaps_s(away + 1, back), clock.gaps_s(back + 1, num_steps)
