@@ -105,7 +105,13 @@ class Merges:
         await asyncio.to_thread(checkpoints.remove_merged, step)
 
     async def _merged(
-        self, job: JobRecord, checkpoints: CheckpointFolder, step: int, manifest: Manifest, dtype: Any, merge_base: str
+        self,
+        job: JobRecord,
+        checkpoints: CheckpointFolder,
+        step: int,
+        manifest: Manifest,
+        dtype: ExportDtype,
+        merge_base: str,
     ) -> AsyncGenerator[MergeProgress, None]:
         assert manifest.base is not None, "a checkpoint of adapters names its base"
         base = await self._jobs.base_of(job)

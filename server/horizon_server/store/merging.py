@@ -203,12 +203,16 @@ def _pieces(
     row_bytes = width * DTYPE_BYTES[header.dtype]
     change = None if delta is None else delta()
 
-    def converted(raw: bytearray, start: int, end: int) -> memoryview:
-        if change is None and packing == "none" and written_as == header.dtype:
-            return memoryview(raw)
+    def values_of(raw: bytearray) -> Floats:
         values = _as_floats(raw, header.dtype)
         if rounding is not None and packing != "none":
             rounding.round_rows(values.reshape(-1, width), packing)
+        return values
+
+    def converted(raw: bytearray, start: int, end: int) -> memoryview:
+        if change is None and packing == "none" and written_as == header.dtype:
+            return memoryview(raw)
+        values = values_of(raw)
         if change is not None:
             values += change(start, end).reshape(-1)
         return _encoded(values, written_as, header.name).view(np.uint8).data
