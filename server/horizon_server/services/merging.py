@@ -110,7 +110,7 @@ class Merges:
         checkpoints: CheckpointFolder,
         step: int,
         manifest: Manifest,
-        dtype: ExportDtype,
+        dtype: Any,
         merge_base: str,
     ) -> AsyncGenerator[MergeProgress, None]:
         assert manifest.base is not None, "a checkpoint of adapters names its base"
