@@ -111,6 +111,7 @@ class AsyncCheckpoints:
         at: int | str = "last",
         out: str | os.PathLike[str] | None = None,
         dtype: str | None = None,
+        base: str | None = None,
         remove: bool = False,
         force: bool = False,
         reporter: Reporter = SILENT,
@@ -119,17 +120,21 @@ class AsyncCheckpoints:
 
         The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
         and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
+        `base` says what the adapter is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as
+        it was trained on and evaluated, source the model folder's own weights; None takes the job's checkpoint.merge_base.
 
         Raises:
             NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
-            InvalidRequest: when the checkpoint does not hold an adapter.
+            InvalidRequest: when the checkpoint does not hold an adapter, or has a merged model of the other `base` already.
+            QuotaExceeded: when the job's owner would store more than an admin allows.
             FileConflict: when different files are in the way and `force` is not given.
             CorruptDownload: when a file does not have the listed sha256.
         """
         checkpoint = _chosen(await self.list(job), job, at)
         number: Any = 0 if dtype is None else enum_number(job_pb2.CheckpointDtype, "dtype", dtype)
+        onto: Any = 0 if base is None else enum_number(job_pb2.MergeBase, "base", base)
         request = checkpoint_pb2.MergeCheckpointRequest(
-            job_id=checkpoint.job_id, step=checkpoint.step, dtype=number, remove=remove
+            job_id=checkpoint.job_id, step=checkpoint.step, dtype=number, base=onto, remove=remove
         )
         # No limit between two answers: other calls may come first, and a base is checked before it is merged.
         call = self._connection.calls.checkpoints.MergeCheckpoint

@@ -710,6 +710,8 @@ class SampleFigures:
     """Seconds from there to the last token."""
     tokens_per_second: float
     """Tokens of answers in one second of that."""
+    weights: str
+    """The weights that answered, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)

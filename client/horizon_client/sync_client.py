@@ -425,6 +425,7 @@ class Checkpoints:
         at: int | str = "last",
         out: str | os.PathLike[str] | None = None,
         dtype: str | None = None,
+        base: str | None = None,
         remove: bool = False,
         force: bool = False,
         reporter: Reporter = SILENT,
@@ -433,15 +434,20 @@ class Checkpoints:
 
         The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
         and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
+        `base` says what the adapter is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as
+        it was trained on and evaluated, source the model folder's own weights; None takes the job's checkpoint.merge_base.
 
         Raises:
             NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
-            InvalidRequest: when the checkpoint does not hold an adapter.
+            InvalidRequest: when the checkpoint does not hold an adapter, or has a merged model of the other `base` already.
+            QuotaExceeded: when the job's owner would store more than an admin allows.
             FileConflict: when different files are in the way and `force` is not given.
             CorruptDownload: when a file does not have the listed sha256.
         """
         return self._loop.run(
-            lambda: self._inner.merge(job, at=at, out=out, dtype=dtype, remove=remove, force=force, reporter=reporter)
+            lambda: self._inner.merge(
+                job, at=at, out=out, dtype=dtype, base=base, remove=remove, force=force, reporter=reporter
+            )
         )
 
     def sample(

@@ -10,6 +10,8 @@ CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """What a folder of an adapter has in the place of config.json."""
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_BASE_FILE = "base.sha256"
+"""The digest of the model that an adapter of a job was trained on."""
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 
 _VOCABULARY_PATTERNS = (
@@ -40,7 +42,7 @@ def companion_files(folder: Path) -> list[str]:
 def pushed_files(folder: Path) -> list[str]:
     """Return the paths, in a local folder of a model or an adapter, of the files that are pushed."""
     if is_adapter(path.name for path in folder.iterdir()):
-        return _found(folder, (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, *COMPANION_PATTERNS))
+        return _found(folder, (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, ADAPTER_BASE_FILE, *COMPANION_PATTERNS))
     return _found(folder, (CONFIG_FILE, *WEIGHT_PATTERNS, *COMPANION_PATTERNS))
 
 

@@ -225,7 +225,7 @@ async def wire(
                 host_memory().available_bytes - settings.host_memory_reserve_bytes,
             ),
         ),
-        merges=Merges(jobs, environment=environment),
+        merges=Merges(jobs, quotas=quotas, environment=environment),
         models=models,
         blobs=uploads,
         node=NodeFacts(

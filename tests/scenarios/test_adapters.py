@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,3 +96,52 @@ def test_an_adapter_is_trained_sampled_merged_and_started_from(daemon: DaemonPro
             found = client.checkpoints.pull(job.job_id, tmp_path / job.job_id)
             name = "adapter_model.safetensors"
             assert (Path(found.folder) / name).read_bytes() == (Path(pulled.folder) / name).read_bytes()
+
+
+def test_after_training_on_fewer_bits_the_command_says_and_chooses_the_base(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    token, base = daemon.user("ada"), write_demo_model(tmp_path / "model")
+    with daemon.client(token) as client:
+        client.models.push(base, name="demo-model")
+        client.datasets.push([write_demo_dataset(tmp_path)], name="demo-chats")
+        job = succeeded(client, demo_spec("first", **{**LORA, "lora": {**LORA["lora"], "base": "nf4"}}))
+        environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)}
+
+        def horizon(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [
+                sys.executable,
+                "-m",
+                "horizon_client",
+                "checkpoint",
+                *arguments,
+                "--server",
+                daemon.endpoints["grpc"],
+            ]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "The lab box"}\n', "utf-8")
+        sampled = horizon("sample", job.job_id, "--prompts", str(prompts), "--max-tokens", "2")
+        assert sampled.returncode == 0
+        assert "answered with demo-model in nf4, as the adapter was trained on it, with the adapter" in sampled.stderr
+
+        for asked, wanted in ((), ("trained", "nf4")), (("--base", "source"), ("source", "source")):
+            out = tmp_path / wanted[0]
+            done = horizon("merge", job.job_id, "--out", str(out), *asked)
+            assert done.returncode == 0, done.stderr
+            origin = json.loads((out / "horizon_merge.json").read_bytes())
+            assert (origin["base_model"], origin["base"], origin["base_format"]) == ("demo-model", *wanted)
+            if not asked:
+                refused = horizon("merge", job.job_id, "--base", "source")
+                assert refused.returncode and "has a merged model of base trained already" in refused.stderr
+            horizon("merge", job.job_id, "--remove")
+
+        pulled = client.checkpoints.pull(job.job_id, tmp_path / "adapter")
+        client.models.push(pulled.folder, name="nf4-adapter")
+        other = base / "config.json"
+        other.write_text(other.read_text() + " ")
+        client.models.push(base, name="other-model")
+        spec = {**demo_spec("second", **LORA), "init_from": "nf4-adapter", "model": "other-model"}
+        failed = wait_for_state(client, client.jobs.submit(spec).job_id, "SUCCEEDED", "FAILED")
+        assert failed.state == "FAILED" and "was trained on other weights than those of model" in failed.message

@@ -14,8 +14,9 @@ from horizon_server.spec import TrainSpec
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, AdapterConfig
 from horizon_server.store.base_digest import model_digest
 from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
-from horizon_server.store.checkpoint_parts import Export
+from horizon_server.store.checkpoint_parts import Export, MergeBase
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.merging import ExportDtype
 from horizon_server.store.model_load import load_model
 
 RANK, ALPHA = 4, 12.0
@@ -23,9 +24,14 @@ LORA: dict[str, Any] = {"trainable": "lora", "lora": {"rank": RANK, "alpha": ALP
 """`train` of a job with adapters as they are written here."""
 
 
-def store_of_adapters(model: Path) -> HostStore:
+def lora_on(base: str) -> dict[str, Any]:
+    """`train` of a job with adapters whose base is kept in fewer bits."""
+    return {**LORA, "lora": {**LORA["lora"], "base": base}}
+
+
+def store_of_adapters(model: Path, *, base: str = "source") -> HostStore:
     """A store of a model with adapters whose lo halves and moments are not zero, as after training."""
-    store = HostStore.allocate(open_for_training(model, TrainSpec.model_validate(LORA)).layout, num_threads=1)
+    store = HostStore.allocate(open_for_training(model, TrainSpec.model_validate(lora_on(base))).layout, num_threads=1)
     load_model(store, model)
     generator = torch.Generator().manual_seed(5)
     for _, place in store.layout.tensors():
@@ -36,12 +42,22 @@ def store_of_adapters(model: Path) -> HostStore:
     return store
 
 
-def write_adapter_checkpoint(target: Path, model: Path, *, export: Export = "adapter") -> Path:
+def write_adapter_checkpoint(
+    target: Path,
+    model: Path,
+    *,
+    export: Export = "adapter",
+    base: str = "source",
+    merge_base: MergeBase = "trained",
+    dtype: ExportDtype = "source",
+) -> Path:
     """Write a checkpoint of adapters for a model folder."""
     config = AdapterConfig(rank=RANK, alpha=ALPHA, base="tiny")
-    adapter = AdapterExport(config=config, base_sha256=lambda: model_digest(model), export=export)
-    store = store_of_adapters(model)
-    save_checkpoint(store, target, source=model, trainer_state={"last_eval": None}, adapter=adapter)
+    adapter = AdapterExport(
+        config=config, base_sha256=lambda: model_digest(model), export=export, merge_base=merge_base
+    )
+    store = store_of_adapters(model, base=base)
+    save_checkpoint(store, target, source=model, trainer_state={"last_eval": None}, dtype=dtype, adapter=adapter)
     store.close()
     return target
 

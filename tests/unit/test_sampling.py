@@ -94,7 +94,7 @@ async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: 
     *texts, figures = pieces
     assert isinstance(figures, SampleFigures)
     assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}
-    assert set(held) == {sample_memory(open_model_folder(folder)).total}
+    assert set(held) == {sample_memory(sample_layout(open_model_folder(folder))).total}
     assert hold.num_bytes == 0
     assert wakes
 
@@ -168,7 +168,7 @@ async def test_the_child_has_the_planned_memory_as_limit(
     with pytest.raises(NotFound, match="enough"):
         await everything(samples)
 
-    assert given[0].memory_bytes == sample_memory(open_model_folder(folder)).private
+    assert given[0].memory_bytes == sample_memory(sample_layout(open_model_folder(folder))).private
     assert given[0].wall_s == 900
     assert given[0].oom_score_adj == 1000
 
@@ -185,7 +185,7 @@ async def test_who_may_not_use_the_node_is_refused_before_anything_is_looked_at(
 
 def test_weights_take_no_memory_for_training(folder: Path) -> None:
     found = open_model_folder(folder)
-    memory = sample_memory(found)
+    memory = sample_memory(sample_layout(found))
 
     assert sample_layout(found).num_parameters == found.layout.num_parameters
     # A bf16 half each, and the alignment of what is empty.

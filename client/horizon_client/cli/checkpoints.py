@@ -115,7 +115,14 @@ Example:
 For checkpoints of jobs with train.trainable: lora. The node merges tensor by
 tensor and keeps the merged model with the checkpoint, where it takes the space
 of a model; --remove takes it away. After an interruption the same command
-continues."""
+continues.
+
+\b
+With train.lora.base: int8 or nf4 the adapter was trained on a rounded base.
+--base trained merges into that base: the result is the model that was
+evaluated. --base source merges into the model folder's own weights, as PEFT
+does; its figures differ a little from those of the job. horizon_merge.json in
+the merged folder says which one it is."""
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
 @click.option(
@@ -127,13 +134,25 @@ continues."""
     help="Number format of the merged weights. Default: the job's checkpoint.dtype.",
 )
 @click.option(
+    "--base",
+    type=click.Choice(["trained", "source"]),
+    help="Base to merge into. Default: the job's checkpoint.merge_base, which is trained unless the job says otherwise.",
+)
+@click.option(
     "--remove", is_flag=True, help="Remove the merged model from the checkpoint on the node; the adapter stays."
 )
 @click.option("--force", is_flag=True, help="Replace files that exist and are different.")
 @output_option
 @connected
 def merge(
-    client: Client, checkpoint: str, out: str | None, dtype: str | None, remove: bool, force: bool, output: str
+    client: Client,
+    checkpoint: str,
+    out: str | None,
+    dtype: str | None,
+    base: str | None,
+    remove: bool,
+    force: bool,
+    output: str,
 ) -> None:
     """Merge a checkpoint's adapter into its base model on the node."""
     if out and remove:
@@ -141,7 +160,14 @@ def merge(
     job, at = _job_and_place(checkpoint, default="last")
     with TransferReporter("interrupted; what is done is kept: the same command continues from there") as reporter:
         result = client.checkpoints.merge(
-            find_job(client, job).job_id, at=at, out=out, dtype=dtype, remove=remove, force=force, reporter=reporter
+            find_job(client, job).job_id,
+            at=at,
+            out=out,
+            dtype=dtype,
+            base=base,
+            remove=remove,
+            force=force,
+            reporter=reporter,
         )
     place = f"step {result.checkpoint.step} of {result.checkpoint.job_id}"
     if remove:
@@ -181,7 +207,9 @@ Example:
 
 \b
 A line of the file is {"prompt": "a text to continue"} or
-{"messages": [{"role": "user", "content": "a question"}]}."""
+{"messages": [{"role": "user", "content": "a question"}]}.
+A base that the job has kept in fewer bits (train.lora.base) answers as it was
+trained on, as in the job's evaluations."""
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
 @click.option(
@@ -215,7 +243,9 @@ Example:
   horizon checkpoint chat JOB@best --temperature 0.7
 
 \b
-An empty line ends the chat. The node loads the checkpoint for each answer."""
+An empty line ends the chat. The node loads the checkpoint for each answer.
+A base that the job has kept in fewer bits (train.lora.base) answers as it was
+trained on."""
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
 @_sampling_options
@@ -225,6 +255,7 @@ def chat(client: Client, checkpoint: str, **options: Any) -> None:
     job, at = _job_and_place(checkpoint, default="last")
     job_id = find_job(client, job).job_id
     messages: list[dict[str, str]] = []
+    answered_with = ""
     while question := click.prompt(">", prompt_suffix=" ", default="", show_default=False):
         messages.append({"role": "user", "content": question})
         said = ""
@@ -232,6 +263,9 @@ def chat(client: Client, checkpoint: str, **options: Any) -> None:
             if isinstance(piece, SampledText):
                 said += piece.text
                 click.echo(printable(piece.text), nl=False)
+            elif piece.weights != answered_with:
+                answered_with = piece.weights
+                Notices().notice(f"answered with {answered_with}")
         click.echo()
         messages.append({"role": "assistant", "content": said})
 

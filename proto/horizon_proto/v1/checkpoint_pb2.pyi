@@ -207,6 +207,7 @@ class MergeCheckpointRequest(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     REMOVE_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job's id or name."""
     step: builtins.int
@@ -215,6 +216,8 @@ class MergeCheckpointRequest(google.protobuf.message.Message):
     """Number format of the merged weights; default: the job's own checkpoint.dtype."""
     remove: builtins.bool
     """Remove the files below merged/ instead."""
+    base: horizon_proto.v1.job_pb2.MergeBase.ValueType
+    """What the adapter is merged into; default: the job's own checkpoint.merge_base."""
     def __init__(
         self,
         *,
@@ -222,8 +225,9 @@ class MergeCheckpointRequest(google.protobuf.message.Message):
         step: builtins.int = ...,
         dtype: horizon_proto.v1.job_pb2.CheckpointDtype.ValueType = ...,
         remove: builtins.bool = ...,
+        base: horizon_proto.v1.job_pb2.MergeBase.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "job_id", b"job_id", "remove", b"remove", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "dtype", b"dtype", "job_id", b"job_id", "remove", b"remove", "step", b"step"]) -> None: ...
 
 global___MergeCheckpointRequest = MergeCheckpointRequest
 
@@ -392,6 +396,7 @@ class SampleFigures(google.protobuf.message.Message):
     LOAD_S_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     num_prompt_tokens: builtins.int
     """Of all prompts together."""
     num_tokens: builtins.int
@@ -402,6 +407,8 @@ class SampleFigures(google.protobuf.message.Message):
     """Seconds from there to the last token."""
     tokens_per_second: builtins.float
     """Tokens of answers in one second of that."""
+    weights: builtins.str
+    """The weights that answered, as a message."""
     def __init__(
         self,
         *,
@@ -410,8 +417,9 @@ class SampleFigures(google.protobuf.message.Message):
         load_s: builtins.float = ...,
         duration_s: builtins.float = ...,
         tokens_per_second: builtins.float = ...,
+        weights: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "load_s", b"load_s", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "load_s", b"load_s", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "tokens_per_second", b"tokens_per_second", "weights", b"weights"]) -> None: ...
 
 global___SampleFigures = SampleFigures
 

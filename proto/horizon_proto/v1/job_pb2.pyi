@@ -457,6 +457,30 @@ CHECKPOINT_EXPORT_BOTH: CheckpointExport.ValueType  # 3
 """The adapter, and the merged model in merged/."""
 global___CheckpointExport = CheckpointExport
 
+class _MergeBase:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MergeBaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MergeBase.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MERGE_BASE_UNSPECIFIED: _MergeBase.ValueType  # 0
+    """Not set: trained."""
+    MERGE_BASE_TRAINED: _MergeBase.ValueType  # 1
+    """The rounded base that it was trained on: the merged model is the one that was evaluated."""
+    MERGE_BASE_SOURCE: _MergeBase.ValueType  # 2
+    """The model folder's own weights, as PEFT merges."""
+
+class MergeBase(_MergeBase, metaclass=_MergeBaseEnumTypeWrapper):
+    """MergeBase is what an adapter is merged into where it was trained on a base in fewer bits (LoraSpec.base)."""
+
+MERGE_BASE_UNSPECIFIED: MergeBase.ValueType  # 0
+"""Not set: trained."""
+MERGE_BASE_TRAINED: MergeBase.ValueType  # 1
+"""The rounded base that it was trained on: the merged model is the one that was evaluated."""
+MERGE_BASE_SOURCE: MergeBase.ValueType  # 2
+"""The model folder's own weights, as PEFT merges."""
+global___MergeBase = MergeBase
+
 class _KeepOptimizer:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1206,6 +1230,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     KEEP_DAYS_FIELD_NUMBER: builtins.int
     KEEP_OPTIMIZER_FIELD_NUMBER: builtins.int
     EXPORT_FIELD_NUMBER: builtins.int
+    MERGE_BASE_FIELD_NUMBER: builtins.int
     every_steps: builtins.int
     """Steps between checkpoints; 0 writes one at the end only; default 500."""
     keep_last: builtins.int
@@ -1222,6 +1247,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     """What is kept of the trainer state of checkpoints once the job has succeeded; default last."""
     export: global___CheckpointExport.ValueType
     """What is written of a job that trains adapters; default adapter. Only for trainable ["lora"]."""
+    merge_base: global___MergeBase.ValueType
+    """What an adapter is merged into where its base was trained on in fewer bits; default trained."""
     def __init__(
         self,
         *,
@@ -1233,9 +1260,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         keep_days: builtins.float | None = ...,
         keep_optimizer: global___KeepOptimizer.ValueType = ...,
         export: global___CheckpointExport.ValueType = ...,
+        merge_base: global___MergeBase.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "export", b"export", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "export", b"export", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer", "merge_base", b"merge_base"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_every_minutes", b"_every_minutes"]) -> typing.Literal["every_minutes"] | None: ...
     @typing.overload

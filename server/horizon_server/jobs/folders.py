@@ -198,7 +198,8 @@ class CheckpointFolder:
                     file = target / name.removeprefix(part)
                     file.parent.mkdir(parents=True, exist_ok=True)
                     link_or_copy(folder / name, file)
-            if manifest.base is not None and is_adapter_folder(target):
+            # Checkpoints of earlier versions have no such file. One that is there is a link to the checkpoint's own.
+            if manifest.base is not None and is_adapter_folder(target) and not (target / BASE_SHA256_FILE).is_file():
                 (target / BASE_SHA256_FILE).write_text(manifest.base.sha256, "ascii")
 
     def add_merged(self, step: int, files: Mapping[str, FileRecord]) -> None:

@@ -12,7 +12,7 @@ import re
 from horizon_server.errors import InvalidSpec
 from horizon_server.expressions import NOT, chosen_names
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.spec import ALL_LINEAR, LoraSpec, TrainSpec
+from horizon_server.spec import ALL_LINEAR, BaseFormat, LoraSpec, TrainSpec
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
 from horizon_server.store.model_files import text_config
@@ -44,16 +44,22 @@ def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> Stor
     """
     transposed = text_config(found.config).get("model_type") in TRANSPOSED
     maps = linear_maps(layout, train.lora, transposed=transposed)
-    packing: Packing = "none" if train.lora.base == "source" else train.lora.base
-    packed = {tensor.name for tensor in _matrices(layout) if _can_be_packed(found, tensor)}
+    packed = packed_base(found, train.lora.base)
     return with_adapters(
         layout,
         maps,
         rank=train.lora.rank,
         decay=train.decay,
         is_bfloat16=found.is_bfloat16,
-        packing_of=lambda name: packing if name in packed else "none",
+        packing_of=lambda name: packed.get(name, "none"),
     )
+
+
+def packed_base(found: ModelFolder, base: BaseFormat) -> dict[str, Packing]:
+    """How `train.lora.base` keeps the weights of a model that are not kept as they are, by name."""
+    if base == "source":
+        return {}
+    return {tensor.name: base for tensor in _matrices(found.layout) if _can_be_packed(found, tensor)}
 
 
 def linear_maps(layout: StoreLayout, spec: LoraSpec, *, transposed: bool = False) -> dict[str, tuple[int, int]]:

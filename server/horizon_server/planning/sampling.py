@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 from horizon_server.planning.ledger import NUM_SLOTS, MemoryPlan
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.spec import JobSpec
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import JobSpec, TrainSpec
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.layout import StoreLayout, plane_sizes, weights_only
 
@@ -54,9 +56,19 @@ def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> 
     return weights_only(folder.layout, is_bfloat16=lambda name: name not in adapted and folder.is_bfloat16(name))
 
 
-def sample_memory(folder: ModelFolder, adapter: AdapterFolder | None = None) -> SampleMemory:
-    """What a child that answers from this folder, with an adapter, takes at most. Raises InvalidModel as `sample_layout`."""
-    layout = sample_layout(folder, adapter)
+def trained_layout(folder: Path, train: TrainSpec) -> StoreLayout:
+    """The store's layout for weights that are only read, with a job's adapters next to a base that is kept as it was trained on.
+
+    Raises: InvalidModel, InvalidSpec as `open_for_training`.
+    """
+    found = open_for_training(folder, train)
+    return weights_only(
+        found.layout, is_bfloat16=found.is_bfloat16, packing_of=lambda name: found.layout.find(name)[1].packing
+    )
+
+
+def sample_memory(layout: StoreLayout) -> SampleMemory:
+    """What a child that answers from weights of this layout takes at most."""
     embedding, *layers, head = (unit.num_elements for unit in layout.units)
     edge = max(embedding, head + (embedding if layout.tied else 0))
     slots = NUM_SLOTS * max(layers, default=0) + edge

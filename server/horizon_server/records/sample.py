@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.spec import JobSpec, parse_job_spec
 
 MAX_PROMPTS = 64
 MAX_PROMPT_CHARACTERS = 64 * 1024
@@ -57,15 +58,22 @@ class SampleFigures:
     load_s: float
     duration_s: float
     tokens_per_second: float
+    weights: str = ""
+    """What answered, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAdapter:
-    """An adapter to answer with: its folder, the digest of its base, and the file that remembers the digest of the folder answered from."""
+    """An adapter to answer with: its folder, the digest of its base, and the file that remembers the digest of the folder answered from.
+
+    With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's evaluations; otherwise it is merged
+    into the base.
+    """
 
     folder: Path
     base_sha256: str
     kept: Path
+    spec: JobSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +91,15 @@ class SampleRequest:
         """Return the request as the child reads it."""
         adapter = None
         if self.adapter is not None:
-            adapter = {name: str(value) for name, value in vars(self.adapter).items()}
-        return dataclasses.asdict(self) | {"folder": str(self.folder), "adapter": adapter}
+            spec = self.adapter.spec
+            adapter = {
+                "folder": str(self.adapter.folder),
+                "base_sha256": self.adapter.base_sha256,
+                "kept": str(self.adapter.kept),
+                "spec": None if spec is None else spec.to_mapping(),
+            }
+        plain = dataclasses.asdict(replace(self, adapter=None))
+        return plain | {"folder": str(self.folder), "adapter": adapter}
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
@@ -100,7 +115,10 @@ class SampleRequest:
             adapter=None
             if adapter is None
             else SampleAdapter(
-                folder=Path(adapter["folder"]), base_sha256=adapter["base_sha256"], kept=Path(adapter["kept"])
+                folder=Path(adapter["folder"]),
+                base_sha256=adapter["base_sha256"],
+                kept=Path(adapter["kept"]),
+                spec=None if adapter["spec"] is None else parse_job_spec(adapter["spec"]),
             ),
             folder=Path(plain["folder"]),
             prompts=prompts,

@@ -1,4 +1,7 @@
-"""The child that merges an adapter into its base: `python -m horizon_server.services.merge_child`. Torch-free."""
+"""The child that merges an adapter into its base: `python -m horizon_server.services.merge_child`.
+
+It loads torch only for a base that was trained on in fewer bits, to round it with the function that training used.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from horizon_server.children.entry import EventWriter, serve
 from horizon_server.durable import durable_folder
 from horizon_server.errors import HorizonError, InvalidModel
 from horizon_server.events import MergeProgress
+from horizon_server.planning.lora import packed_base
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.base_digest import model_digest
-from horizon_server.store.merging import merged_bytes, write_merged
+from horizon_server.store.merging import MergeOrigin, base_format, merged_bytes, write_merged
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
 # Training on the same node has the processors first.
@@ -59,9 +64,29 @@ def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target
             reported_s = now_s
 
     needed_bytes = merged_bytes(base, request["dtype"])
+    packing_of = packed_base(open_model_folder(base), request["kept_as"])
+    merge_base = request["merge_base"]
+    rounding = None
+    if merge_base == "trained" and packing_of:
+        # The numbers of packed weights are torch's, which takes seconds to load.
+        from horizon_server.store.adapter_load import rounding_of
+
+        rounding = rounding_of(packing_of)
+    origin = MergeOrigin(
+        base_model=request["base_name"],
+        base_sha256=request["base_sha256"],
+        base=merge_base,
+        base_format=base_format(merge_base, packing_of),
+    )
     with durable_folder(target, needed_bytes=needed_bytes, min_free_bytes=request["min_free_bytes"]) as folder:
         files = write_merged(
-            folder, base=base, adapter=read_adapter_folder(adapter), dtype=request["dtype"], advance=advance
+            folder,
+            base=base,
+            adapter=read_adapter_folder(adapter),
+            dtype=request["dtype"],
+            advance=advance,
+            rounding=rounding,
+            origin=origin,
         )
     return {name: dataclasses.asdict(record) for name, record in files.items()}
 

@@ -20,7 +20,7 @@ from horizon_server.children.entry import serve
 from horizon_server.errors import FieldViolation, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
-from horizon_server.store.adapter_files import ADAPTER_FILE, PEFT_LORA, read_adapter_folder
+from horizon_server.store.adapter_files import ADAPTER_FILE, PEFT_LORA, read_adapter_folder, read_base_sha256
 from horizon_server.store.layout import parameter_shapes
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
@@ -97,6 +97,8 @@ def check_folder(folder: Path) -> ModelFacts:
     """Return what the folder says, having read config and weight headers as a job's plan does. Raises InvalidModel."""
     try:
         if is_adapter(path.name for path in folder.iterdir()):
+            # Its base need not be on the node yet: it is compared when a job starts.
+            read_base_sha256(folder)
             return ModelFacts(architecture=PEFT_LORA, num_parameters=read_adapter_folder(folder).num_parameters)
         model_type = check_config(read_config(folder))
         file = folder / "tokenizer_config.json"

@@ -111,6 +111,24 @@ class Quotas:
 
         return admit, frozenset[str]().union(*members)
 
+    async def require_stored(self, owner: str, num_bytes: int) -> None:
+        """Let a job of `owner` have that many bytes more with its checkpoints. Raises QuotaExceeded.
+
+        What is stored belongs to the owner and to the owner's own project, whoever asks for it.
+        """
+        projects = await self._sharing.projects()
+        found = [
+            (allowance, names)
+            for allowance in await self._sharing.allowances()
+            if allowance.quota.max_stored_bytes is not None and owner in (names := _members(allowance, projects))
+        ]
+        if not found:
+            return
+        stored = await self.stored_bytes()
+        for allowance, names in found:
+            if why := why_not_stored(allowance, sum(stored.get(name, 0) for name in names), num_bytes):
+                raise QuotaExceeded(why)
+
     async def used(self, user: str, project: str) -> tuple[QuotaUse, QuotaUse]:
         """Return how much this user and this project use now of what quotas limit."""
         queued_of_user, queued_of_project = await self._jobs.queued_ids(user, project)

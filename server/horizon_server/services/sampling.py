@@ -6,15 +6,23 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from horizon_server.children.child import Child, Limits
-from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, Stalled, WorkerCrashed, WorkerFailed
+from horizon_server.errors import DoesNotFit, InvalidModel, NotFound, OutOfMemory, Stalled, WorkerCrashed, WorkerFailed
 from horizon_server.events import SampledText, WorkerLine
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.sampling import CACHE_BYTES, SampleHold, SampleMemory, sample_memory
+from horizon_server.planning.sampling import (
+    CACHE_BYTES,
+    SampleHold,
+    SampleMemory,
+    sample_layout,
+    sample_memory,
+    trained_layout,
+)
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import size_text
@@ -84,7 +92,7 @@ class Samples:
         # First the user's own turn: what waits for it must not keep others waiting.
         async with self._of_user[principal.name], self._turn:
             with await self._jobs.leases.take(checkpoints, step):
-                folder, adapter = await self._answering(job, checkpoints, step)
+                folder, adapter, weights = await self._answering(job, checkpoints, step)
                 memory = await asyncio.to_thread(_memory, folder, adapter)
                 self._require_room(memory)
                 request = SampleRequest(
@@ -99,7 +107,7 @@ class Samples:
                 try:
                     async with contextlib.aclosing(self._answered(request, memory)) as texts:
                         async for text in texts:
-                            yield text
+                            yield replace(text, weights=weights) if isinstance(text, SampleFigures) else text
                 finally:
                     self._hold.num_bytes = 0
                     # A job may wait for this memory.
@@ -107,15 +115,38 @@ class Samples:
 
     async def _answering(
         self, job: JobRecord, checkpoints: CheckpointFolder, step: int
-    ) -> tuple[Path, SampleAdapter | None]:
-        """Return the model folder that answers: the checkpoint's own, else the base of its adapter, with this."""
+    ) -> tuple[Path, SampleAdapter | None, str]:
+        """Return the model folder that answers, with an adapter to put on it, and both in words.
+
+        Where a job has kept its base in fewer bits, that base answers: a merged model is rounded once more, or is on other values.
+        Otherwise it is the checkpoint's own model where it has one.
+        """
         manifest, folder = await asyncio.to_thread(checkpoints.manifest, step), checkpoints.of_step(step)
         model, part = model_part(manifest.files), adapter_part(manifest.files)
-        if model is not None or part is None or manifest.base is None:
-            return folder / (model or ""), None
-        kept = self._jobs.folders.base_digest(job.job_id)
-        adapter = SampleAdapter(folder=folder / part, base_sha256=manifest.base.sha256, kept=kept)
-        return await self._jobs.base_of(job), adapter
+        if part is None or manifest.base is None:
+            return folder / (model or ""), None, "the weights of the checkpoint"
+        kept_as = job.spec.train.lora.base
+        if model is not None and kept_as == "source":
+            return folder / model, None, "the merged model of the checkpoint"
+        try:
+            base = await self._jobs.base_of(job)
+        except NotFound:
+            if model is None:
+                raise
+            return (
+                folder / model,
+                None,
+                f"the merged model of the checkpoint, because {job.spec.model} is not on the node any more",
+            )
+        adapter = SampleAdapter(
+            folder=folder / part,
+            base_sha256=manifest.base.sha256,
+            kept=self._jobs.folders.base_digest(job.job_id),
+            spec=None if kept_as == "source" else job.spec,
+        )
+        if kept_as == "source":
+            return base, adapter, f"{job.spec.model} with the adapter merged into it"
+        return base, adapter, f"{job.spec.model} in {kept_as}, as the adapter was trained on it, with the adapter"
 
     def _require_room(self, memory: SampleMemory) -> None:
         free = max(0, self._free_bytes())
@@ -177,7 +208,10 @@ class Samples:
 
 
 def _memory(folder: Path, adapter: SampleAdapter | None) -> SampleMemory:
-    return sample_memory(open_model_folder(folder), None if adapter is None else read_adapter_folder(adapter.folder))
+    if adapter is not None and adapter.spec is not None:
+        return sample_memory(trained_layout(folder, adapter.spec.train))
+    found = None if adapter is None else read_adapter_folder(adapter.folder)
+    return sample_memory(sample_layout(open_model_folder(folder), found))
 
 
 def _figures(answer: Any) -> SampleFigures:

@@ -15,7 +15,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan
 from horizon_server.spec import LORA, JobSpec
-from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_SHA256_FILE
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 
 
@@ -29,7 +29,13 @@ class PushedAdapter:
     @property
     def text(self) -> str:
         """What the job reports of its start."""
-        return f"starts with the adapter {self.name}"
+        says_base = (self.folder / BASE_SHA256_FILE).is_file()
+        compared = (
+            "; the digest of the model that it was trained on is compared when the job starts"
+            if says_base
+            else "; it does not say which weights it was trained on, so it was compared with the model by names and shapes only"
+        )
+        return f"starts with the adapter {self.name}{compared}"
 
     def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
         """Return the job's plan, where the adapter is what it asks for. Blocking. Raises InvalidSpec, InvalidModel."""
@@ -39,8 +45,9 @@ class PushedAdapter:
     def link(self, target: Path) -> None:
         """Give the job files of its own. Blocking."""
         target.mkdir(parents=True)
-        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
-            link_or_copy(self.folder / name, target / name)
+        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE, BASE_SHA256_FILE):
+            if (self.folder / name).is_file():
+                link_or_copy(self.folder / name, target / name)
 
 
 @dataclass(frozen=True, kw_only=True)

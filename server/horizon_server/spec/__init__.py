@@ -15,7 +15,7 @@ from horizon_server.spec.job import (
     needs_references,
     parse_job_spec,
 )
-from horizon_server.spec.lora import ALL_LINEAR, LoraSpec
+from horizon_server.spec.lora import ALL_LINEAR, BaseFormat, LoraSpec
 from horizon_server.spec.objective import (
     PAIRED,
     WITH_OPTIONS,
@@ -48,6 +48,7 @@ __all__ = [
     "NAME_RULE",
     "PAIRED",
     "WITH_OPTIONS",
+    "BaseFormat",
     "CheckpointSpec",
     "CompileChoice",
     "ComputeDtypeChoice",

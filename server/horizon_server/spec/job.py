@@ -53,6 +53,11 @@ class CheckpointSpec(Section):
         description="What a checkpoint of a job with train.trainable: lora holds. adapter: the adapter, as a PEFT folder, and not the "
         "frozen model; merged: the model with the adapter merged into it, in dtype; both: the adapter, and the merged model in merged/.",
     )
+    merge_base: Literal["trained", "source"] = Field(
+        default="trained",
+        description="What an adapter is merged into where train.lora.base is int8 or nf4. trained: the rounded base that it was trained "
+        "on, so that the merged model is the one that was evaluated; source: the model folder's own weights, as PEFT merges.",
+    )
     keep_days: float | None = Field(
         default=None,
         gt=0,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from horizon_formats.model_files import ADAPTER_BASE_FILE, ADAPTER_WEIGHTS_FILE
 from horizon_formats.model_files import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG_FILE
-from horizon_formats.model_files import ADAPTER_WEIGHTS_FILE
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adapters import LORA_A, LORA_B
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
@@ -26,8 +27,8 @@ ADAPTER_STEM = ADAPTER_FILE.removesuffix(".safetensors")
 PEFT_LORA = "peft-lora"
 """What a pushed adapter has where a pushed model has its architecture."""
 
-BASE_SHA256_FILE = "base.sha256"
-"""In the folder that a job starts from: the digest of the model that the adapter of another job was trained on."""
+BASE_SHA256_FILE = ADAPTER_BASE_FILE
+"""In a folder of an adapter that horizon has written: the `base_digest.model_digest` of the model that it was trained on."""
 
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 MAX_ADAPTER_RANK = 4096
@@ -35,6 +36,7 @@ MAX_ADAPTER_RANK = 4096
 PEFT_PREFIX = "base_model.model."
 """Before the name of every tensor in an adapter's file."""
 _WEIGHT = ".weight"
+_DIGEST, _MAX_DIGEST_BYTES = re.compile("[0-9a-f]{64}"), 100
 _DTYPES = ("F32", "F16", "BF16")
 
 # Of these, any value says nothing about what the adapter computes.
@@ -113,6 +115,21 @@ class AdapterFolder:
                 )
             found[name] = a, b
         return found
+
+
+def read_base_sha256(folder: Path) -> str:
+    """The digest of the model that an adapter was trained on; empty where its folder does not say. Raises InvalidModel."""
+    file = folder / BASE_SHA256_FILE
+    if not file.is_file():
+        return ""
+    with file.open("rb") as stream:
+        # The file may be anybody's, of any size.
+        text = stream.read(_MAX_DIGEST_BYTES).decode("ascii", errors="replace").strip()
+    if not _DIGEST.fullmatch(text):
+        raise InvalidModel(
+            f"{file} must hold a sha256, 64 digits from 0 to 9 and a to f; copy the adapter again, or leave the file out"
+        )
+    return text
 
 
 def is_adapter_folder(folder: Path) -> bool:

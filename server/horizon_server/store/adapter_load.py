@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from horizon_server import progress
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.host_store import HostStore, merge_master, split_master
-from horizon_server.store.merging import Floats, read_floats
+from horizon_server.store.layout import Packing
+from horizon_server.store.merging import Floats, Rounding, read_floats
+from horizon_server.store.packing import round_rows
 from horizon_server.store.safetensors_files import TensorHeader
 
 _PIECE_ELEMENTS = 1 << 20
@@ -26,6 +28,14 @@ def weight_change(a: TensorHeader, b: TensorHeader, scale: float, transposed: bo
         return product
 
     return rows
+
+
+def rounding_of(packing_of: Mapping[str, Packing]) -> Rounding | None:
+    """How a base with these packed tensors was rounded; None where it was not."""
+    packed = {name: packing for name, packing in packing_of.items() if packing != "none"}
+    if not packed:
+        return None
+    return Rounding(packing_of=packed, round_rows=lambda values, packing: round_rows(torch.from_numpy(values), packing))
 
 
 def merge_into(store: HostStore, adapter: AdapterFolder) -> None:

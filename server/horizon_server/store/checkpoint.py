@@ -37,13 +37,14 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.adapter_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_STEM,
+    BASE_SHA256_FILE,
     PEFT_PREFIX,
     AdapterConfig,
     adapter_config_text,
     read_adapter_folder,
 )
-from horizon_server.store.adapter_load import weight_change
-from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, adapter_part
+from horizon_server.store.adapter_load import rounding_of, weight_change
+from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, MergeBase, adapter_part
 from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import StoreLayout, TensorLayout
 from horizon_server.store.manifest import (
@@ -57,7 +58,7 @@ from horizon_server.store.manifest import (
 )
 from horizon_server.store.merging import CONFIG_DTYPES as _CONFIG_NAMES
 from horizon_server.store.merging import DTYPE_OF_EXPORT as _ASKED_FOR
-from horizon_server.store.merging import ExportDtype, merged_bytes, write_merged
+from horizon_server.store.merging import ExportDtype, MergeOrigin, base_format, merged_bytes, write_merged
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.model_load import load_model
 from horizon_server.store.safetensors_files import (
@@ -94,13 +95,15 @@ class AdapterExport:
     """How the checkpoints of a job that trains adapters are written.
 
     `base_sha256` gives the digest of the model, once it is needed. `module_prefix` is what the model's class has before the names of the
-    folder's tensors, such as `transformer.` where the folder was saved without it.
+    folder's tensors, such as `transformer.` where the folder was saved without it. `merge_base` says what adapters are merged into where
+    the store's frozen weights are packed.
     """
 
     config: AdapterConfig
     base_sha256: Callable[[], str]
     module_prefix: str = ""
     export: Export = "adapter"
+    merge_base: MergeBase = "trained"
 
 
 def save_checkpoint(
@@ -154,6 +157,10 @@ def save_checkpoint(
         else:
             name, text = f"{model_prefix}{ADAPTER_CONFIG_FILE}", _adapter_config(store.layout, adapter)
             files[name] = write_text(folder / name, text)
+            assert base is not None, "adapters have a base"
+            # Without the manifest, which is not part of the adapter, who gets it would not know what it is for.
+            name = f"{model_prefix}{BASE_SHA256_FILE}"
+            files[name] = write_text(folder / name, base.sha256)
         for name in companions:
             (folder / name).parent.mkdir(exist_ok=True)
             # Contents only: a read-only source must not make the checkpoint undeletable.
@@ -166,6 +173,8 @@ def save_checkpoint(
         if adapter is not None and adapter.export != "adapter":
             prefix, merged = MERGED_PREFIX[adapter.export], read_adapter_folder(folder / model_prefix)
             (folder / prefix).mkdir(exist_ok=True)
+            assert base is not None, "adapters have a base"
+            packing_of = {place.name: place.packing for _, place in store.layout.tensors() if place.packing != "none"}
             found = write_merged(
                 folder / prefix,
                 base=source,
@@ -174,6 +183,13 @@ def save_checkpoint(
                 shard_bytes=shard_bytes,
                 advance=lambda _: progress.advance(),
                 change_of=weight_change,
+                rounding=rounding_of(packing_of) if adapter.merge_base == "trained" else None,
+                origin=MergeOrigin(
+                    base_model=base.model,
+                    base_sha256=base.sha256,
+                    base=adapter.merge_base,
+                    base_format=base_format(adapter.merge_base, packing_of),
+                ),
             )
             files |= _below(prefix, found)
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")

@@ -19,6 +19,8 @@ from horizon_server.store.manifest import TRAINER_FOLDER
 from horizon_server.store.model_files import CONFIG_FILE
 
 Export = Literal["adapter", "merged", "both"]
+MergeBase = Literal["trained", "source"]
+"""What an adapter is merged into: the base as it was trained on, which may be rounded to fewer bits, or the model folder's own weights."""
 
 MERGED_FOLDER = "merged"
 ADAPTER_PREFIX: Mapping[Export, str] = {"adapter": "", "both": "", "merged": f"{TRAINER_FOLDER}/adapter/"}

@@ -298,9 +298,11 @@ def with_trained(
     return found
 
 
-def weights_only(layout: StoreLayout, *, is_bfloat16: Callable[[str], bool]) -> StoreLayout:
+def weights_only(
+    layout: StoreLayout, *, is_bfloat16: Callable[[str], bool], packing_of: Callable[[str], Packing] = lambda _: "none"
+) -> StoreLayout:
     """The layout for weights that are read and never trained: without moments, and without a second half where bfloat16 is exact."""
-    return _grouped(layout, lambda _: False, is_bfloat16=is_bfloat16, packing_of=lambda _: "none")
+    return _grouped(layout, lambda _: False, is_bfloat16=is_bfloat16, packing_of=packing_of)
 
 
 def _grouped(

@@ -1,6 +1,7 @@
 """A model folder with an adapter merged into it: W + scale * B A, written tensor by tensor with bounded memory. Torch-free.
 
-Each number is computed in fp32 from the exact values of base and adapter, and rounded once to the format it is written in.
+Each number is computed in fp32 from the exact values of base and adapter, and rounded once to the format it is written in. The values of
+a base that was trained on in fewer bits may be those that it was rounded to.
 
 Source: LoRA (arXiv 2106.09685), section 4.2.
 """
@@ -13,6 +14,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +25,9 @@ import numpy.typing as npt
 from horizon_formats.model_files import companion_files
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adapter_files import AdapterFolder
+from horizon_server.store.checkpoint_parts import MergeBase
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, Packing
 from horizon_server.store.manifest import FileRecord, record_file
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_files import (
@@ -40,6 +44,9 @@ ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
 DTYPE_OF_EXPORT: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 CONFIG_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
+ORIGIN_FILE = "horizon_merge.json"
+"""In the folder of a merged model: what it was made from."""
+
 # Of a tensor, converted at once by a thread: what it makes stays in the processor's cache.
 _PIECE_ELEMENTS = 1 << 18
 _NUM_THREADS = 4
@@ -49,6 +56,42 @@ _SMALL_FILES_BYTES = 1 << 20
 
 Floats = npt.NDArray[np.float32]
 ChangeOf = Callable[[TensorHeader, TensorHeader, float, bool], Callable[[int, int], Floats]]
+RoundRows = Callable[[Floats, Packing], None]
+"""Replaces rows of a matrix, in fp32, by what they are in fewer bits: `packing.round_rows`, which has torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOrigin:
+    """What a merged model was made from, as `ORIGIN_FILE` says it: the base's name and digest, and how its values were taken.
+
+    `base` is what was asked for; `base_format` is the packing whose rounded values were used, or `source` for the folder's own values.
+    """
+
+    base_model: str
+    base_sha256: str
+    base: MergeBase
+    base_format: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How a base was rounded when it was trained on: the packing of each tensor that was packed, by name."""
+
+    packing_of: Mapping[str, Packing]
+    round_rows: RoundRows
+
+
+def base_format(base: MergeBase, packing_of: Mapping[str, Packing]) -> str:
+    """The `MergeOrigin.base_format` of a base whose packed tensors are those."""
+    return next(iter(packing_of.values()), "source") if base == "trained" else "source"
+
+
+def read_origin(merged: Path) -> MergeOrigin | None:
+    """What a merged model in this folder was made from; None where it does not say."""
+    try:
+        return MergeOrigin(**json.loads((merged / ORIGIN_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def merged_bytes(base: Path, dtype: ExportDtype) -> int:
@@ -69,9 +112,12 @@ def write_merged(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     advance: Callable[[int], None] = lambda _: None,
     change_of: ChangeOf | None = None,
+    rounding: Rounding | None = None,
+    origin: MergeOrigin | None = None,
 ) -> dict[str, FileRecord]:
     """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given bytes as they are read.
-    `change_of` multiplies in the place of `weight_change`.
+    `change_of` multiplies in the place of `weight_change`. With `rounding` the base's values are those that it was trained on; `origin` is
+    written next to the model.
 
     Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format.
 
@@ -90,7 +136,7 @@ def write_merged(
                 if pair is None
                 else partial(change_of or weight_change, *pair, adapter.config.scale, adapter.config.transposed)
             )
-            pieces = partial(_pieces, header, written_as, delta, advance, pool)
+            pieces = partial(_pieces, header, written_as, delta, rounding, advance, pool)
             size_bytes = math.prod(header.shape) * DTYPE_BYTES[written_as]
             tensors.append(
                 TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
@@ -103,6 +149,8 @@ def write_merged(
     config: dict[str, Any] = {key: value for key, value in read_config(base).items() if key != "torch_dtype"}
     if (most := sizes.most_common(1)[0][0]) in CONFIG_DTYPES:
         config["dtype"] = CONFIG_DTYPES[most]
+    if origin is not None:
+        files[ORIGIN_FILE] = write_text(folder / ORIGIN_FILE, json.dumps(asdict(origin), indent=2) + "\n")
     files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name in companion_files(base):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -142,18 +190,29 @@ def _pieces(
     header: TensorHeader,
     written_as: str,
     delta: Callable[[], Callable[[int, int], Floats]] | None,
+    rounding: Rounding | None,
     advance: Callable[[int], None],
     pool: ThreadPoolExecutor,
 ) -> Iterator[memoryview]:
     width = header.shape[-1] if len(header.shape) > 1 else 1
     num_rows = math.prod(header.shape) // width if width else 0
-    rows_at_once, row_bytes = max(1, _PIECE_ELEMENTS // max(1, width)), width * DTYPE_BYTES[header.dtype]
+    packing: Packing = "none" if rounding is None else rounding.packing_of.get(header.name, "none")
+    # Whole groups of scales, so that a piece is rounded as the whole tensor is.
+    grain = math.lcm(width, NF4_BLOCK * BLOCKS_PER_GROUP) // width if packing == "nf4" else 1
+    rows_at_once = max(grain, _PIECE_ELEMENTS // max(1, width) // grain * grain)
+    row_bytes = width * DTYPE_BYTES[header.dtype]
     change = None if delta is None else delta()
 
-    def converted(raw: bytearray, start: int, end: int) -> memoryview:
-        if change is None and written_as == header.dtype:
-            return memoryview(raw)
+    def values_of(raw: bytearray) -> Floats:
         values = _as_floats(raw, header.dtype)
+        if rounding is not None and packing != "none":
+            rounding.round_rows(values.reshape(-1, width), packing)
+        return values
+
+    def converted(raw: bytearray, start: int, end: int) -> memoryview:
+        if change is None and packing == "none" and written_as == header.dtype:
+            return memoryview(raw)
+        values = values_of(raw)
         if change is not None:
             values += change(start, end).reshape(-1)
         return _encoded(values, written_as, header.name).view(np.uint8).data

@@ -17,7 +17,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, PACKED_PIECE_ELEMENTS, PackedPart, TensorLayout
+from horizon_server.store.layout import (
+    BLOCKS_PER_GROUP,
+    NF4_BLOCK,
+    PACKED_PIECE_ELEMENTS,
+    PackedPart,
+    Packing,
+    TensorLayout,
+    UnitLayout,
+)
 
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -82,6 +90,22 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
         values = pairs_256x2.index_select(0, in_bytes.int()).view(-1)[: len(out)]
         of_blocks = scales_B[start // NF4_BLOCK : start // NF4_BLOCK + -(-len(out) // NF4_BLOCK)]
         out.copy_(values * of_blocks.repeat_interleave(NF4_BLOCK)[: len(out)])
+
+
+def round_rows(values_RW: Tensor, packing: Packing) -> None:
+    """Replace rows of a matrix by what they are once they were packed and unpacked.
+
+    Shapes: fp32, contiguous and on the CPU; the first element begins a piece of the matrix, whose length `piece_elements` says.
+    """
+    shape = tuple(values_RW.shape)
+    place = TensorLayout(
+        name="", shape=shape, offset=0, num_elements=values_RW.numel(), decay=False, trained=False, packing=packing
+    )
+    unit = UnitLayout(name="", kind="layer", index=0, offset=0, num_elements=place.num_elements, tensors=(place,))
+    block, part = torch.empty(unit.packed_bytes, dtype=torch.uint8), unit.packed_parts[place.name]
+    values_N = values_RW.view(-1)
+    pack(values_N, place, block, part)
+    unpack(place, block, part, values_N)
 
 
 def _pack_int8(rows_RW: Tensor, codes_RW: Tensor, scales_R: Tensor) -> None:

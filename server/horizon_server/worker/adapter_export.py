@@ -33,4 +33,5 @@ def adapter_export(request: WorkerRequest, template: Template) -> AdapterExport 
         base_sha256=cache(lambda: model_digest(request.model, kept=request.checkpoints.with_name("base.json"))),
         module_prefix=in_class.removesuffix(in_folder) if in_class.endswith(in_folder) else "",
         export=spec.checkpoint.export,
+        merge_base=spec.checkpoint.merge_base,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.compute import ComputeDtype
-from horizon_server.store.adapter_files import BASE_SHA256_FILE, read_adapter_folder
+from horizon_server.store.adapter_files import read_adapter_folder, read_base_sha256
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState
 from horizon_server.store.host_store import HostStore
@@ -98,10 +98,11 @@ def load(
 
 
 def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
-    """Refuse an adapter of another job that was trained on another model. What was pushed does not say."""
-    file = adapter / BASE_SHA256_FILE
-    if file.is_file() and file.read_text("ascii") != base_sha256():
+    """Refuse an adapter that was trained on another model. Those that other programs have written do not say."""
+    wanted = read_base_sha256(adapter)
+    if wanted and (found := base_sha256()) != wanted:
         raise InvalidModel(
-            "init_from: the adapter was trained on other weights than those of model; merge it (horizon checkpoint merge) and start from "
-            "the merged model, or give the model that it was trained on"
+            f"init_from: the adapter was trained on other weights than those of model: their digest is {wanted[:12]}, not {found[:12]}; "
+            "merge it (horizon checkpoint merge) and start from the merged model, or give the model that it was trained on. The digest is "
+            "of config.json and the weights as they are saved: where only that differs, push the adapter without its file base.sha256"
         )

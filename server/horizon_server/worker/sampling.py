@@ -24,7 +24,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.sampling import sample_layout
+from horizon_server.planning.sampling import sample_layout, trained_layout
 from horizon_server.records.plan import size_text
 from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleAdapter, SampleFigures, SamplePrompt, SampleRequest
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
@@ -78,13 +78,7 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
     )
     with processor_time_limit(RENDER_S, endless):
         prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
-    adapter = None if request.adapter is None else _adapter(request.folder, request.adapter)
-    layout = sample_layout(open_model_folder(folder), adapter)
-    template = Template.from_folder(folder, layout=layout, own_attention=False)
-    store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
-    load_model(store, folder)
-    if adapter is not None:
-        merge_into(store, adapter)
+    template, store = _loaded(request)
     device = HostDevice(num_threads=request.num_threads)
     generator = TokenGenerator(template, store, device)
     needed_bytes = sum(generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
@@ -114,6 +108,27 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
         duration_s=duration_s,
         tokens_per_second=num_tokens / duration_s,
     )
+
+
+def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
+    """The weights that answer, and the model that computes with them."""
+    folder, asked = request.folder, request.adapter
+    adapter = None if asked is None else _adapter(folder, asked)
+    spec = None if asked is None else asked.spec
+    # Next to its base as the evaluations of its job, so that no bit differs from them.
+    layout = sample_layout(open_model_folder(folder), adapter) if spec is None else trained_layout(folder, spec.train)
+    template = Template.from_folder(folder, layout=layout, own_attention=False)
+    store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
+    if spec is not None:
+        assert adapter is not None
+        template.adapter_scale = spec.train.lora.scale
+        names = {place.name for _, place in layout.tensors() if place.adapts}
+        load_model(store, folder, adapters=adapter.tensors(names))
+    else:
+        load_model(store, folder)
+        if adapter is not None:
+            merge_into(store, adapter)
+    return template, store
 
 
 def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:

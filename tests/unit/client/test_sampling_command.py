@@ -51,7 +51,9 @@ def test_an_answer_comes_when_it_is_complete() -> None:
     def piece(prompt: int, text: str, ended: str = "") -> SampledText:
         return SampledText(prompt=prompt, text=text, num_tokens=2, ended=ended)
 
-    figures = SampleFigures(num_prompt_tokens=3, num_tokens=4, load_s=1.0, duration_s=2.0, tokens_per_second=2.0)
+    figures = SampleFigures(
+        num_prompt_tokens=3, num_tokens=4, load_s=1.0, duration_s=2.0, tokens_per_second=2.0, weights="tiny in nf4"
+    )
     noted = Noted()
     pieces: list[Any] = [piece(0, "a"), piece(1, "x", "stop"), piece(0, "b", "length"), figures]
     chat = [{"role": "user", "content": "why?"}]
@@ -63,7 +65,7 @@ def test_an_answer_comes_when_it_is_complete() -> None:
         {"index": 0, "prompt": "one", "answer": "ab", "num_tokens": 2, "ended": "length"},
     ]
     assert answer_text(found[0]) == "[1] why?\n--> x\n"
-    assert "2.0 tokens/s" in noted.texts[0]
+    assert "2.0 tokens/s" in noted.texts[0] and noted.texts[1] == "answered with tiny in nf4"
 
 
 def test_a_model_cannot_control_the_terminal() -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import MakeDaemon
-from tests.daemon_parts import DaemonParts
-from tests.support.adapters import LORA, write_adapter, write_adapter_checkpoint
+from tests.daemon_parts import ROOT, DaemonParts
+from tests.support.adapters import LORA, lora_on, store_of_adapters, write_adapter, write_adapter_checkpoint
 from transformers import AutoModelForCausalLM
 
-from horizon_server.errors import InvalidModel, InvalidSpec, NotAllowed, NotFound
+from horizon_formats.model_files import pushed_files
+from horizon_server.errors import DiskFull, InvalidModel, InvalidSpec, NotAllowed, NotFound, QuotaExceeded
 from horizon_server.events import MergeProgress, Message
 from horizon_server.jobs.worker_request import worker_request
 from horizon_server.main import sweep
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
+from horizon_server.records.sample import SampleFigures, SampleOptions, SamplePrompt
 from horizon_server.store.adapter_files import read_adapter_folder
-from horizon_server.store.checkpoint_parts import Export
+from horizon_server.store.base_digest import model_digest
+from horizon_server.store.checkpoint_parts import Export, MergeBase
 from horizon_server.store.manifest import is_complete
+from horizon_server.store.merging import merged_bytes, read_origin
+from horizon_server.worker.continuation import load
 
 
 @pytest.fixture
@@ -32,12 +40,19 @@ async def daemon(make_daemon: MakeDaemon, state_dir: Path) -> AsyncIterator[Daem
         yield made
 
 
-async def source_of(daemon: DaemonParts, owner: Principal, export: Export = "adapter") -> JobRecord:
-    """An ended job named `first` with a checkpoint of adapters at step 3."""
-    job = await daemon.job_in(JobState.SUCCEEDED, owner, name="first", train=LORA)
+async def source_of(
+    daemon: DaemonParts, owner: Principal, export: Export = "adapter", *, base: str = "source", **changes: Any
+) -> JobRecord:
+    """An ended job named `first` with a checkpoint of adapters at step 3, whose base was kept in the format `base`."""
+    job = await daemon.job_in(JobState.SUCCEEDED, owner, name="first", train=lora_on(base), **changes)
     folder = daemon.services.jobs.folders.checkpoints(job.job_id).of_step(3)
-    write_adapter_checkpoint(folder, daemon.model_folder, export=export)
+    write_adapter_checkpoint(folder, daemon.model_folder, export=export, base=base)
     return job
+
+
+def what_is_there(folder: Path) -> set[str]:
+    """All names in a checkpoint, hidden ones too."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 async def merged(daemon: DaemonParts, owner: Principal, job: JobRecord, **options: Any) -> list[MergeProgress]:
@@ -68,13 +83,53 @@ async def test_a_job_starts_from_a_pushed_adapter(daemon: DaemonParts, ada: Prin
     start = services.folders.start(job.job_id)
     assert (start / "adapter_model.safetensors").read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
     event = await anext(daemon.parts.journal.follow(job.job_id, 1))
-    assert event.payload == Message(level="info", text="starts with the adapter mine")
+    text = "it does not say which weights it was trained on, so it was compared with the model by names and shapes only"
+    assert event.payload == Message(level="info", text=f"starts with the adapter mine; {text}")
+    assert not (start / "base.sha256").exists()
     memory = services.planner.worker_memory(job.spec, daemon.model_folder)
     request = worker_request(
         job, memory, services.folders, model=daemon.model_folder, prepared=tmp_path, evaluations={}, num_threads=1,
         numa_interleave=False, device="host", gpu=None, trace=None,
     )  # fmt: skip
     assert request["adapter"] == str(start)
+
+
+async def test_a_pushed_adapter_that_names_its_base_is_compared_with_it(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path
+) -> None:
+    checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", daemon.model_folder)
+    shutil.rmtree(checkpoint / "trainer")  # as `horizon checkpoint pull` leaves it
+    assert "base.sha256" in pushed_files(checkpoint)
+    await daemon.model(ada, "mine", checkpoint)
+    job = await daemon.submit(ada, "second", init_from="mine", train=LORA)
+    event = await anext(daemon.parts.journal.follow(job.job_id, 1))
+    text = (
+        "starts with the adapter mine; the digest of the model that it was trained on is compared when the job starts"
+    )
+    assert event.payload == Message(level="info", text=text)
+
+    start, store = daemon.services.jobs.folders.start(job.job_id), store_of_adapters(daemon.model_folder)
+    own = model_digest(daemon.model_folder)
+    assert (start / "base.sha256").read_text() == own
+    load(store, model=daemon.model_folder, resume_from=None, from_memory=False, adapter=start, base_sha256=lambda: own)
+    words = (
+        f"init_from: the adapter was trained on other weights than those of model: their digest is {own[:12]}, not 000"
+    )
+    with pytest.raises(InvalidModel, match=words):
+        load(
+            store, model=daemon.model_folder, resume_from=None, from_memory=False, adapter=start,
+            base_sha256=lambda: "0" * 64,
+        )  # fmt: skip
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"no digest", b"a" * 63, b"\xff" * 64, b"a" * 1000])
+async def test_a_digest_that_is_none_is_refused_when_it_is_pushed(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path, content: bytes
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", daemon.model_folder)
+    with pytest.raises(InvalidModel, match=r"base\.sha256 must hold a sha256, 64 digits"):
+        await daemon.model(ada, "mine", folder, extra={"base.sha256": content})
 
 
 @pytest.mark.parametrize(
@@ -163,6 +218,139 @@ async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Prin
 
     assert await merged(daemon, ada, source, remove=True) == []
     assert checkpoints.manifest(3) == before and not (folder / "merged").exists()
+
+
+@pytest.mark.parametrize("kept_as", ["int8", "nf4"])
+async def test_the_node_merges_into_the_base_that_is_asked_for(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path, kept_as: str
+) -> None:
+    source = await source_of(daemon, ada, base=kept_as)
+    folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
+    found, choices = {}, get_args(MergeBase)
+    for base in choices:
+        await merged(daemon, ada, source, dtype="fp32", base=base)
+        origin = read_origin(folder / "merged")
+        assert origin is not None and origin.base_sha256 == model_digest(daemon.model_folder)
+        assert (origin.base, origin.base_format) == (base, kept_as if base == "trained" else "source")
+        found[base] = load_file(folder / "merged/model.safetensors")
+        assert await merged(daemon, ada, source, base=base) == [], "the same is not made again"
+        other = {"trained": "source", "source": "trained"}[base]
+        words = rf"base is {other}, and the checkpoint of step 3 of job .* has a merged model of base {base} already; take it off"
+        with pytest.raises(InvalidSpec, match=words):
+            await merged(daemon, ada, source, base=other)
+        await merged(daemon, ada, source, remove=True)
+    # As the worker of such a job exports it, which multiplies with torch; what has no adapter has the same bits.
+    for base in choices:
+        whole = tmp_path / base
+        write_adapter_checkpoint(whole, daemon.model_folder, export="both", base=kept_as, merge_base=base, dtype="fp32")
+        worker = load_file(whole / "merged/model.safetensors")
+        for name, tensor in worker.items():
+            assert (found[base][name] - tensor).abs().max() <= 1e-6, name
+            if "q_proj" not in name and "down_proj" not in name:
+                assert torch.equal(found[base][name], tensor), name
+    assert not torch.equal(*(found[base]["model.layers.0.mlp.up_proj.weight"] for base in choices))
+    assert torch.equal(*(found[base]["model.embed_tokens.weight"] for base in choices))
+
+
+@pytest.mark.parametrize(("in_spec", "base_format"), [("trained", "int8"), ("source", "source")])
+async def test_where_nothing_is_asked_the_job_says_what_to_merge_into(
+    daemon: DaemonParts, ada: Principal, in_spec: MergeBase, base_format: str
+) -> None:
+    source = await source_of(daemon, ada, base="int8", checkpoint={"merge_base": in_spec})
+    await merged(daemon, ada, source)
+    folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
+    origin = read_origin(folder / "merged")
+    assert origin is not None and origin.base_format == base_format
+
+
+@pytest.mark.parametrize(("kept_as", "export"), [("nf4", "both"), ("int8", "merged"), ("source", "both")])
+async def test_a_base_in_fewer_bits_answers_as_it_was_trained_on(
+    daemon: DaemonParts, ada: Principal, kept_as: str, export: Export
+) -> None:
+    source = await source_of(daemon, ada, export, base=kept_as)
+    samples, prompts = daemon.services.samples, [SamplePrompt(text="The lab box")]
+
+    async def weights() -> str:
+        answers = samples.sample(ada, source.job_id, 3, prompts, SampleOptions(max_tokens=2))
+        *_, figures = [piece async for piece in answers]
+        assert isinstance(figures, SampleFigures) and figures.num_tokens
+        return figures.weights
+
+    name, gone = source.spec.model, daemon.model_folder.with_name("gone")
+    if kept_as == "source":
+        assert await weights() == "the merged model of the checkpoint"
+        return
+    assert await weights() == f"{name} in {kept_as}, as the adapter was trained on it, with the adapter"
+    daemon.model_folder.rename(gone)
+    try:
+        wanted = f"the merged model of the checkpoint, because {name} is not on the node any more"
+        assert await weights() == wanted
+    finally:
+        gone.rename(daemon.model_folder)
+
+
+async def test_a_merge_takes_of_the_owners_storage_quota(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
+    stored = (await daemon.services.merges._quotas.stored_bytes())[ada.name]
+    needed = merged_bytes(daemon.model_folder, "source")
+
+    for holder in ("user", "project"):
+        name = ada.name if holder == "user" else ada.project
+        await daemon.allow(holder, name, max_stored_bytes=stored + needed - 1)
+        for caller in (ada, ROOT):
+            with pytest.raises(QuotaExceeded, match=rf"quota: .* stored by {holder} {name}, and this needs .* more"):
+                await merged(daemon, caller, source)
+        assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+        await daemon.allow(holder, name, max_stored_bytes=stored + needed)
+    assert await merged(daemon, ada, source)
+    used = (await daemon.services.merges._quotas.stored_bytes())[ada.name]
+    assert stored < used == stored + checkpoints.manifest(3).size_bytes - before.size_bytes <= stored + needed
+
+
+async def test_a_merge_that_no_longer_fits_when_it_is_done_leaves_nothing(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
+    async with aclosing(daemon.services.merges.merge(ada, source.job_id, 3)) as lines:
+        with pytest.raises(QuotaExceeded):
+            async for line in lines:
+                assert isinstance(line, MergeProgress)
+                await daemon.allow("user", ada.name, max_stored_bytes=1)  # as if something else had been stored
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+
+
+async def test_a_merge_leaves_the_disk_its_free_space(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
+    daemon.services.jobs.folders.min_free_bytes = 2**60
+    with pytest.raises(DiskFull, match=r"merged needs \d+ bytes, but the checkpoint has 0 free besides"):
+        await merged(daemon, ada, source)
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+
+
+async def test_a_merge_whose_caller_hangs_up_leaves_nothing(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
+    begun = asyncio.Event()
+
+    async def merge() -> None:
+        async with aclosing(daemon.services.merges.merge(ada, source.job_id, 3)) as lines:
+            await anext(lines)
+            # What a child that is killed has written so far.
+            (checkpoints.of_step(3) / ".merged.partial").mkdir(exist_ok=True)
+            begun.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(merge(), name="merge")
+    await asyncio.wait_for(begun.wait(), 60)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+    assert await merged(daemon, ada, source)
 
 
 async def test_a_merge_that_was_cut_is_done_again(daemon: DaemonParts, ada: Principal) -> None:

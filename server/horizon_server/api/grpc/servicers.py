@@ -166,7 +166,10 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
         self, request: checkpoint_pb2.MergeCheckpointRequest, context: Any
     ) -> AsyncIterator[checkpoint_pb2.MergeCheckpointResponse]:
         dtype = enum_text(job_pb2.CheckpointDtype.DESCRIPTOR, request.dtype) if request.dtype else ""
-        lines = self._services.merges.merge(caller(), request.job_id, request.step, dtype=dtype, remove=request.remove)
+        base = enum_text(job_pb2.MergeBase.DESCRIPTOR, request.base) if request.base else ""
+        lines = self._services.merges.merge(
+            caller(), request.job_id, request.step, dtype=dtype, base=base, remove=request.remove
+        )
         async with aclosing(lines):
             async for line in lines:
                 if isinstance(line, MergeProgress):
