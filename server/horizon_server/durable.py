@@ -47,6 +47,15 @@ def replace_file(target: Path, text: str) -> None:
     sync_folder(target.parent)
 
 
+def remove_half_files(folder: Path) -> None:
+    """Remove what processes that were killed inside `replace_file` have left in the folder."""
+    for partial in folder.glob(f".*.*{PARTIAL_SUFFIX}"):
+        pid = partial.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")[2]
+        # A command that runs beside the daemon may be writing right now.
+        if partial.is_file() and pid.isdecimal() and not Path("/proc", pid).exists():
+            partial.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from horizon_server.durable import replace_file
+from horizon_server.durable import remove_half_files, replace_file
 from horizon_server.errors import BadSetting, InUse
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ def held_state_dir(path: Path, *, may_be_unfinished: bool = False) -> Iterator[P
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        remove_half_files(path)
         yield path
     finally:
         (path / "endpoints.json").unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ def test_it_is_free_again_and_the_addresses_are_gone(tmp_path: Path) -> None:
             write_endpoints(state, grpc="127.0.0.1:1", http="127.0.0.1:2", authority=None)
             assert json.loads((state / "endpoints.json").read_text())["grpc"] == "127.0.0.1:1"
         assert not (tmp_path / "endpoints.json").exists()
+
+
+def test_what_a_killed_daemon_has_left_half_written_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, written = (tmp_path / f".state-id.{pid}.partial" for pid in (ended.pid, os.getpid()))
+    for path in (left, written):
+        path.write_text("half")
+    with held_state_dir(tmp_path):
+        assert not left.exists()
+        assert written.exists(), "a process that lives is writing it"
 
 
 def test_it_is_private(tmp_path: Path) -> None:
