@@ -65,7 +65,7 @@ class UnattendedUser(threading.Thread):
             self.error = error
 
     def leave(self, timeout_s: float = 30.0) -> None:
-        """End the program wherever it is: one that goes on beside the next tests would disturb them."""
+        """End the program at once; otherwise it would keep running and disturb the tests that follow."""
         with contextlib.suppress(RuntimeError):  # it has ended
             self._leave()
         self.join(timeout_s)

@@ -97,7 +97,7 @@ class Attempt:
     """Planned host memory of all other resident jobs."""
     on_checkpoint: Callable[[CheckpointWritten], None]
     on_loaded: Callable[[JobRecord, float], None]
-    """Is told how many seconds it took from the begin of the attempt until the job could take turns."""
+    """Called with the seconds from the start of the attempt until the job could take turns."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0

@@ -18,7 +18,7 @@ class LoadTimes:
         self._fixed_s, self._s_per_byte = 0.0, 0.0
 
     def add(self, num_bytes: int, duration_s: float) -> None:
-        """Learn from a job that had so many bytes to load.
+        """Learn from a job that took `duration_s` to load `num_bytes`.
 
         A fixed part (a process and its libraries, data to prepare) and one that grows with the bytes: the median of the slopes between
         all pairs, and the median of what is left (Theil and Sen), which one job with much data to prepare does not bend.
@@ -34,5 +34,5 @@ class LoadTimes:
         self._fixed_s = max(0.0, rest_s)
 
     def expected_s(self, num_bytes: int) -> float:
-        """Return what loading so many bytes takes; 0 as long as nothing is known."""
+        """Return how many seconds loading `num_bytes` is expected to take; 0 before the first `add`."""
         return self._fixed_s + self._s_per_byte * num_bytes

@@ -114,7 +114,7 @@ class Quotas:
     async def require_stored(self, owner: str, num_bytes: int) -> None:
         """Let a job of `owner` have that many bytes more with its checkpoints. Raises QuotaExceeded.
 
-        What is stored belongs to the owner and to the owner's own project, whoever asks for it.
+        It counts for the owner and for the owner's own project, whichever user made the call.
         """
         projects = await self._sharing.projects()
         found = [
