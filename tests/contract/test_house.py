@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 500
+MAX_LINES = 600
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -32,7 +32,7 @@ def ours(*patterns: str) -> list[Path]:
     ]
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
+def test_no_file_is_longer_than_600_lines() -> None:
     sizes = {
         str(path.relative_to(ROOT)): path.read_bytes().count(b"\n")
         for path in ours("*.py", "*.cpp", "*.toml", "Makefile")
