@@ -306,7 +306,7 @@ class MemoryPlan:
     fits: bool
     """Whether both fit."""
     message: str
-    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise, or empty."""
+    """When it does not fit: the numbers and the smallest change that would make it fit; else empty."""
     num_parameters: int
     """Parameters of the model."""
     device: str
@@ -323,6 +323,12 @@ class MemoryPlan:
     """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
     references: ReferencePass | None
     """The pass over the data before the first step; None where the method needs none, or the node's speed has not been measured."""
+    warnings: tuple[str, ...]
+    """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+    num_steps: int | None
+    """Steps of the whole job; None while only its data decides and nothing is known of that."""
+    steps_estimated: bool
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1016,6 +1022,16 @@ class QueueEntry:
     """Number of optimizer steps in all, 0 while unknown; None for the jobs of other users."""
     outlook: Outlook | None
     """Why it is where it is, and when it is expected to start and end. For the jobs of other users without the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedJob:
+    """SimulateJobResponse holds the outlook."""
+
+    outlook: Outlook
+    """Why it would be where it is, and when it would start and end."""
+    plan: MemoryPlan
+    """Its memory plan, with what `job plan` and `job submit` warn of."""
 
 
 JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent

@@ -91,7 +91,6 @@ log = structlog.get_logger(__name__)
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
-_PREPARED = "prepared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +203,7 @@ async def wire(
     audit, limits = Audit(database), CallLimits(calls_per_s=settings.max_calls_per_s)
     quotas, space = Quotas(sharing, store, folders), Space(settings.state_dir, settings.min_free_bytes)
     database.when_full = space.give_up_reserve
-    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space)
+    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     hold = SampleHold()
@@ -259,7 +258,13 @@ async def wire(
 
 
 def _wire_data(
-    settings: Settings, database: Database, store: JobStore, metrics: Metrics, quotas: Quotas, space: Space
+    settings: Settings,
+    database: Database,
+    store: JobStore,
+    metrics: Metrics,
+    quotas: Quotas,
+    space: Space,
+    folders: JobFolders,
 ) -> tuple[Uploads, DatasetService, ModelService]:
     """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
@@ -268,16 +273,15 @@ def _wire_data(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
-    prepared_root = settings.state_dir / _PREPARED
     # Of preparations that ran when the last daemon was killed.
-    remove_all_partial(prepared_root)
+    remove_all_partial(folders.prepared)
     datasets = DatasetService(
         DatasetStore(database),
         uploads,
         max_bytes=settings.max_dataset_bytes,
         users_of=store.users_of,
         quotas=quotas,
-        prepared_root=prepared_root,
+        prepared_root=folders.prepared,
     )
     models = ModelService(
         ModelStore(database),
@@ -323,7 +327,7 @@ def _wire_jobs(
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(settings.state_dir / _PREPARED, preparing, space), num_threads=num_threads, environment=environment,
+            preparation=Preparation(folders.prepared, preparing, space), num_threads=num_threads, environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.job_views import share_text, times_of
+from horizon_client.cli.job_views import share_text, total_text, warning_lines, when_text
 from horizon_client.cli.jobs import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.output import (
     View,
@@ -26,7 +26,7 @@ from horizon_client.cli.session import TransferReporter, connected, open_client
 from horizon_client.cli.times import duration
 
 if TYPE_CHECKING:
-    from horizon_client.resources import AllowanceUse, QueueEntry, Usage
+    from horizon_client.resources import AllowanceUse, QueueEntry, SimulatedJob, Usage
     from horizon_client.sync_client import Client
 
 _OUTCOMES = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -104,10 +104,16 @@ def simulate(client: Client, spec: str, overrides: tuple[str, ...], no_push: boo
     The daemon simulates itself with the present jobs and shares. Queues nothing.
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
-        outlook = client.jobs.simulate(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
-    facts = [(label, "not known yet" if value == "-" else value) for label, value in times_of(outlook)]
-    start = outlook.estimated_start_time
-    print_result(outlook, output, names=[start.isoformat() if start else "-"], page=lambda: details(facts))
+        found = client.jobs.simulate(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
+    start = found.outlook.estimated_start_time
+    names = [start.isoformat() if start else "-"]
+    print_result(found, output, names=names, page=lambda: _simulated_page(found))
+
+
+def _simulated_page(found: SimulatedJob) -> str:
+    """Return when the job would start and end, why, with what share, and what it would warn of."""
+    facts = [("why", found.outlook.why), ("when", when_text(found.outlook)), ("total", total_text(found.plan))]
+    return "\n".join([details([fact for fact in facts if fact[1]]), *warning_lines(found.plan)])
 
 
 @click.command(

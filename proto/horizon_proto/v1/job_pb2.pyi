@@ -1549,6 +1549,9 @@ class MemoryPlan(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     NUM_TRAINED_PARAMETERS_FIELD_NUMBER: builtins.int
     REFERENCES_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    STEPS_ESTIMATED_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1560,7 +1563,7 @@ class MemoryPlan(google.protobuf.message.Message):
     fits: builtins.bool
     """Whether both fit."""
     message: builtins.str
-    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise, or empty."""
+    """When it does not fit: the numbers and the smallest change that would make it fit; else empty."""
     num_parameters: builtins.int
     """Parameters of the model."""
     device: builtins.str
@@ -1571,6 +1574,10 @@ class MemoryPlan(google.protobuf.message.Message):
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     num_trained_parameters: builtins.int
     """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
+    num_steps: builtins.int
+    """Steps of the whole job; unset while only its data decides and nothing is known of that."""
+    steps_estimated: builtins.bool
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -1591,6 +1598,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def references(self) -> global___ReferencePass:
         """The pass over the data before the first step; unset where the method needs none, or the node's speed has not been measured."""
 
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+
     def __init__(
         self,
         *,
@@ -1610,9 +1621,13 @@ class MemoryPlan(google.protobuf.message.Message):
         kept: global___KeptMemory | None = ...,
         num_trained_parameters: builtins.int = ...,
         references: global___ReferencePass | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        num_steps: builtins.int | None = ...,
+        steps_estimated: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kept", b"kept", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
 

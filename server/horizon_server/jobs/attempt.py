@@ -218,7 +218,7 @@ class Attempt:
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
         memory = await asyncio.to_thread(
             self.planner.worker_memory, self.job.spec, model,
-            longest_document=prepared.longest_document, num_tokens=prepared.num_tokens, other_bytes=self.other_bytes(), gpu=self.gpu,
+            longest_document=prepared.longest_document, data=prepared.size, other_bytes=self.other_bytes(), gpu=self.gpu,
         )  # fmt: skip
         if not memory.plan.fits:
             if not self.other_bytes():

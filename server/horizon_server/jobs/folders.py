@@ -48,6 +48,8 @@ class JobFolders:
         self._jobs = state_dir / "jobs"
         self.compiled = state_dir / "compiled"
         """The library of compiled layers, which all jobs share."""
+        self.prepared = state_dir / "prepared"
+        """Prepared data, which all jobs share."""
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun; its other files are next to it."""

@@ -161,7 +161,7 @@ class JobRecord:
         """Seconds of a device's time that the job still needs; None while nothing is known of its steps' number or time."""
         if self.last_step is not None:
             return self.last_step.eta_s
-        num_steps = self.num_steps or self.spec.most_steps
+        num_steps = self.num_steps or (self.plan and self.plan.num_steps) or self.spec.most_steps
         if not num_steps or self.plan is None or self.plan.prediction is None:
             return None
         # A worker reports the number of steps once the pass before the first one is done.

@@ -18,7 +18,7 @@ from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import BadSetting, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.records.account import Principal
-from horizon_server.records.job import RESIDENT, JobRecord
+from horizon_server.records.job import RESIDENT
 from horizon_server.records.plan import JobPlan, size_text
 from horizon_server.records.sharing import Allowance, Holder, QuotaUse
 from horizon_server.scheduling.quotas import WEEK_S, why_not_queued, why_not_stored
@@ -87,10 +87,9 @@ class Quotas:
 
         return lambda of_user, of_project: _check_queued(allowances, (of_user, of_project))
 
-    async def admit_resume(self, job: JobRecord) -> None:
-        """Let a job come into the queue again. Raises QuotaExceeded when too many are queued."""
-        allowances = await self.of(job.owner, job.project)
-        _check_queued(allowances, await self._jobs.queued_ids(job.owner, job.project))
+    async def require_room(self, user: str, project: str) -> None:
+        """Let one more job come into the queue. Raises QuotaExceeded when too many are queued."""
+        _check_queued(await self.of(user, project), await self._jobs.queued_ids(user, project))
 
     async def admit_push(self, principal: Principal, num_bytes: int) -> tuple[AdmitPush | None, Collection[str]]:
         """Return what refuses a push of that many bytes where too many are stored, and the users whose bytes it needs."""

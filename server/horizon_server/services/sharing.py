@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed
+from horizon_server.errors import InvalidSpec, NotAllowed
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
 from horizon_server.services.access import may_see
 from horizon_server.services.jobs import JobService
@@ -83,31 +84,27 @@ class SharingService:
         self.scheduler.wake()
         return condition
 
-    async def simulate(self, principal: Principal, spec: JobSpec) -> Outlook:
-        """Return when a job would start and end if it were submitted now. Nothing is stored.
+    async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, JobPlan]:
+        """Return when a job would start and end if it were submitted now, and its plan. Nothing is stored.
 
-        Raises:
-            NotFound: when the caller has no such model. The dataset need not have been pushed.
-            DoesNotFit: when its memory plan exceeds the node.
-            QuotaExceeded: when its memory plan exceeds a quota.
+        Raises what `JobService.submit` does.
         """
-        spec, plan = await self.jobs.plan(principal, spec)
-        if not plan.fits:
-            raise DoesNotFit(plan.message)
-        await self.quotas.admit_job(principal.name, spec.project, plan)
+        async with self.jobs.proposals.of(principal, spec) as proposal:
+            proposal.require_fit()
+            await self.quotas.require_room(principal.name, proposal.spec.project)
         now_s = time.time()
         job = JobRecord(
             job_id="job_simulated",
             owner=principal.name,
-            project=spec.project,
-            spec=spec,
+            project=proposal.spec.project,
+            spec=proposal.spec,
             priority=spec.priority,
-            model_id=spec.model,
-            dataset_id="",
-            eval_dataset_id="",
+            model_id=proposal.model_id,
+            dataset_id=proposal.dataset_id,
+            eval_dataset_id=proposal.eval_dataset_id,
             job_state=JobState.QUEUED,
             created_s=now_s,
             queued_s=now_s,
-            plan=plan,
+            plan=proposal.plan,
         )
-        return await self.scheduler.simulate(job)
+        return await self.scheduler.simulate(job), proposal.plan

@@ -249,8 +249,11 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
 
 async def test_a_simulation_answers_and_stores_nothing(quiet: DaemonParts) -> None:
     simulate = quiet.services.sharing.simulate
-    outlook = await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    outlook, plan = await simulate(ADA, quiet.spec())
     assert outlook.why
+    assert plan.fits
+    with pytest.raises(NotFound, match="dataset 'not-pushed-yet' does not exist"):
+        await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
     assert await quiet.services.jobs.queue() == []
     with pytest.raises(NotFound, match="model 'nothing' does not exist"):
         await simulate(ADA, quiet.spec(model="nothing"))

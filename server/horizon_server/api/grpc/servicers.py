@@ -378,8 +378,8 @@ class SharingServicer(_Servicer, sharing_pb2_grpc.SharingServiceServicer):
     async def SimulateJob(
         self, request: sharing_pb2.SimulateJobRequest, context: Any
     ) -> sharing_pb2.SimulateJobResponse:
-        outlook = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
-        return response(sharing_pb2.SimulateJobResponse, outlook=outlook)
+        outlook, plan = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
+        return response(sharing_pb2.SimulateJobResponse, outlook=outlook, plan=plan)
 
 
 class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceServicer):
