@@ -278,13 +278,17 @@ class Outlook:
     """Why a job that has not ended is where it is, and when it is expected to start and end."""
 
     why: str
-    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"."""
+    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"; to others than the job's owner, "its share
+    1/3"."""
     share: float
-    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory."""
+    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory. Of a simulated job,
+    the part that it has right after its start."""
     estimated_start_time: datetime | None
     """When its model is expected to be loaded, or was; None where nothing is known."""
     estimated_end_time: datetime | None
     """When it is expected to end while the present jobs share the node; None where nothing is known."""
+    place: int
+    """Place in the order in which waiting jobs are considered now, from 1; 0 for a job that does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,7 +247,8 @@ def outlook_facts(job: Job) -> list[tuple[str, str]]:
     return [("why", job.outlook.why), ("share", share), ("ends", end)]
 
 
-def _steps(job: Job) -> str:
+def steps_text(job: Job | QueueEntry) -> str:
+    """Return the steps done of all; '-' while their number is not known, or not the caller's to see."""
     return f"{job.step}/{job.num_steps}" if job.num_steps else "-"
 
 
@@ -267,7 +268,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("priority", str(job.priority) if job.priority else ""),
         ("model", str(job.spec.get("model", ""))),
         ("dataset", str(job.spec.get("dataset", ""))),
-        ("step", _steps(job)),
+        ("step", steps_text(job)),
         ("attempt", str(job.attempt) if job.attempt else ""),
         ("submitted", time_text(job.create_time)),
         ("started", time_text(job.start_time) if job.start_time else ""),
@@ -312,7 +313,7 @@ JOB_VIEW: View[Job] = View(
         ("STATE", state_text),
         ("MODEL", lambda j: str(j.spec.get("model") or "-")),
         ("DATASET", lambda j: str(j.spec.get("dataset") or "-")),
-        ("STEP", _steps),
+        ("STEP", steps_text),
         ("LOSS", lambda j: f"{j.last_step.loss:.4f}" if j.last_step else "-"),
         ("ETA", lambda j: duration_text(j.eta) if not j.ended else "-"),
         ("OWNER", lambda j: j.owner),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.job_views import share_text, total_text, warning_lines, when_text
+from horizon_client.cli.job_views import share_text, steps_text, total_text, warning_lines, when_text
 from horizon_client.cli.jobs import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.output import (
     View,
@@ -39,6 +39,7 @@ _QUEUE_VIEW: View[QueueEntry] = View(
         ("OWNER", lambda e: e.owner),
         ("STATE", lambda e: e.state),
         ("PRIORITY", lambda e: "-" if e.priority is None else str(e.priority)),
+        ("STEP", steps_text),
         ("SHARE", share_text),
         ("START", lambda e: about_text(e.outlook.estimated_start_time) if e.outlook else "-"),
         ("END", lambda e: about_text(e.outlook.estimated_end_time) if e.outlook else "-"),
@@ -144,7 +145,7 @@ def usage(client: Client, since: timedelta, output: str) -> None:
 @output_option
 @connected
 def quota(client: Client, output: str) -> None:
-    """Show your weight and quotas and those of your project, and what frees them."""
+    """Show your weight and quotas, those of your projects, and what frees them."""
     allowances = client.sharing.quota()
     names = [f"{allowance.holder}/{allowance.name}" for allowance in allowances]
     print_result(allowances, output, names=names, page=lambda: _quota_page(allowances))
@@ -169,4 +170,7 @@ def _quota_page(allowances: list[AllowanceUse]) -> str:
 def _amount(quota: str, amount: float | None) -> str:
     if amount is None:
         return "-"  # no limit
-    return bytes_text(amount) if quota.endswith("_bytes") else f"{amount:,.1f}".removesuffix(".0")
+    if quota.endswith("_bytes"):
+        return bytes_text(amount)
+    # Of hours the first digits count: 0.011 hours are 38 s
+    return f"{amount:,.0f}" if amount == int(amount) or amount >= 100 else f"{amount:.3g}"

@@ -1470,10 +1470,15 @@ class Outlook(google.protobuf.message.Message):
     SHARE_FIELD_NUMBER: builtins.int
     ESTIMATED_START_TIME_FIELD_NUMBER: builtins.int
     ESTIMATED_END_TIME_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     why: builtins.str
-    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"."""
+    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"; to others than the job's owner, "its share 1/3"."""
     share: builtins.float
-    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory."""
+    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory. Of a simulated job, the
+    part that it has right after its start.
+    """
+    place: builtins.int
+    """Place in the order in which waiting jobs are considered now, from 1; 0 for a job that does not wait."""
     @property
     def estimated_start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its model is expected to be loaded, or was; unset where nothing is known."""
@@ -1489,9 +1494,10 @@ class Outlook(google.protobuf.message.Message):
         share: builtins.float = ...,
         estimated_start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         estimated_end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        place: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "share", b"share", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "place", b"place", "share", b"share", "why", b"why"]) -> None: ...
 
 global___Outlook = Outlook
 

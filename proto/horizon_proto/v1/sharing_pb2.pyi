@@ -263,7 +263,7 @@ class GetQuotaResponse(google.protobuf.message.Message):
     ALLOWANCES_FIELD_NUMBER: builtins.int
     @property
     def allowances(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AllowanceUse]:
-        """That of the calling user, then that of their project."""
+        """That of the calling user, then that of their own project, then those of the other projects that they may submit to."""
 
     def __init__(
         self,

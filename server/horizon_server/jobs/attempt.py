@@ -44,7 +44,7 @@ from horizon_server.jobs.wanted import OF_USERS, ORDERS
 from horizon_server.jobs.worker_request import worker_request
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.planning.planner import Planner
-from horizon_server.records.job import ORDERED, REQUEUED, JobRecord, JobState, Wanted
+from horizon_server.records.job import REQUEUED, JobRecord, JobState, Wanted, ordered
 from horizon_server.spec import needs_references
 from horizon_server.worker_link.daemon_end import Worker, last_words
 from horizon_server.worker_link.orders import GIVE_UP
@@ -200,6 +200,11 @@ class Attempt:
     def seat(self) -> Seat | None:
         """The worker's place among those that take turns on the device, once it has connected."""
         return self._reports.seat
+
+    @property
+    def waits_for_first_turn(self) -> bool:
+        """Whether its worker has loaded the model and waits for the device, which it has not had yet."""
+        return self.seat is not None and self.seat.waits and not self.seat.had_turn
 
     @property
     def has_worker(self) -> bool:
@@ -451,12 +456,12 @@ class Attempt:
         if outcome == "succeeded":
             target = JobState.SUCCEEDED
         elif self._wanted is Wanted.CANCEL:
-            target, reason, message = ORDERED[Wanted.CANCEL]
+            target, reason, message = ordered(Wanted.CANCEL, self.job.spec.name)
         elif outcome == "failed" and self._wanted not in REQUEUED:
             # Where the state folder is need not be known to the job's owner.
             target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
         elif self._wanted is Wanted.PAUSE:
-            target, reason, message = ORDERED[Wanted.PAUSE]
+            target, reason, message = ordered(Wanted.PAUSE, self.job.spec.name)
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))

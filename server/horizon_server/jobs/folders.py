@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InUse, InvalidModel, NotFound
-from horizon_server.records.job import CheckpointFile, CheckpointRecord
+from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord
 from horizon_server.store.adapter_files import BASE_SHA256_FILE, is_adapter_folder
 from horizon_server.store.checkpoint_parts import MERGED_FOLDER
 from horizon_server.store.manifest import (
@@ -30,6 +31,7 @@ from horizon_server.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from horizon_server.worker_link.protocol import REQUEST_FILE
 
 LOG_PIECE_BYTES = 64 * 1024
 _LOG_POLL_S = 0.3
@@ -60,6 +62,17 @@ class JobFolders:
         folder = self.state_dir / "devices"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / f"{device}.lock"
+
+    def resident_since_s(self, job: JobRecord) -> float:
+        """Return about since when a job has been in memory that an earlier daemon began (Unix seconds)."""
+        if job.queued_s <= job.started_s:  # it left the queue once
+            return job.started_s
+        # The request of the first worker since then.
+        times = []
+        for attempt in self.attempts(job.job_id):
+            with contextlib.suppress(OSError):
+                times.append((self.log(job.job_id, attempt).parent / REQUEST_FILE).stat().st_mtime)
+        return min((time_s for time_s in times if time_s >= job.queued_s), default=time.time())
 
     def checkpoints(self, job_id: str) -> CheckpointFolder:
         """Return a job's checkpoints, whether or not there are any."""

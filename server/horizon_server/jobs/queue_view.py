@@ -21,8 +21,10 @@ from horizon_server.scheduling.loading import LoadTimes
 from horizon_server.scheduling.quotas import WEEK_S, why_not_resident
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import outlooks
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
 from horizon_server.scheduling.texts import time_text
+
+_LOADING = (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
 
 # Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of others.
 MOST_WAITING = 500
@@ -34,6 +36,8 @@ class Residence:
 
     device: str
     since_s: float
+    is_loaded: bool = False
+    """Whether it takes turns, or waits for its first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,7 @@ class QueueView:
                 process_bytes=PROCESS_BYTES,
                 is_open=condition.at(now_s) == "open",
                 closed_why=_closed_why(condition, now_s),
+                window=_window(condition, now_s),
             ),
             condition=condition,
             allowances={(one.holder, one.name): one for one in allowances},
@@ -137,9 +142,9 @@ class QueueView:
         situation, _ = await self.situation(residences)
         order = 1 + max((one.order for one in situation.waiting), default=0)
         waiting = [*situation.waiting, replace(self._waiting(job), order=order, since_s=situation.now_s)]
-        return (await asyncio.to_thread(self._outlooks, situation, waiting))[job.job_id]
+        return (await asyncio.to_thread(self._outlooks, situation, waiting, job.job_id))[job.job_id]
 
-    def _outlooks(self, situation: Situation, waiting: Iterable[Job]) -> Mapping[str, Outlook]:
+    def _outlooks(self, situation: Situation, waiting: Iterable[Job], asked: str = "") -> Mapping[str, Outlook]:
         return outlooks(
             tuple(waiting),
             situation.residents,
@@ -148,6 +153,7 @@ class QueueView:
             self.rules,
             situation.now_s,
             situation.held,
+            asked=asked,
         )
 
     def _waiting(self, job: JobRecord) -> Job:
@@ -172,13 +178,20 @@ class QueueView:
 
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
         waiting = self._waiting(job)
-        is_loading = job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
+        is_loading = not residence.is_loaded and job.job_state in _LOADING
         return Resident(
             **{**vars(waiting), "device": residence.device, "since_s": residence.since_s},
             resident_since_s=residence.since_s,
             ready_s=residence.since_s + (waiting.load_s if is_loading else 0.0),
             is_stopping=job.job_state == "STOPPING",
         )
+
+
+def _window(condition: NodeCondition, now_s: float) -> Window | None:
+    start_s, end_s = condition.window_start_s, condition.window_end_s
+    if start_s is None or end_s is None or end_s <= now_s:
+        return None
+    return Window(start_s=start_s, end_s=end_s, message=condition.message, opens=condition.mode == "open")
 
 
 def _stored_bytes(job: JobRecord) -> int:

@@ -27,14 +27,15 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import (
     BEING_DELETED,
     ENDED,
-    ORDERED,
     RESIDENT,
     CheckpointRecord,
     JobRecord,
     JobState,
     Wanted,
+    ordered,
 )
 from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.scheduling.texts import to_owner
 from horizon_server.services.access import require_change, require_submit, require_visible
 from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
@@ -136,14 +137,14 @@ class JobService:
             job = await store.get(key)
             if job is not None:
                 require_visible(principal, job.owner, f"job {key}", project=job.project)
-                return self._with_outlook(job)
+                return self._with_outlook(principal, job)
             named = await store.find(principal.name, name=key)
             everyone = None if principal.sees_all else principal.name
             if not named and (principal.sees_all or principal.memberships):
                 named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
                 return self._with_outlook(
-                    named[0]
+                    principal, named[0]
                 )  # of several runs of one spec the newest is meant; the answer carries its id
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
@@ -155,7 +156,7 @@ class JobService:
                 raise InvalidSpec.of(
                     "job_id", f"several jobs have an id that starts with {key}; give more of it: {ids}"
                 )
-            return self._with_outlook(found[0])
+            return self._with_outlook(principal, found[0])
 
     async def list(
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
@@ -177,14 +178,17 @@ class JobService:
             )
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
-        return [self._with_outlook(job) for _, job in rows[:size]], token
+        return [self._with_outlook(principal, job) for _, job in rows[:size]], token
 
-    async def queue(self) -> Jobs:
-        """Return the jobs on the device and then the first of the queue in their order, of all users."""
+    async def queue(self, principal: Principal) -> Jobs:
+        """Return the jobs on the device and then the first of the queue in the order in which they are considered, of all users."""
         # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
         store = self.journal.store
-        jobs = await store.in_states(sorted(RESIDENT)) + await store.queued(MAX_PAGE_SIZE)
-        return [self._with_outlook(job) for job in jobs]
+        residents, queued = await store.in_states(sorted(RESIDENT)), await store.queued(MAX_PAGE_SIZE)
+        waiting = [self._with_outlook(principal, job) for job in queued]
+        # Those that the scheduler has not looked at come last: it looks at the first of every user.
+        waiting.sort(key=lambda job: (job.outlook is None or not job.outlook.place, job.queue_position))
+        return [*(self._with_outlook(principal, job) for job in residents), *waiting]
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another user."""
@@ -375,10 +379,19 @@ class JobService:
             await self.journal.append(job.job_id, Message(level="info", text=start.text))
         return stored
 
-    def _with_outlook(self, job: JobRecord) -> JobRecord:
-        """Return the job with why it is where it is; a job that has ended since the scheduler last looked has no outlook."""
-        stays = job.job_state is JobState.QUEUED or job.job_state in RESIDENT
-        return replace(job, outlook=self.scheduler.outlook(job.job_id)) if stays else job
+    def _with_outlook(self, principal: Principal, job: JobRecord) -> JobRecord:
+        """Return the job with why it is where it is, as the caller reads it, and its place among those that wait.
+
+        A job that has ended since the scheduler last looked has no outlook.
+        """
+        is_queued = job.job_state is JobState.QUEUED
+        outlook = self.scheduler.outlook(job.job_id) if is_queued or job.job_state in RESIDENT else None
+        if outlook is None:
+            return job
+        if principal.name == job.owner:
+            outlook = replace(outlook, why=to_owner(outlook.why))
+        place = outlook.place if is_queued and outlook.place else job.queue_position
+        return replace(job, outlook=outlook, queue_position=place)
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
         job = await self.get(principal, key)
@@ -388,7 +401,7 @@ class JobService:
     async def _stop(self, job: JobRecord, wanted: Wanted) -> JobRecord:
         """Carry out a user's order at once, or ask the attempt of a job on the device for it."""
         if job.job_state not in RESIDENT:
-            state, reason, message = ORDERED[wanted]
+            state, reason, message = ordered(wanted, job.spec.name)
             try:
                 return await self.journal.move(job, state, reason=reason, message=message)
             except WrongJobState:

@@ -13,6 +13,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
+from horizon_server.scheduling.texts import time_text
 from horizon_server.services.access import may_see
 from horizon_server.services.jobs import JobService
 from horizon_server.services.quotas import Quotas
@@ -48,10 +49,12 @@ class SharingService:
         return [rows[key] for key in sorted(rows) if may_see(principal, key[1])]
 
     async def quota(self, principal: Principal) -> list[tuple[Allowance, QuotaUse]]:
-        """Return what the caller may take and what their project may take, each with how much of it is used."""
+        """Return what the caller may take, what their own project and the others that they submit to may, and how much of it is used."""
+        others = sorted(name for name, role in principal.memberships.items() if role != "viewer")
+        projects = list(dict.fromkeys([principal.project, *others]))
         async with self.jobs.turns.of(principal.name):
-            allowances = await self.quotas.of(principal.name, principal.project)
-            used = await self.quotas.used(principal.name, principal.project)
+            allowances = await self.quotas.of(principal.name, *projects)
+            used = await self.quotas.used(principal.name, *projects)
         return list(zip(allowances, used, strict=True))
 
     async def condition(self) -> NodeCondition:
@@ -76,9 +79,13 @@ class SharingService:
         if (start_s is None) != (end_s is None):
             absent = "window_start_time" if start_s is None else "window_end_time"
             raise InvalidSpec.of(absent, f"{absent} is missing; a maintenance window needs its start and its end")
-        if start_s is not None and end_s is not None and not (start_s < end_s and time.time() < end_s):
+        if start_s is not None and end_s is not None and not start_s < end_s:
+            raise InvalidSpec.of("window_end_time", "window_end_time must be after window_start_time")
+        now_s = time.time()
+        if end_s is not None and end_s <= now_s:
             raise InvalidSpec.of(
-                "window_end_time", "window_end_time must be after window_start_time, and must not have passed"
+                "window_end_time",
+                f"the window has ended already (window_end_time is {time_text(end_s, now_s)}); give one that ends in the future",
             )
         await self.store.set_condition(condition)
         self.scheduler.wake()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import MakeDaemon
-from tests.daemon_parts import DaemonParts, Script
+from tests.daemon_parts import DaemonParts, Script, chat_rows
 from tests.unit.jobs.conftest import ADA
 
 from horizon_server.errors import HorizonError, QuotaExceeded
@@ -64,7 +64,7 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a warm-up of all steps": ({"train": {"warmup_steps": 500}}, "train.warmup_steps is 500 and train.max_steps is 3"),
     "a warm-up of all epochs": (
-        {"train": {"max_steps": None, "epochs": 1, "warmup_steps": 500}}, "train.warmup_steps is 500 and the job has about ",
+        {"dataset": "fresh", "train": {"max_steps": None, "epochs": 1, "warmup_steps": 500}}, "and the job has about ",
     ),
 }  # fmt: skip
 
@@ -74,7 +74,18 @@ async def quiet(make_daemon: MakeDaemon, state_dir: Path) -> AsyncIterator[Daemo
     """A daemon whose queue does not move, with chats and pairs."""
     async with make_daemon(state_dir, queue=False) as made:
         await made.dataset(ADA, "pairs", PAIRS)
+        await made.dataset(ADA, "fresh", fresh_rows())
         yield made
+
+
+def fresh_rows() -> bytes:
+    """Rows that no daemon of the session has prepared."""
+    return (
+        chat_rows()
+        + json.dumps(
+            {"messages": [{"role": "user", "content": str(uuid.uuid4())}, {"role": "assistant", "content": "yes"}]}
+        ).encode()
+    )
 
 
 async def refusal(call: Any) -> tuple[str, str, list[str]]:
@@ -142,19 +153,22 @@ async def test_epochs_are_counted_once_the_data_is_prepared_and_estimated_before
 ) -> None:
     epochs = {"max_steps": None, "epochs": 2, "warmup_steps": 0}
     async with make_daemon(state_dir) as daemon:
-        spec = daemon.spec("counted", train=epochs)
+        await daemon.dataset(ADA, "fresh", fresh_rows())
+        spec = daemon.spec("counted", dataset="fresh", train=epochs)
         _, before = await daemon.services.jobs.plan(ADA, spec)
         assert before.steps_estimated
         assert before.num_steps is not None and before.num_steps >= 2
-        job = await daemon.submit(ADA, "counted", Script(num_steps=4, hold_at="start"), train=epochs)
+        job = await daemon.submit(ADA, "counted", Script(num_steps=4, hold_at="start"), dataset="fresh", train=epochs)
         started = await daemon.until(job.job_id, JobState.STARTING)
         assert started.plan is not None and not started.plan.steps_estimated
         _, after = await daemon.services.jobs.plan(ADA, spec)
         assert (after.num_steps, after.steps_estimated) == (started.plan.num_steps, False)
         # In another length the rows are other tokens.
-        _, other = await daemon.services.jobs.plan(ADA, daemon.spec(train=epochs | {"sequence_length": 32}))
+        _, other = await daemon.services.jobs.plan(
+            ADA, daemon.spec(dataset="fresh", train=epochs | {"sequence_length": 32})
+        )
         assert other.steps_estimated
-        dataset = await daemon.services.datasets.get_ready(ADA, "chats")
+        dataset = await daemon.services.datasets.get_ready(ADA, "fresh")
         assert (
             known_size(daemon.state_dir / "prepared", spec, daemon.model_folder, dataset, []).num_steps
             == after.num_steps

@@ -387,7 +387,7 @@ async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> N
         outlook = await simulate(BOB, daemon.spec())
         assert re.search(f"waiting for .* of host memory, .* job {running.job_id} frees it at about", outlook.why)
         assert outlook.estimated_start_s is not None and outlook.estimated_start_s > now_s
-        assert {job.job_id for job in await daemon.services.jobs.queue()} == {running.job_id}
+        assert {job.job_id for job in await daemon.services.jobs.queue(ROOT)} == {running.job_id}
         assert running.job_state in RESIDENT
 
 

@@ -372,7 +372,7 @@ class SharingServicer(_Servicer, sharing_pb2_grpc.SharingServiceServicer):
         return response(sharing_pb2.GetQuotaResponse, allowances=allowances)
 
     async def GetQueue(self, request: sharing_pb2.GetQueueRequest, context: Any) -> sharing_pb2.GetQueueResponse:
-        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue()]
+        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue(caller())]
         return response(sharing_pb2.GetQueueResponse, jobs=jobs)
 
     async def SimulateJob(
