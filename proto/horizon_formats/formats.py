@@ -145,6 +145,14 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str], place:
         raise InvalidFile(
             f"{place}: the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format {fitting[0]}"
         )
+    if "chosen" in columns or "rejected" in columns:
+        absent = [
+            name for name in _FIELDS[DatasetFormat.PREFERENCE].required if field_map.get(name, name) not in columns
+        ]
+        raise InvalidFile(
+            f"{place}: the row has {present}: for preference, {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing; if "
+            f"yours has another name: horizon dataset push FILE --map {absent[0]}=COLUMN"
+        )
     needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
     raise InvalidFile(
         f"{place}: the columns ({present}) fit no known format: {needs}; "

@@ -130,7 +130,11 @@ async def test_users_have_device_time_in_proportion_to_their_weights(
             await daemon.until(job.job_id, S.RUNNING, step=1)
         found = await eventually(daemon, first, "2 jobs share the host device")
         assert found.outlook is not None
-        assert (found.outlook.why.endswith(f"your share {words}"), found.outlook.share) == (True, share)
+        # As an admin reads it, and as its owner does.
+        assert (found.outlook.why.endswith(f"its share {words}"), found.outlook.share) == (True, share)
+        mine = (await daemon.services.jobs.get(ADA, first.job_id)).outlook
+        assert mine is not None
+        assert mine.why.endswith(f"your share {words}")
         await daemon.until(first.job_id, step=80)
         ada_s, bob_s = used_s(daemon, "ada", "bob")
         # What one of them is ahead is at most a slice and a step.
