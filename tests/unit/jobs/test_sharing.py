@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import time
@@ -19,9 +20,11 @@ from tests.support.rates import RATES
 from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
+from horizon_server.jobs.folders import JobFolders
 from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT, JobRecord, JobState
+from horizon_server.spec import parse_job_spec
 
 S = JobState
 BOB = Principal(name="bob", role="user", project="bob")
@@ -378,6 +381,31 @@ async def test_limits_and_an_early_stop_end_a_job_with_success(make: Make) -> No
         done = await daemon.until(worked.job_id, S.SUCCEEDED)
         assert done.reason == "WALL_CLOCK_LIMIT"
         assert done.ended_s - done.started_s == pytest.approx(5, abs=3)
+
+
+async def test_a_loaded_job_that_waits_for_the_device_says_so(make: Make) -> None:
+    async with make() as daemon:
+        await holds_the_device(daemon, ADA)
+        second = await daemon.submit(BOB, "second", Script(num_steps=1))
+        found = await eventually(daemon, second, "waits for its first turn on the device; resident, 2 jobs share")
+        assert found.job_state in RESIDENT
+
+
+def test_a_jobs_time_in_memory_survives_the_daemon(tmp_path: Path) -> None:
+    folders = JobFolders(tmp_path)
+    spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d"})
+    job = JobRecord(
+        job_id="job_1", owner="ada", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="", job_state=S.RUNNING,
+        queued_s=1000.0, started_s=1100.0,
+    )  # fmt: skip
+    assert folders.resident_since_s(job) == 1100.0
+    # It was queued again, and its third attempt began the present residence.
+    for attempt, time_s in ((1, 1100.0), (2, 1500.0), (3, 2200.0), (4, 2300.0)):
+        request = folders.log("job_1", attempt).parent / "request.json"
+        request.parent.mkdir(parents=True)
+        request.touch()
+        os.utime(request, (time_s, time_s))
+    assert folders.resident_since_s(replace(job, queued_s=2000.0)) == 2200.0
 
 
 async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> None:

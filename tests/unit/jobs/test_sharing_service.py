@@ -240,7 +240,7 @@ async def test_a_paused_job_and_a_dataset_in_use_say_what_to_do_by_name(quiet: D
 
 
 async def test_a_window_in_the_past_says_when_it_ended(quiet: DaemonParts) -> None:
-    with pytest.raises(InvalidSpec, match="the window has ended already .*; give one that ends in the future"):
+    with pytest.raises(InvalidSpec, match=r"the window has ended already .*; give one that ends in the future"):
         await quiet.services.sharing.set_node(ROOT, NodeCondition(window_start_s=5.0, window_end_s=6.0))
 
 
