@@ -114,7 +114,7 @@ def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
         match value:
             case None | "":
                 pass
-            case list():
+            case tuple():
                 lines |= {f"warning {i}" if len(value) > 1 else "warning": text for i, text in enumerate(value, 1)}
             case dict() if key == "prediction":
                 lines["predicted.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s"

@@ -91,6 +91,7 @@ def record_of(row: Row[Any]) -> JobRecord:
     if plan:  # one of an earlier version has none of these
         prediction, kept = plan.get("prediction"), plan.get("kept")
         plan["prediction"] = StepPrediction(**prediction) if prediction else None
+        plan["warnings"] = tuple(plan.get("warnings", ()))
         plan["kept"] = KeptMemory(**kept) if kept else None
         plan["references"] = ReferencePass(**references) if (references := plan.get("references")) else None
     evaluations = json.loads(row.evaluations) if row.evaluations else {}
