@@ -181,6 +181,8 @@ class LoraSpec:
     """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
     rslora: bool | None
     """Scale by alpha / sqrt(rank) instead; default false."""
+    dora: bool | None
+    """Train the length of each output's weights apart from their direction; default false."""
     base: str
     """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
 

@@ -138,6 +138,7 @@ async def test_a_digest_that_is_none_is_refused_when_it_is_pushed(
         ({}, {"rank": 8}, r"train\.lora\.rank is 8, and the adapter has 4; write rank: 4"),
         ({}, {"alpha": 3}, r"train\.lora\.alpha is 3, and the adapter has 12; write alpha: 12"),
         ({"use_rslora": True}, {}, r"train\.lora\.rslora is false, and the adapter has true; write rslora: true"),
+        ({"use_dora": True}, {}, r"train\.lora\.dora is false, and the adapter has true; write dora: true"),
         (
             {}, {"targets": ["q_proj"]},
             r"train\.lora\.targets differ: the adapter also has .*down_proj.*; write targets: \[down_proj, q_proj\]",
