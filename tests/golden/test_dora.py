@@ -74,7 +74,8 @@ class Dora:
             self.model: Any = peft.inject_adapter_in_model(config, model.reference()).to(dtype)
         if dtype is torch.float64:
             # Grouped products of experts know no fp64.
-            self.model.config._experts_implementation = "eager"
+            config_of_experts: Any = self.model.config
+            config_of_experts._experts_implementation = "eager"
         known = dict(self.model.named_parameters())
         names = {tensor.name: f"{tensor.name.removesuffix('.weight')}.default.weight" for tensor in adapted}
         self.parameters = {name: known[theirs] for name, theirs in names.items()}
