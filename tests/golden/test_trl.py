@@ -246,9 +246,7 @@ def test_twenty_steps_are_those_of_trl(
     plan = StepPlan(data.dataset, sequence_length=64, tokens_per_step=1024, max_steps=NUM_STEPS, group_size=2, seed=3)
     run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
     if needs_references(spec):
-        data.references = References.computed(
-            tmp_path / "prepared", data.dataset, run.trainer, key="start", tokens_at_once=64
-        )
+        data.references = References.computed(tmp_path / "prepared", plan, run.trainer, key="start")
     own: list[StepFigures] = []
     gradients: dict[str, Tensor] = {}
     for i in range(NUM_STEPS):
