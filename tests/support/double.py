@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 M = TypeVar("M", bound=torch.nn.Module)
 T = TypeVar("T")
@@ -35,9 +34,9 @@ class InDouble(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the function with float64 in the place of fp32. The mode itself is off in here."""
-        args, named = tree_map_only(
-            torch.dtype, lambda dtype: torch.float64 if dtype is torch.float32 else dtype, (args, dict(kwargs or {}))
-        )
+        # No function takes dtypes in lists, so that nothing need be searched for them.
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         elif func is torch._grouped_mm:  # which has no kernel for float64
