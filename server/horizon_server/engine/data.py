@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ class StepPlan:
                 f"the dataset was prepared with documents of up to {longest} tokens, train.sequence_length is "
                 f"{sequence_length}; prepare the dataset again with this sequence_length"
             )
-        self._dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
+        self.dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
         row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         if len(lengths) % group_size:
@@ -277,15 +278,29 @@ class StepPlan:
             if fraction:
                 self.num_steps += math.ceil(fraction * self._steps_in(int(whole)))
 
+    @property
+    def identity(self) -> str:
+        """What decides which documents are in which row, and which rows in which step, of a dataset."""
+        seed = self._seed if self._shuffle else None
+        rows = f"rows {self._row_limit} {self._packs} groups {self._group_size}"
+        return f"order {self.ORDER} {rows} steps {self._tokens_per_step} seed {seed}"
+
     def step(self, i: int) -> list[MicroBatch]:
         """Return the micro-batches of step i (from 0); the same in any order of calls and in any process."""
-        return [self._dataset.micro_batch(documents) for documents in self.documents_of(i)]
+        return [self.dataset.micro_batch(documents) for documents in self.documents_of(i)]
 
     def documents_of(self, i: int) -> list[list[int]]:
         """Return the document numbers of step i, row by row."""
         epoch, within = self._locate(i)
-        starts = self._step_starts(epoch)
-        rows = self._row_order(epoch, starts[within], starts[within + 1])
+        return self._documents(epoch, *self._step_starts(epoch)[within : within + 2])
+
+    def first_epoch(self) -> Iterator[list[list[int]]]:
+        """The document numbers of each step of the first epoch, row by row: every document once, also where the run ends before."""
+        for begin, end in pairwise(self._step_starts(0)):
+            yield self._documents(0, begin, end)
+
+    def _documents(self, epoch: int, begin: int, end: int) -> list[list[int]]:
+        rows = self._row_order(epoch, begin, end)
         keys = permutation_keys(self._seed, epoch, _DOCUMENTS) if self._shuffle else None
         found = self._rows.documents_of(rows, keys)
         return found if self._group_size == 1 else self._ungrouped(found)
@@ -295,7 +310,7 @@ class StepPlan:
         parts: list[list[int]] = []
         for groups in rows:
             documents = [self._group_size * group + member for group in groups for member in range(self._group_size)]
-            fits = int(self._dataset.document_lengths[documents].sum()) <= self._row_limit
+            fits = int(self.dataset.document_lengths[documents].sum()) <= self._row_limit
             parts += [documents] if self._packs and fits else [[document] for document in documents]
         return parts
 

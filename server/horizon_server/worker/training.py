@@ -255,8 +255,9 @@ class Training:
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
+        data = [(self._data, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
-            request, [self._data, *self._evaluation.sets.values()], weights=self._starting_weights,
+            request, data, weights=self._starting_weights,
             compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
         )  # fmt: skip
         if references.find():
