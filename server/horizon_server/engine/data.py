@@ -125,6 +125,11 @@ class PreparedDataset:
         return self._of_targets(self._advantages_M, documents)
 
     @property
+    def answer_ends(self) -> dict[str, int]:
+        """The tokens that end its trained answers, with their ids."""
+        return dict(self.report.get("answer_ends", {}))
+
+    @property
     def is_weighted(self) -> bool:
         """Whether some target has a weight other than 1."""
         return self._weights_M is not None

@@ -78,7 +78,9 @@ class SampleAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One call of the child. `folder` holds the model; of an adapter, its base."""
+    """One call of the child. `folder` holds the model; of an adapter, its base. `answers` is the folder whose generation_config.json says
+    where answers end: that of the checkpoint, or where it is None, `folder`.
+    """
 
     folder: Path
     prompts: tuple[SamplePrompt, ...]
@@ -86,6 +88,7 @@ class SampleRequest:
     num_threads: int
     cache_bytes: int
     adapter: SampleAdapter | None = None
+    answers: Path | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
@@ -99,7 +102,8 @@ class SampleRequest:
                 "spec": None if spec is None else spec.to_mapping(),
             }
         plain = dataclasses.asdict(replace(self, adapter=None))
-        return plain | {"folder": str(self.folder), "adapter": adapter}
+        answers = None if self.answers is None else str(self.answers)
+        return plain | {"folder": str(self.folder), "adapter": adapter, "answers": answers}
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
@@ -121,6 +125,7 @@ class SampleRequest:
                 spec=None if adapter["spec"] is None else parse_job_spec(adapter["spec"]),
             ),
             folder=Path(plain["folder"]),
+            answers=Path(plain["answers"]) if plain["answers"] else None,
             prompts=prompts,
             options=SampleOptions(**plain["options"]),
             num_threads=plain["num_threads"],

@@ -28,6 +28,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.checkpoint_parts import MergeBase
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
 from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, Packing
 from horizon_server.store.manifest import FileRecord, record_file
 from horizon_server.store.model_files import CONFIG_FILE, read_config
@@ -115,12 +116,14 @@ def write_merged(
     change_of: ChangeOf | None = None,
     rounding: Rounding | None = None,
     origin: MergeOrigin | None = None,
+    generation_config: str | None = None,
 ) -> dict[str, FileRecord]:
     """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given bytes as they are read.
     `change_of` multiplies in the place of `weight_change`. With `rounding` the base's values are those that it was trained on; `origin` is
     written next to the model.
 
-    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format.
+    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format. `generation_config` takes the
+    place of the base's own.
 
     Raises:
         InvalidModel: the adapter is for another model, or a tensor is not finite in the format; it is named.
@@ -152,10 +155,19 @@ def write_merged(
     if origin is not None:
         files[ORIGIN_FILE] = write_text(folder / ORIGIN_FILE, json.dumps(asdict(origin), indent=2) + "\n")
     files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in companion_files(base):
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(base / name, folder / name)
-        files[name] = record_file(folder / name)
+    return files | copy_companions(base, folder, generation_config=generation_config)
+
+
+def copy_companions(source: Path, target: Path, *, generation_config: str | None = None) -> dict[str, FileRecord]:
+    """Copy what belongs next to a model's weights; returns the files. `generation_config` takes the place of the source's own."""
+    files: dict[str, FileRecord] = {}
+    for name in companion_files(source):
+        (target / name).parent.mkdir(exist_ok=True)
+        # Contents only: a read-only source must not make the copy undeletable.
+        shutil.copyfile(source / name, target / name)
+        files[name] = record_file(target / name)
+    if generation_config is not None:
+        files[GENERATION_CONFIG_FILE] = write_text(target / GENERATION_CONFIG_FILE, generation_config)
     return files
 
 

@@ -7,11 +7,9 @@ have the GPUs.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleAdapter, Samp
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
 from horizon_server.store.base_digest import model_digest
+from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 from horizon_server.worker import let_launchers_run
@@ -92,7 +91,7 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        stop_tokens=stop_tokens(folder, codec),
+        stop_tokens=stop_tokens(request.answers or folder, codec),
     )
     loaded_s = time.perf_counter()
     writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
@@ -163,15 +162,7 @@ def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:
 
 def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:
     """What ends an answer: by generation_config.json, else by config.json, and the tokenizer's own end-of-text token."""
-    found: set[int] = set() if codec.eos_id is None else {codec.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        config = _read_object(folder / name)
-        for part in (config, config.get("text_config") or {}):
-            ids = part.get("eos_token_id")
-            found |= {token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
-        if "eos_token_id" in config:
-            break
-    return frozenset(found)
+    return frozenset(listed_ends(folder)) | ({codec.eos_id} if codec.eos_id is not None else set())
 
 
 class _AnswerWriter:
@@ -200,13 +191,6 @@ class _AnswerWriter:
         if piece or ended:
             self._events.send(SampledText(prompt=self._prompt, text=piece, num_tokens=self.num_tokens, ended=ended))
             self._num_sent, self._sent_s = len(text), now_s
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text("utf-8"))
-    return content if isinstance(content, dict) else {}
 
 
 def _refused(name: str, what: str) -> InvalidData:
