@@ -9,6 +9,8 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 import sdnotify
@@ -72,9 +74,10 @@ from horizon_server.services.identity import IdentityService
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.jobs import JobService
 from horizon_server.services.merging import Merges
+from horizon_server.services.model_child import try_model
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
-from horizon_server.services.pushed import DatasetService, ModelService
+from horizon_server.services.pushed import DatasetService, ModelService, ModelTrial
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.sampling import Samples
 from horizon_server.services.sharing import SharingService
@@ -204,7 +207,11 @@ async def wire(
     audit, limits = Audit(database), CallLimits(calls_per_s=settings.max_calls_per_s)
     quotas, space = Quotas(sharing, store, folders), Space(settings.state_dir, settings.min_free_bytes)
     database.when_full = space.give_up_reserve
-    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space)
+    # A scripted worker trains no model, so that none is tried.
+    trial = partial(try_model, environment=environment) if worker_module == WORKER_MODULE else None
+    uploads, datasets, models = _wire_data(
+        settings, database, store, metrics, quotas, space, digests=folders.digests, trial=trial
+    )
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     hold = SampleHold()
@@ -259,8 +266,9 @@ async def wire(
 
 
 def _wire_data(
-    settings: Settings, database: Database, store: JobStore, metrics: Metrics, quotas: Quotas, space: Space
-) -> tuple[Uploads, DatasetService, ModelService]:
+    settings: Settings, database: Database, store: JobStore, metrics: Metrics, quotas: Quotas, space: Space,
+    *, digests: Path, trial: ModelTrial | None,
+) -> tuple[Uploads, DatasetService, ModelService]:  # fmt: skip
     """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
         BlobStore(settings.state_dir, space=space),
@@ -283,6 +291,8 @@ def _wire_data(
         ModelStore(database),
         uploads,
         root=settings.state_dir / "models",
+        digests=digests,
+        trial=trial,
         max_bytes=settings.max_model_bytes,
         users_of=store.users_of,
         quotas=quotas,

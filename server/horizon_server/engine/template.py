@@ -50,6 +50,7 @@ from horizon_server.engine.meta_model import (
     load_config,
     max_positions,
 )
+from horizon_server.engine.own_forward import check_own_forward
 from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.skipped_projection import SkippedProjection, find_skipped_projection
 from horizon_server.errors import InvalidModel
@@ -144,13 +145,19 @@ class Template:
     def _bind(self, model: PreTrainedModel, table: nn.Embedding, projection: nn.Linear) -> None:
         bound, units = bind(model, self.layout), self.layout.units
         bound += adapter_places(self.layout, bound)
-        names = model.named_parameters(remove_duplicate=False)
-        self.embedding_parameter = next(name for name, parameter in names if parameter is table.weight)
+        # By the module: where the two are tied, the projection may come first among the parameters.
+        self.embedding_parameter = f"{next(name for name, module in model.named_modules() if module is table)}.weight"
         self.projection_name = f"{next(n for n, m in model.named_modules() if m is projection)}.weight"
         self.places = [self._unit_places(unit, bound) for unit in units]
         self._adapters = [adapters_among(places, self.layout) for places in self.places[1:-1]]
         local_name = self.embedding_parameter.removeprefix(self._prefixes["embedding"])
-        self.table_place = next(place for place in self.places[0] if place.name == local_name)
+        found = next((place for place in self.places[0] if place.name == local_name), None)
+        if found is None:
+            raise InvalidModel(
+                f"model_type {self.config.model_type!r}: its token embedding {self.embedding_parameter} is not stored with what precedes "
+                "the layers, which is not supported"
+            )
+        self.table_place = found
         self.places_besides_table = [place for place in self.places[0] if place is not self.table_place]
         self.embeds_by_rows = not self.places_besides_table
         piece = self.table_place.piece
@@ -207,6 +214,10 @@ class Template:
         self._buffer_device = torch.device("cpu")
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
+        check_own_forward(
+            self._model, self._tape, self.embed, shapes, prefix=self._prefixes["embedding"],
+            max_document_tokens=self.max_document_tokens,
+        )  # fmt: skip
         groups = sorted(set(self.layer_groups))
 
         def calls_of(position_ids_T: Tensor) -> list[LayerCall]:

@@ -453,13 +453,13 @@ class Attempt:
         elif self._wanted is Wanted.CANCEL:
             target, reason, message = ORDERED[Wanted.CANCEL]
         elif outcome == "failed" and self._wanted not in REQUEUED:
-            # Where the state folder is need not be known to the job's owner.
-            target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
+            target = JobState.FAILED
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = ORDERED[Wanted.PAUSE]
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))
+        message = await asyncio.to_thread(self.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is Wanted.DISPLACE
         self.job = await self.journal.patiently(

@@ -17,8 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InUse, InvalidModel, NotFound
-from horizon_server.records.job import CheckpointFile, CheckpointRecord
+from horizon_server.errors import InUse, InvalidModel, NotFound, in_words
+from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord
 from horizon_server.store.adapter_files import BASE_SHA256_FILE, is_adapter_folder
 from horizon_server.store.checkpoint_parts import MERGED_FOLDER
 from horizon_server.store.manifest import (
@@ -48,6 +48,8 @@ class JobFolders:
         self._jobs = state_dir / "jobs"
         self.compiled = state_dir / "compiled"
         """The library of compiled layers, which all jobs share."""
+        self.digests = state_dir / "digests"
+        """The book of the digests of models (`store.base_digest.DigestBook`)."""
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun; its other files are next to it."""
@@ -67,9 +69,16 @@ class JobFolders:
         """Return the model folder that a job with `init_from` starts from, whether or not it exists."""
         return self._jobs / job_id / "start"
 
-    def base_digest(self, job_id: str) -> Path:
-        """Return the file that remembers the digest of the model that a job's adapters are for."""
-        return self._jobs / job_id / "base.json"
+    def in_words(self, job: JobRecord, message: str) -> str:
+        """Return a message about a job with the names that its owner knows instead of the state folder's. Blocking."""
+        checkpoints = self.checkpoints(job.job_id)
+        names = {
+            self.state_dir / "models" / job.model_id: f"the model {job.spec.model}",
+            self.start(job.job_id): f"init_from ({job.spec.init_from})",
+            checkpoints.path: "the job's checkpoints",
+            **{checkpoints.of_step(step): f"the checkpoint of step {step}" for step in checkpoints.steps()},
+        }
+        return in_words(message, names).replace(f"{self.state_dir}/", "")
 
     def unfinished_references(self, job_id: str) -> Path:
         """Return where a job's unfinished reference log-probabilities are, whether or not there are any."""

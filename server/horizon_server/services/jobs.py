@@ -44,6 +44,7 @@ from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
 from horizon_server.spec import EVAL_SET, JobSpec, check_kinds, needs_references
+from horizon_server.store.base_digest import other_base
 from horizon_server.store.prepared import group_size_of
 
 _ID_PREFIX = "job_"
@@ -90,7 +91,7 @@ class JobService:
             )
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
-        start = await self._start(principal, spec, model_id)
+        start = await self._start(principal, spec, model_id, folder)
         async with self.turns.of(principal.name):
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
@@ -137,7 +138,7 @@ class JobService:
         require_project(principal, spec.project)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
-        start = await self._start(principal, spec, model_id)
+        start = await self._start(principal, spec, model_id, folder)
         async with self.turns.of(principal.name):
             try:
                 data = await self._data_size(principal, spec)
@@ -381,8 +382,17 @@ class JobService:
         await self.journal.store.delete(job_id)
         self.journal.forget(await self.journal.store.counts())
 
-    async def _start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
-        """Return what `init_from` names, which anyone may use who may download it. Raises NotFound, InvalidSpec."""
+    async def _start(self, principal: Principal, spec: JobSpec, model_id: str, folder: Path) -> Start | None:
+        """Return what `init_from` names, which anyone may use who may download it; an adapter that names its base is compared with the
+        model. Raises NotFound, InvalidSpec, and InUse while the model's digest is made.
+        """
+        start = await self._named_start(principal, spec, model_id)
+        wanted = "" if start is None else await asyncio.to_thread(start.base_sha256)
+        if wanted and (found := await self.resources.digest_of(principal, folder)) != wanted:
+            raise InvalidSpec.of("init_from", other_base("init_from: the adapter", wanted, found))
+        return start
+
+    async def _named_start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
         if spec.init_from is None:
             return None
         key, _, which = spec.init_from.rpartition("@")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.qwen3_folders import MakeModel
 from transformers import AutoModelForCausalLM
 
 from horizon_server.errors import InvalidModel
+from horizon_server.store import base_digest
 from horizon_server.store.adapter_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -24,7 +26,7 @@ from horizon_server.store.adapter_files import (
     parse_adapter_config,
     read_adapter_folder,
 )
-from horizon_server.store.base_digest import model_digest
+from horizon_server.store.base_digest import DigestBook, model_digest
 from horizon_server.store.merging import merged_bytes, write_merged
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
@@ -240,16 +242,45 @@ def test_values_that_are_not_finite_are_not_merged(
         write_merged(tmp_path / "merged", base=base, adapter=read_adapter_folder(folder))
 
 
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
 def test_a_digest_is_of_every_byte_and_is_computed_once(make_model: MakeModel, tmp_path: Path) -> None:
-    base, kept = tmp_path / "base", tmp_path / "kept.json"
-    base.mkdir()
-    for file in make_model().iterdir():
-        (base / file.name).write_bytes(file.read_bytes())
-    first = model_digest(base, kept=kept)
-    assert first == model_digest(base) and kept.is_file()
+    base, book = copied(make_model(), tmp_path / "base"), DigestBook(tmp_path / "digests")
+    assert book.known(base) == ""
+    first = book.digest(base)
+    assert first == book.known(base) == model_digest(base)
     content = bytearray((base / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (base / "model.safetensors").write_bytes(content)
-    assert model_digest(base, kept=kept) == model_digest(base) != first
-    kept.write_text("{}")
-    assert model_digest(base, kept=kept) == model_digest(base)
+    os.utime(base / "model.safetensors", ns=(0, 0))
+    assert book.known(base) == ""
+    assert book.digest(base) == model_digest(base) != first
+    for file in (tmp_path / "digests").iterdir():
+        file.write_text(first[:20])
+    assert book.digest(base) == model_digest(base)
+
+
+def test_a_digest_does_not_depend_on_the_files_that_tensors_are_in(make_model: MakeModel, tmp_path: Path) -> None:
+    one, many = make_model(), make_model(shard="20KB")
+    assert len(list(many.glob("*.safetensors"))) > 1
+    assert model_digest(one) == model_digest(many)
+    again = copied(one, tmp_path / "again")
+    config = json.loads((again / "config.json").read_bytes())
+    (again / "config.json").write_text(json.dumps(config | {"transformers_version": "9"}))
+    assert model_digest(again) == model_digest(one), "nor on what a program says of itself"
+    (again / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert model_digest(again) != model_digest(one)
+
+
+def test_the_book_of_digests_is_bounded(make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_digest, "MAX_KNOWN", 2)
+    book = DigestBook(tmp_path / "digests")
+    for number in range(4):
+        book.digest(copied(make_model(), tmp_path / str(number)))
+    assert len(list((tmp_path / "digests").iterdir())) == 2
+    assert book.known(tmp_path / "3")
