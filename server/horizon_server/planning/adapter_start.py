@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec, in_words
-from horizon_server.planning.lora import TRANSPOSED
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
