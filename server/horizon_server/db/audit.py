@@ -26,7 +26,7 @@ class AuditStore:
         values = dataclasses.asdict(entry)
         del values["number"]
         async with self._database.session() as session:
-            row = AuditRow(**_shown(values))
+            row = AuditRow(**printable(values))
             session.add(row)
             await session.flush()
             return row.number
@@ -34,7 +34,7 @@ class AuditStore:
     async def change(self, number: int, **values: str) -> None:
         """Set fields of an entry."""
         async with self._database.session() as session:
-            await session.execute(update(AuditRow).where(AuditRow.number == number).values(**_shown(values)))
+            await session.execute(update(AuditRow).where(AuditRow.number == number).values(**printable(values)))
 
     async def remove(self, number: int) -> None:
         """Delete an entry."""
@@ -75,7 +75,7 @@ class AuditStore:
             return len(gone.all())
 
 
-def _shown(values: dict[str, Any]) -> dict[str, Any]:
+def printable(values: dict[str, Any]) -> dict[str, Any]:
     """Cut what a caller has chosen, and make it printable: it is shown on an admin's terminal."""
     return {
         name: "".join(one if one.isprintable() else "?" for one in value[: MAX_CHARS[name]])
