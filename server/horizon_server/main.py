@@ -27,6 +27,7 @@ from horizon_server.blobs.space import Space
 from horizon_server.blobs.store import BlobStore
 from horizon_server.control_groups import remove_empty_worker_groups
 from horizon_server.db.database import Database
+from horizon_server.db.existing import keep_before_migration
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
@@ -153,6 +154,9 @@ async def _serve(settings: Settings) -> None:
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, *addresses)
     found = await find_accelerators()
+    kept = await asyncio.to_thread(keep_before_migration, settings.database_path)
+    if kept is not None:
+        log.info("the database is migrated; this copy of it is for going back", copy=str(kept))
     async with Database.opened(settings.database_path) as database:
         usable = await usable_accelerators(found, child_environment(), wanted=settings.gpu)
         parts = await wire(settings, database, found=found, usable=usable)
@@ -277,8 +281,6 @@ def _wire_data(
         on_upload=metrics.on_upload,
     )
     prepared_root = settings.state_dir / _PREPARED
-    # Of preparations that ran when the last daemon was killed.
-    remove_all_partial(prepared_root)
     datasets = DatasetService(
         DatasetStore(database),
         uploads,
@@ -407,6 +409,8 @@ async def _listen(
 async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
     remove_empty_worker_groups()
+    # Of preparations that ran when the last daemon was killed.
+    remove_all_partial(parts.sweep.settings.state_dir / _PREPARED)
     await parts.scheduler.recover()
     await parts.scheduler.run()
 

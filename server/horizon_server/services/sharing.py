@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed
+from horizon_server.errors import DoesNotFit, InvalidSpec
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
-from horizon_server.services.access import may_see
+from horizon_server.services.access import may_see, require_admin
 from horizon_server.services.jobs import JobService
 from horizon_server.services.quotas import Quotas
 from horizon_server.spec import JobSpec
@@ -61,13 +61,10 @@ class SharingService:
         """Open, cordon or drain the node, or set its maintenance window; it replaces what was set before. Return it.
 
         Raises:
-            NotAllowed: when the caller is not an admin.
+            NotAllowed: when the caller is not an admin, or their token allows no changes.
             InvalidSpec: when the window has no length, has only one end, or has passed already.
         """
-        if principal.role != "admin":
-            raise NotAllowed(
-                f"{principal.name} has the role {principal.role}; only an admin may cordon or drain the node"
-            )
+        require_admin(principal, "cordon or drain the node")
         if len(condition.message) > MAX_MESSAGE_LENGTH:
             number = len(condition.message)
             raise InvalidSpec.of("message", f"message has {number} letters; it must have at most {MAX_MESSAGE_LENGTH}")
