@@ -312,7 +312,12 @@ def _wire_jobs(
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner.of_node(settings, rates, usable)
     rules = Rules(
-        time_slice_s=settings.time_slice_s, max_residence_s=settings.max_residence_s, max_wait_s=settings.max_wait_s
+        time_slice_s=settings.time_slice_s,
+        max_residence_s=settings.max_residence_s,
+        max_wait_s=settings.max_wait_s,
+        max_loading_jobs=settings.max_loading_jobs,
+        max_loading_jobs_of_user=settings.max_loading_jobs_of_user,
+        max_resident_jobs=settings.max_resident_jobs,
     )
     # On the host, what jobs hold on the device is part of their host memory.
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
@@ -340,6 +345,7 @@ def _wire_jobs(
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
             stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
+            on_asked=lambda: scheduler.wake(),
         )  # fmt: skip
 
     scheduler = Scheduler(

@@ -98,6 +98,8 @@ class Attempt:
     on_checkpoint: Callable[[CheckpointWritten], None]
     on_loaded: Callable[[JobRecord, float], None]
     """Called with the seconds from the start of the attempt until the job could take turns."""
+    on_asked: Callable[[], None] = lambda: None
+    """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0
@@ -123,7 +125,10 @@ class Attempt:
         self._reports = self._new_reports()
 
     def _new_reports(self, *, reached: int = -1) -> Reports:
-        return Reports(self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached)
+        return Reports(
+            self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached,
+            on_asked=self.on_asked,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
@@ -200,6 +205,12 @@ class Attempt:
     def seat(self) -> Seat | None:
         """The worker's place among those that take turns on the device, once it has connected."""
         return self._reports.seat
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the job is being prepared, or its worker has not asked for its first turn yet."""
+        is_before = self.job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
+        return is_before and not self._reports.has_asked
 
     @property
     def has_worker(self) -> bool:

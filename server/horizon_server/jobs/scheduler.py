@@ -258,7 +258,12 @@ class Scheduler:
             self.wake()
 
     def _residences(self) -> dict[str, Residence]:
-        return {job_id: running.residence for job_id, running in self._running.items()}
+        return {
+            job_id: replace(
+                one.residence, is_loading=one.attempt.is_loading, waits_to_prepare=one.attempt.preparation.waits
+            )
+            for job_id, one in self._running.items()
+        }
 
     def promised_bytes(self, *, but: str = "") -> int:
         """Return the planned host memory of all resident jobs, of all but one where that is named."""

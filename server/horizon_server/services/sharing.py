@@ -12,6 +12,7 @@ from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
+from horizon_server.scheduling.quotas import with_defaults
 from horizon_server.services.access import may_see, require_admin
 from horizon_server.services.jobs import JobService
 from horizon_server.services.quotas import Quotas
@@ -51,7 +52,8 @@ class SharingService:
         async with self.jobs.turns.of(principal.name):
             allowances = await self.quotas.of(principal.name, principal.project)
             used = await self.quotas.used(principal.name, principal.project)
-        return list(zip(allowances, used, strict=True))
+        most = self.scheduler.view.rules.max_resident_jobs
+        return list(zip([with_defaults(one, max_resident_jobs=most) for one in allowances], used, strict=True))
 
     async def condition(self) -> NodeCondition:
         """Return what an admin has set the node to."""
