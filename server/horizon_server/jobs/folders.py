@@ -139,12 +139,12 @@ class CheckpointFolder:
         return int(match.group(1))
 
     def all(self) -> list[CheckpointRecord]:
-        """Return the complete checkpoints, oldest first. Without evaluations the newest counts as the best."""
+        """Return the complete checkpoints, oldest first. Without evaluations none is the best."""
         found = [self._record(step) for step in self.steps()]
         if not found:
             return []
         judged = [(cost, record) for record in found if (cost := self._cost(record)) is not None]
-        best = min(judged, key=itemgetter(0))[1] if judged else found[-1]
+        best = min(judged, key=itemgetter(0))[1] if judged else None
         return [replace(record, last=record is found[-1], best=record is best) for record in found]
 
     def steps(self) -> list[int]:

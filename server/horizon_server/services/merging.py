@@ -29,6 +29,7 @@ from horizon_server.store.checkpoint_parts import (
 )
 from horizon_server.store.manifest import FileRecord, Manifest, read_manifest
 from horizon_server.store.merging import ExportDtype, has_dtype, merged_bytes, merged_dtype, read_origin
+from horizon_server.store.safetensors_files import read_safetensors_headers
 
 _CHILD_MODULE = "horizon_server.services.merge_child"
 _WHO = "the child that merges an adapter"
@@ -129,7 +130,7 @@ class Merges:
             dtype, merge_base = dtype or made_dtype, merge_base or made_base
         dtype, merge_base = dtype or job.spec.checkpoint.dtype, merge_base or job.spec.checkpoint.merge_base
         old_bytes = sum(record.size_bytes for record in old)
-        needed_bytes = await asyncio.to_thread(_expected_bytes, base, dtype)
+        base_bytes, needed_bytes = await asyncio.to_thread(_expected_bytes, base, dtype)
         await self._quotas.require_stored(job.owner, max(0, needed_bytes - old_bytes))
         # Of a merge that was cut together with the daemon.
         await asyncio.to_thread(_remove_unlisted, folder)
@@ -160,6 +161,8 @@ class Merges:
             finally:
                 news.put_nowait(None)
 
+        # The first answer says that a model is about to be made, before anything is read: a caller may have nowhere to put it.
+        news.put_nowait(MergeProgress(done_bytes=0, total_bytes=base_bytes))
         running = asyncio.create_task(run(), name="merge")
         try:
             with await self._jobs.leases.take(checkpoints, step):
@@ -183,9 +186,11 @@ class Merges:
             raise
 
 
-def _expected_bytes(base: Path, dtype: ExportDtype) -> int:
+def _expected_bytes(base: Path, dtype: ExportDtype) -> tuple[int, int]:
+    """The bytes of the base's tensors, which are read, and the most that a merged model takes."""
     try:
-        return merged_bytes(base, dtype)
+        headers = read_safetensors_headers(base)
+        return sum(header.end - header.start for header in headers.values()), merged_bytes(base, dtype)
     except InvalidModel as error:
         raise InvalidModel(error.message.replace(str(base), "the base model"), violations=error.violations) from error
 
