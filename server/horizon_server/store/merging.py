@@ -96,6 +96,21 @@ def read_origin(merged: Path) -> MergeOrigin | None:
         return None
 
 
+def merged_dtype(merged: Path) -> ExportDtype:
+    """The number format of the weights of a model; `source` where they have several, which only the base's own formats can give."""
+    found = {header.dtype for header in read_safetensors_headers(merged).values()} & CONFIG_DTYPES.keys()
+    return next((name for name, dtype in DTYPE_OF_EXPORT.items() if found == {dtype}), "source")  # type: ignore[return-value]
+
+
+def has_dtype(merged: Path, dtype: ExportDtype, base: Path | None) -> bool:
+    """Whether a merged model's tensors are in the formats that `dtype` gives them; `source` is compared with its base."""
+    headers = read_safetensors_headers(merged)
+    of_base = headers if base is None else read_safetensors_headers(base)
+    return all(
+        name in of_base and header.dtype == _written_as(of_base[name], dtype) for name, header in headers.items()
+    )
+
+
 def merged_bytes(base: Path, dtype: ExportDtype) -> int:
     """The disk space that a merged model takes at most."""
     headers = read_safetensors_headers(base)
