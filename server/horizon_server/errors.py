@@ -168,10 +168,10 @@ def in_words(message: str, names: Mapping[Path, str]) -> str:
     """
     # The innermost first: a folder may be inside another one that has a name too.
     for folder in sorted(names, key=lambda folder: len(str(folder)), reverse=True):
+        name = names[folder].replace("\\", r"\\")
         # The whole folder, not one whose name begins alike.
-        inside = re.compile(rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])")
-        message = inside.sub(lambda found, name=names[folder]: f"{found[1]} of {name}" if name else found[1], message)
         message = re.sub(
-            rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", lambda _, name=names[folder]: name or "the folder", message
+            rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])", rf"\1 of {name}" if name else r"\1", message
         )
+        message = re.sub(rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", name or "the folder", message)
     return message

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import sdnotify
@@ -95,7 +94,6 @@ log = structlog.get_logger(__name__)
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
-_PREPARED = "prepared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +211,7 @@ async def wire(
     database.when_full = space.give_up_reserve
     # A scripted worker trains no model, so that none is tried.
     trial = partial(try_model, environment=environment) if worker_module == WORKER_MODULE else None
-    uploads, datasets, models = _wire_data(
-        settings, database, store, metrics, quotas, space, digests=folders.digests, trial=trial
-    )
+    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders, trial)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     hold = SampleHold()
@@ -270,9 +266,15 @@ async def wire(
 
 
 def _wire_data(
-    settings: Settings, database: Database, store: JobStore, metrics: Metrics, quotas: Quotas, space: Space,
-    *, digests: Path, trial: ModelTrial | None,
-) -> tuple[Uploads, DatasetService, ModelService]:  # fmt: skip
+    settings: Settings,
+    database: Database,
+    store: JobStore,
+    metrics: Metrics,
+    quotas: Quotas,
+    space: Space,
+    folders: JobFolders,
+    trial: ModelTrial | None,
+) -> tuple[Uploads, DatasetService, ModelService]:
     """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
         BlobStore(settings.state_dir, space=space),
@@ -280,20 +282,19 @@ def _wire_data(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
-    prepared_root = settings.state_dir / _PREPARED
     datasets = DatasetService(
         DatasetStore(database),
         uploads,
         max_bytes=settings.max_dataset_bytes,
         users_of=store.users_of,
         quotas=quotas,
-        prepared_root=prepared_root,
+        prepared_root=folders.prepared,
     )
     models = ModelService(
         ModelStore(database),
         uploads,
         root=settings.state_dir / "models",
-        digests=digests,
+        digests=folders.digests,
         trial=trial,
         max_bytes=settings.max_model_bytes,
         users_of=store.users_of,
@@ -340,7 +341,7 @@ def _wire_jobs(
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(settings.state_dir / _PREPARED, preparing, space), num_threads=num_threads, environment=environment,
+            preparation=Preparation(folders.prepared, preparing, space), num_threads=num_threads, environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
@@ -416,7 +417,7 @@ async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
     remove_empty_worker_groups()
     # Of preparations that ran when the last daemon was killed.
-    remove_all_partial(parts.sweep.settings.state_dir / _PREPARED)
+    remove_all_partial(parts.services.jobs.folders.prepared)
     await parts.scheduler.recover()
     await parts.scheduler.run()
 

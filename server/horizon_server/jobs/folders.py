@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from horizon_server.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from horizon_server.worker_link.protocol import REQUEST_FILE
 
 LOG_PIECE_BYTES = 64 * 1024
 _LOG_POLL_S = 0.3
@@ -50,6 +52,8 @@ class JobFolders:
         """The library of compiled layers, which all jobs share."""
         self.digests = state_dir / "digests"
         """The book of the digests of models (`store.base_digest.DigestBook`)."""
+        self.prepared = state_dir / "prepared"
+        """Prepared data, which all jobs share."""
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun; its other files are next to it."""
@@ -60,6 +64,17 @@ class JobFolders:
         folder = self.state_dir / "devices"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / f"{device}.lock"
+
+    def resident_since_s(self, job: JobRecord) -> float:
+        """Return about since when a job has been in memory that an earlier daemon began (Unix seconds)."""
+        if job.queued_s <= job.started_s:  # it left the queue once
+            return job.started_s
+        # The request of the first worker since then.
+        times = []
+        for attempt in self.attempts(job.job_id):
+            with contextlib.suppress(OSError):
+                times.append((self.log(job.job_id, attempt).parent / REQUEST_FILE).stat().st_mtime)
+        return min((time_s for time_s in times if time_s >= job.queued_s), default=time.time())
 
     def checkpoints(self, job_id: str) -> CheckpointFolder:
         """Return a job's checkpoints, whether or not there are any."""

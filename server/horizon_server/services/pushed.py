@@ -190,9 +190,11 @@ class PushedService(ABC, Generic[RecordT]):
             hidden = len(users) - len(seen)
             named = [*seen, *([f"{hidden} of other users"] if hidden else [])]
             what = "job" if len(users) == 1 else "jobs"
-            raise InUse(
-                f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; cancel {what} or wait for the end"
-            )
+            mine = [job_id for job_id, owner in users if may_see(principal, owner)]
+            free = f"cancel {', '.join(mine)}, or wait for {'its' if len(users) == 1 else 'their'} end"
+            if not mine:
+                free = f"wait for {'its' if len(users) == 1 else 'their'} end"
+            raise InUse(f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; {free}")
         if self._finalizing.runs(record.id):
             raise InUse(
                 f"{self._kind} {record.name} is being checked right now; try again in a moment", retry_after_s=5.0

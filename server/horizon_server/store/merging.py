@@ -43,7 +43,7 @@ from horizon_server.store.safetensors_files import (
 )
 
 ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
-DTYPE_OF_EXPORT: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+DTYPE_OF_EXPORT: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 CONFIG_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 ORIGIN_FILE = "horizon_merge.json"
@@ -99,7 +99,7 @@ def read_origin(merged: Path) -> MergeOrigin | None:
 def merged_dtype(merged: Path) -> ExportDtype:
     """The number format of the weights of a model; `source` where they have several, which only the base's own formats can give."""
     found = {header.dtype for header in read_safetensors_headers(merged).values()} & CONFIG_DTYPES.keys()
-    return next((name for name, dtype in DTYPE_OF_EXPORT.items() if found == {dtype}), "source")  # type: ignore[return-value]
+    return next((name for name, dtype in DTYPE_OF_EXPORT.items() if found == {dtype}), "source")
 
 
 def has_dtype(merged: Path, dtype: ExportDtype, base: Path | None) -> bool:

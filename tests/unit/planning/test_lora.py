@@ -203,7 +203,7 @@ def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
     )  # fmt: skip
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"trainable": "lora"}})
     plan = planner.plan(spec, mixtral)
-    assert plan.message.startswith("train.lora.targets is all-linear, which leaves out the experts")
+    assert plan.warnings[0].startswith("train.lora.targets is all-linear, which leaves out the experts")
     assert plan.fits
     assert plan.num_trained_parameters == layout_of(mixtral).num_trained_parameters
 
