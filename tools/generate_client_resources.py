@@ -75,6 +75,11 @@ METHODS = {
     def ended(self) -> bool:
         """Whether it has succeeded, failed or been cancelled."""
         return self.state in ENDED_STATES
+
+    def __repr__(self) -> str:
+        """Return what tells it from others; spec, plan and evaluations are long."""
+        head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
+        return f"{head}, step={self.step}, num_steps={self.num_steps})"
 '''
 }
 

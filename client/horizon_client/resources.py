@@ -181,6 +181,8 @@ class LoraSpec:
     """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
     rslora: bool | None
     """Scale by alpha / sqrt(rank) instead; default false."""
+    dora: bool | None
+    """Train the length of each output's weights apart from their direction; default false."""
     base: str
     """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
 
@@ -271,6 +273,11 @@ class Job:
     def ended(self) -> bool:
         """Whether it has succeeded, failed or been cancelled."""
         return self.state in ENDED_STATES
+
+    def __repr__(self) -> str:
+        """Return what tells it from others; spec, plan and evaluations are long."""
+        head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
+        return f"{head}, step={self.step}, num_steps={self.num_steps})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,6 +147,7 @@ _NAMES: Mapping[str, tuple[str, str]] = {
         ),
         (_PEFT, "train.lora.targets"),
     ),
+    **dict.fromkeys(("use_dora", "peft_use_dora"), (_PEFT, "train.lora.dora")),
     "use_rslora": (_PEFT, "train.lora.rslora"),
     **dict.fromkeys(("peft_config", "use_peft", "lora_config", "peft_type", "use_lora"), (_PEFT, _LORA)),
     "adapter": (_AXOLOTL, _LORA),
@@ -202,6 +203,7 @@ _METHODS: Mapping[str, str] = {
     **dict.fromkeys(
         ("lora", "peft", "adapter", "adapters"), "LoRA is train.trainable: lora, with method sft, dpo or any other"
     ),
+    "dora": "DoRA is train.trainable: lora and train.lora.dora: true, with method sft, dpo or any other",
     "qlora": "QLoRA is train.trainable: lora and train.lora.base: nf4, with method sft, dpo or any other",
     **dict.fromkeys(
         ("grpo", "ppo", "rloo", "reinforce", "rlhf", "rl", "dapo", "gspo"),

@@ -1154,6 +1154,7 @@ class LoraSpec(google.protobuf.message.Message):
     DROPOUT_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
     RSLORA_FIELD_NUMBER: builtins.int
+    DORA_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rows of A and columns of B; from 1 to 4096; default 16."""
@@ -1163,6 +1164,8 @@ class LoraSpec(google.protobuf.message.Message):
     """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
     rslora: builtins.bool
     """Scale by alpha / sqrt(rank) instead; default false."""
+    dora: builtins.bool
+    """Train the length of each output's weights apart from their direction; default false."""
     base: global___LoraBase.ValueType
     """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE."""
     @property
@@ -1177,12 +1180,15 @@ class LoraSpec(google.protobuf.message.Message):
         dropout: builtins.float | None = ...,
         targets: collections.abc.Iterable[builtins.str] | None = ...,
         rslora: builtins.bool | None = ...,
+        dora: builtins.bool | None = ...,
         base: global___LoraBase.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "base", b"base", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora", "targets", b"targets"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dora", b"_dora", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "dora", b"dora", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dora", b"_dora", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "base", b"base", "dora", b"dora", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora", "targets", b"targets"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_alpha", b"_alpha"]) -> typing.Literal["alpha"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dora", b"_dora"]) -> typing.Literal["dora"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_dropout", b"_dropout"]) -> typing.Literal["dropout"] | None: ...
     @typing.overload

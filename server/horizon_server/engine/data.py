@@ -118,6 +118,11 @@ class PreparedDataset:
         return self._of_targets(self._advantages_M, documents)
 
     @property
+    def answer_ends(self) -> dict[str, int]:
+        """The tokens that end its trained answers, with their ids."""
+        return dict(self.report.get("answer_ends", {}))
+
+    @property
     def is_weighted(self) -> bool:
         """Whether some target has a weight other than 1."""
         return self._weights_M is not None
@@ -248,7 +253,7 @@ class StepPlan:
                 f"the dataset was prepared with documents of up to {longest} tokens, train.sequence_length is "
                 f"{sequence_length}; prepare the dataset again with this sequence_length"
             )
-        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self.dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
         row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         if len(lengths) % group_size:
@@ -263,13 +268,28 @@ class StepPlan:
         self._steps = EpochSteps(self._rows, tokens_per_step=tokens_per_step, seed=seed, shuffle=shuffle)
         self.num_steps = max_steps if max_steps is not None else self._steps.number(epochs or 0)
 
+    @property
+    def identity(self) -> str:
+        """What decides which documents are in which row, and which rows in which step, of a dataset."""
+        seed = self._seed if self._shuffle else None
+        rows = f"rows {self._row_limit} {self._packs} groups {self._group_size}"
+        return f"order {self.ORDER} {rows} steps {self._tokens_per_step} seed {seed}"
+
     def step(self, i: int) -> list[MicroBatch]:
         """Return the micro-batches of step i (from 0); the same in any order of calls and in any process."""
-        return [self._dataset.micro_batch(documents) for documents in self.documents_of(i)]
+        return [self.dataset.micro_batch(documents) for documents in self.documents_of(i)]
 
     def documents_of(self, i: int) -> list[list[int]]:
         """Return the document numbers of step i, row by row."""
         epoch, within = self._locate(i)
+        return self._documents(epoch, within)
+
+    def first_epoch(self) -> Iterator[list[list[int]]]:
+        """The document numbers of each step of the first epoch, row by row: every document once, also where the run ends before."""
+        for within in range(self._steps.within(0)):
+            yield self._documents(0, within)
+
+    def _documents(self, epoch: int, within: int) -> list[list[int]]:
         rows = self._steps.rows_of(epoch, within)
         keys = permutation_keys(self._seed, epoch, DOCUMENTS) if self._shuffle else None
         found = self._rows.documents_of(rows, keys)
@@ -280,7 +300,7 @@ class StepPlan:
         parts: list[list[int]] = []
         for groups in rows:
             documents = [self._group_size * group + member for group in groups for member in range(self._group_size)]
-            fits = int(self._dataset.document_lengths[documents].sum()) <= self._row_limit
+            fits = int(self.dataset.document_lengths[documents].sum()) <= self._row_limit
             parts += [documents] if self._packs and fits else [[document] for document in documents]
         return parts
 

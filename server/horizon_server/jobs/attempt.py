@@ -98,6 +98,8 @@ class Attempt:
     on_checkpoint: Callable[[CheckpointWritten], None]
     on_loaded: Callable[[JobRecord, float], None]
     """Called with the seconds from the start of the attempt until the job could take turns."""
+    on_asked: Callable[[], None] = lambda: None
+    """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0
@@ -123,7 +125,10 @@ class Attempt:
         self._reports = self._new_reports()
 
     def _new_reports(self, *, reached: int = -1) -> Reports:
-        return Reports(self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached)
+        return Reports(
+            self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached,
+            on_asked=self.on_asked,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
@@ -200,6 +205,12 @@ class Attempt:
     def seat(self) -> Seat | None:
         """The worker's place among those that take turns on the device, once it has connected."""
         return self._reports.seat
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the job is being prepared, or its worker has not asked for its first turn yet."""
+        is_before = self.job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
+        return is_before and not self._reports.has_asked
 
     @property
     def waits_for_first_turn(self) -> bool:
@@ -458,13 +469,13 @@ class Attempt:
         elif self._wanted is Wanted.CANCEL:
             target, reason, message = ordered(Wanted.CANCEL, self.job.spec.name)
         elif outcome == "failed" and self._wanted not in REQUEUED:
-            # Where the state folder is need not be known to the job's owner.
-            target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
+            target = JobState.FAILED
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = ordered(Wanted.PAUSE, self.job.spec.name)
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))
+        message = await asyncio.to_thread(self.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is Wanted.DISPLACE
         self.job = await self.journal.patiently(

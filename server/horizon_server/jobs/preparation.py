@@ -220,6 +220,11 @@ class Preparation:
             await publish(Message(level="warning", text="\n".join([head, *report["errors"]])))
         return PreparedData(folder=target, evaluation=evaluation_folder(target, options), report=counts)
 
+    @property
+    def waits(self) -> bool:
+        """Whether another attempt prepares, which this one waits for."""
+        return self._waiting is not None
+
     def stop(self) -> None:
         """End it; `run` removes what it has written so far."""
         self._stopped = True

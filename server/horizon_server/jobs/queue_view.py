@@ -14,17 +14,15 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.events import CheckpointWritten
 from horizon_server.planning.gpus import PROCESS_BYTES
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import JobRecord
 from horizon_server.records.sharing import Allowance, Holder, NodeCondition, Outlook
 from horizon_server.scheduling.admission import kind_of
 from horizon_server.scheduling.loading import LoadTimes
-from horizon_server.scheduling.quotas import WEEK_S, why_not_resident
+from horizon_server.scheduling.quotas import WEEK_S, why_not_resident, with_defaults
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import outlooks
 from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
 from horizon_server.scheduling.texts import time_text
-
-_LOADING = (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
 
 # Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of others.
 MOST_WAITING = 500
@@ -32,12 +30,12 @@ MOST_WAITING = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """Of a resident job: its device, and since when it is in memory."""
+    """Of a resident job: its device, since when it is in memory, and whether it is still being loaded."""
 
     device: str
     since_s: float
-    is_loaded: bool = False
-    """Whether it takes turns, or waits for its first one."""
+    is_loading: bool = False
+    waits_to_prepare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +51,17 @@ class Situation:
     device_s_of_week: Mapping[tuple[Holder, str], float]
     ends: Mapping[str, float | None]
     """When resident jobs were last expected to end."""
+    max_resident_jobs: int | None = None
+    """Of a user for whom no admin has set another number."""
 
     def held(self, job: Job, residents: Sequence[Resident]) -> str:
         """Return why a quota keeps a job from being loaded now; nothing where none does."""
         holders: tuple[tuple[Holder, str], ...] = (("user", job.user), ("project", job.project))
         for holder, name in holders:
-            allowance = self.allowances.get((holder, name))
-            if allowance is None:
-                continue
+            allowance = with_defaults(
+                self.allowances.get((holder, name)) or Allowance(holder=holder, name=name),
+                max_resident_jobs=self.max_resident_jobs,
+            )
             theirs = [one for one in residents if getattr(one, holder) == name]
             used_s = self.device_s_of_week.get((holder, name), 0.0)
             why = why_not_resident(allowance, job, theirs, device_s=used_s, now_s=self.now_s, ends=self.ends)
@@ -130,6 +131,7 @@ class QueueView:
             allowances={(one.holder, one.name): one for one in allowances},
             device_s_of_week=_by_holder(await self.sharing.device_s_since(now_s - WEEK_S)),
             ends={job_id: one.estimated_end_s for job_id, one in self.outlooks.items()},
+            max_resident_jobs=self.rules.max_resident_jobs,
         )
         return situation, {job.job_id: job for job in queued}
 
@@ -178,11 +180,12 @@ class QueueView:
 
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
         waiting = self._waiting(job)
-        is_loading = not residence.is_loaded and job.job_state in _LOADING
         return Resident(
             **{**vars(waiting), "device": residence.device, "since_s": residence.since_s},
             resident_since_s=residence.since_s,
-            ready_s=residence.since_s + (waiting.load_s if is_loading else 0.0),
+            ready_s=residence.since_s + (waiting.load_s if residence.is_loading else 0.0),
+            is_loading=residence.is_loading,
+            waits_to_prepare=residence.waits_to_prepare,
             is_stopping=job.job_state == "STOPPING",
         )
 

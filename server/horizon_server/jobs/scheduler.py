@@ -262,8 +262,10 @@ class Scheduler:
 
     def _residences(self) -> dict[str, Residence]:
         return {
-            job_id: replace(running.residence, is_loaded=running.attempt.waits_for_first_turn)
-            for job_id, running in self._running.items()
+            job_id: replace(
+                one.residence, is_loading=one.attempt.is_loading, waits_to_prepare=one.attempt.preparation.waits
+            )
+            for job_id, one in self._running.items()
         }
 
     def promised_bytes(self, *, but: str = "") -> int:

@@ -7,6 +7,8 @@ no more of the device; then the lowest use by weight, priority, and place in the
 
 The first job in this order that the free memory does not hold is the *next* one. Memory is kept for it: later jobs may pass only where
 that does not delay its predicted start (backfill), and resident jobs of users above their share may be displaced by it.
+
+Of the jobs that fit, only a few are loaded at a time, in this order: the next one begins when one of them has asked for its first turn.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def kind_of(device: str) -> str:
 def as_resident(job: Job, device: str, now_s: float) -> Resident:
     """A job that is loaded now."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS} | {"device": device, "since_s": now_s}
-    return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s)
+    return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s, is_loading=True)
 
 
 def as_waiting(resident: Resident, now_s: float) -> Job:
@@ -144,6 +146,10 @@ def _inside_user(job: Job) -> tuple[int, int, str]:
     return -job.priority, job.order, job.job_id
 
 
+def _being_loaded(number: int, whose: str = "") -> str:
+    return f"{number} job{whose} is being loaded" if number == 1 else f"{number} jobs{whose} are being loaded"
+
+
 @dataclass(kw_only=True)
 class _Next:
     """The first job that the free memory does not hold: when it is predicted to start, which resident jobs' memory it gets then, and how
@@ -173,6 +179,10 @@ class _Round:
         self._sizes: dict[str, list[int]] = defaultdict(list)
         for name, size in node.devices.items():
             self._sizes[kind_of(name)].append(size)
+        self._loading_of: dict[str, int] = defaultdict(int)
+        self._num_loading = 0
+        for one in residents:
+            self._count_loading(one)
 
     def run(self, waiting: Sequence[Job], ends: Mapping[str, float | None], explain: bool) -> Decision:
         """Goes through the jobs in their order."""
@@ -187,6 +197,8 @@ class _Round:
                 self._next = self._make_next(job, givers, ends)
             elif self._device_for(job) is None:
                 self._why[job.job_id] = self._why_no_device(job)
+            elif job.host_bytes <= self._free_bytes and (message := self._why_not_loading(job)):
+                self._why[job.job_id] = message
             elif job.host_bytes <= self._free_bytes and (self._next is None or self._may_pass(job, self._next)):
                 self._load(job)
             elif explain:
@@ -233,7 +245,9 @@ class _Round:
         device = self._device_for(job)
         assert device is not None
         self._start.append((job.job_id, device))
-        self._residents.append(as_resident(job, device, self._now_s))
+        loaded = as_resident(job, device, self._now_s)
+        self._residents.append(loaded)
+        self._count_loading(loaded)
         self._free_bytes -= job.host_bytes
         self._parts.clear()
 
@@ -252,6 +266,22 @@ class _Round:
         sizes = self._node.devices
         fits = [one for one in load.values() if one[3] + one[0] * process_bytes <= sizes[one[2]]]
         return min(fits)[2] if fits else None
+
+    def _why_not_loading(self, job: Job) -> str:
+        """Return why a job for which there is room is not loaded now: as many as may be at a time are being loaded."""
+        most, most_of_user = self._rules.max_loading_jobs, self._rules.max_loading_jobs_of_user
+        of_user = self._loading_of[job.user]
+        if most_of_user is not None and of_user >= most_of_user:
+            return f"{_being_loaded(of_user, f' of user {job.user}')}, and {most_of_user} may be at a time; it follows when one is ready"
+        if most is not None and self._num_loading >= most:
+            return f"{_being_loaded(self._num_loading)}, and {most} may be at a time; it follows in the order of shares"
+        return ""
+
+    def _count_loading(self, one: Resident) -> None:
+        if one.is_loading and not one.is_stopping:
+            self._loading_of[one.user] += 1
+            # Who waits for the preparation of another one's data uses no processor.
+            self._num_loading += not one.waits_to_prepare
 
     def _why_no_device(self, job: Job) -> str:
         process = size_text(self._node.process_bytes)

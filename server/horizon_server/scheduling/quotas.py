@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from horizon_server.records.plan import size_text
 from horizon_server.records.sharing import Allowance
@@ -12,6 +13,13 @@ from horizon_server.scheduling.texts import jobs_text, time_text
 WEEK_S = 7 * 86400.0
 # Of one user, unless an admin sets another limit.
 MAX_QUEUED_JOBS = 2000
+
+
+def with_defaults(allowance: Allowance, *, max_resident_jobs: int | None) -> Allowance:
+    """Return what a holder may take where no admin has set another limit: `max_resident_jobs` is that of each user."""
+    if allowance.holder != "user" or allowance.quota.max_resident_jobs is not None:
+        return allowance
+    return replace(allowance, quota=replace(allowance.quota, max_resident_jobs=max_resident_jobs))
 
 
 def why_not_queued(allowance: Allowance, queued: Sequence[str]) -> str:

@@ -134,6 +134,7 @@ class _Simulation:
         held: Held,
     ) -> None:
         self._node, self._shares, self._rules, self._held = node, shares.copy(), rules, held
+        self._bounds_loading = rules.max_loading_jobs is not None or rules.max_loading_jobs_of_user is not None
         self._began_s = self._time_s = now_s
         self._waiting = {job.job_id: job for job in waiting}
         self._residents = {one.job_id: one for one in residents}
@@ -172,7 +173,7 @@ class _Simulation:
             if kind == "turn":
                 self._end_turn(name, number)
             elif kind == "ready":
-                self._grant_if_idle(name)
+                self._be_ready(name)
             elif kind == "free":
                 self._free(name)
             elif kind == "close":
@@ -193,8 +194,19 @@ class _Simulation:
         return self._num_events
 
     def _await_ready(self, one: Resident) -> None:
-        if one.ready_s > self._time_s:
-            self._at(one.ready_s, "ready", one.device)
+        if one.is_loading or one.ready_s > self._time_s:
+            self._at(max(one.ready_s, self._time_s), "ready", one.job_id)
+
+    def _be_ready(self, job_id: str) -> None:
+        """A job is loaded: it takes turns, and the next one may be loaded."""
+        one = self._residents.get(job_id)
+        if one is None:
+            return
+        self._residents[job_id] = replace(one, is_loading=False)
+        if one.is_loading and self._waiting and self._bounds_loading:
+            self._decide()
+        else:
+            self._grant_if_idle(one.device)
 
     def _check(self) -> None:
         """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits for memory."""

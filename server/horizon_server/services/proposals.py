@@ -14,7 +14,7 @@ from pathlib import Path
 
 from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.db.jobs import AdmitJob
-from horizon_server.errors import DoesNotFit, NotFound, QuotaExceeded
+from horizon_server.errors import DoesNotFit, InvalidSpec, NotFound, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, known_size
 from horizon_server.planning.data_size import DataSize
@@ -28,6 +28,7 @@ from horizon_server.services.inputs import NodeResources
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
 from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
+from horizon_server.store.base_digest import other_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +98,13 @@ class Proposals:
             InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method does not learn
                 from data of such a kind; and what the model or the machine cannot do.
             QuotaExceeded: when the job alone needs more memory than a quota allows.
+            InUse: while the digest of a model is made that an adapter is compared with.
         """
         spec = spec if spec.project else spec.in_project(principal.project)
         require_project(principal, spec.project)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
-        start = await self._start(principal, spec, model_id)
+        start = await self._start(principal, spec, model_id, folder)
         async with self.turns.of(principal.name):
             if machine is not None:
                 plan = await self._plan_elsewhere(principal, spec, folder, machine)
@@ -144,8 +146,17 @@ class Proposals:
         check_kinds(spec, kind_of(DatasetFormat(trained.record.format)), kinds)
         return _Data(trained=trained, evaluated=evaluated)
 
-    async def _start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
-        """Return what `init_from` names, which anyone may use who may download it. Raises NotFound, InvalidSpec."""
+    async def _start(self, principal: Principal, spec: JobSpec, model_id: str, folder: Path) -> Start | None:
+        """Return what `init_from` names, which anyone may use who may download it; an adapter that names its base is compared with the
+        model. Raises NotFound, InvalidSpec, and InUse while the model's digest is made.
+        """
+        start = await self._named_start(principal, spec, model_id)
+        wanted = "" if start is None else await asyncio.to_thread(start.base_sha256)
+        if wanted and (found := await self.resources.digest_of(principal, folder)) != wanted:
+            raise InvalidSpec.of("init_from", other_base("init_from: the adapter", wanted, found))
+        return start
+
+    async def _named_start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
         if spec.init_from is None:
             return None
         key, _, which = spec.init_from.rpartition("@")

@@ -35,13 +35,17 @@ class Allowances(SharingStore):
         found = [a for a in await self.allowances() if (a.holder, a.name) == (holder, name)]
         return found[0] if found else Allowance(holder=holder, name=name)
 
+    async def add_project(self, name: str) -> None:
+        """Create a project, with weight 1 and no limits. Raises BadSetting for a malformed name."""
+        _check_name("project", name)
+        await self.set_allowance(Allowance(holder="project", name=name))
+
     async def change(self, holder: Holder, name: str, changes: Mapping[str, Any], weight: float | None) -> Allowance:
         """Set the weight, unless it is None, and those limits that `changes` names, where None removes one. Return the allowance.
 
         Raises BadSetting for a malformed name or a value out of range.
         """
-        if not NAME_PATTERN.fullmatch(name):
-            raise BadSetting(f"{holder} name {name!r} is not allowed: it must be {NAME_RULE}")
+        _check_name(holder, name)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
             raise BadSetting(f"weight is {weight:g}; it must be a number above 0 up to {MAX_WEIGHT:,.0f}")
         for limit, value in changes.items():
@@ -55,6 +59,11 @@ class Allowances(SharingStore):
         )
         await self.set_allowance(changed)
         return changed
+
+
+def _check_name(holder: Holder, name: str) -> None:
+    if not NAME_PATTERN.fullmatch(name):
+        raise BadSetting(f"{holder} name {name!r} is not allowed: it must be {NAME_RULE}")
 
 
 class Quotas:

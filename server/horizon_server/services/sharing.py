@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import InvalidSpec, NotAllowed
+from horizon_server.errors import InvalidSpec
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
+from horizon_server.scheduling.quotas import with_defaults
 from horizon_server.scheduling.texts import time_text
-from horizon_server.services.access import may_see
+from horizon_server.services.access import may_see, require_admin
 from horizon_server.services.jobs import JobService
 from horizon_server.services.quotas import Quotas
 from horizon_server.spec import JobSpec
@@ -55,7 +56,8 @@ class SharingService:
         async with self.jobs.turns.of(principal.name):
             allowances = await self.quotas.of(principal.name, *projects)
             used = await self.quotas.used(principal.name, *projects)
-        return list(zip(allowances, used, strict=True))
+        most = self.scheduler.view.rules.max_resident_jobs
+        return list(zip([with_defaults(one, max_resident_jobs=most) for one in allowances], used, strict=True))
 
     async def condition(self) -> NodeCondition:
         """Return what an admin has set the node to."""
@@ -65,13 +67,10 @@ class SharingService:
         """Open, cordon or drain the node, or set its maintenance window; it replaces what was set before. Return it.
 
         Raises:
-            NotAllowed: when the caller is not an admin.
+            NotAllowed: when the caller is not an admin, or their token allows no changes.
             InvalidSpec: when the window has no length, has only one end, or has passed already.
         """
-        if principal.role != "admin":
-            raise NotAllowed(
-                f"{principal.name} has the role {principal.role}; only an admin may cordon or drain the node"
-            )
+        require_admin(principal, "cordon or drain the node")
         if len(condition.message) > MAX_MESSAGE_LENGTH:
             number = len(condition.message)
             raise InvalidSpec.of("message", f"message has {number} letters; it must have at most {MAX_MESSAGE_LENGTH}")

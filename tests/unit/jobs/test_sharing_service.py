@@ -20,6 +20,7 @@ from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Allowance, NodeCondition, Quota, Usage
+from horizon_server.settings import Settings
 
 S = JobState
 EVE = Principal(name="eve", role="viewer", project="eve")
@@ -214,7 +215,10 @@ async def test_a_quota_shows_what_is_used_of_it(daemon: DaemonParts) -> None:
     await daemon.until(queued.job_id, S.PAUSED)
     await sharing(daemon).charge("lab", "ada", device_s=3600, job_id=running.job_id, now_s=time.time() - 86400)
     [(mine, used), (project, used_by_project)] = await daemon.services.sharing.quota(ADA)
-    assert mine == Allowance(holder="user", name="ada", quota=Quota(max_queued_jobs=5, device_hours_per_week=10))
+    # What no admin has set is shown as the node's settings have it.
+    most = Settings.model_fields["max_resident_jobs"].default
+    quota = Quota(max_queued_jobs=5, device_hours_per_week=10, max_resident_jobs=most)
+    assert mine == Allowance(holder="user", name="ada", quota=quota)
     assert project == Allowance(holder="project", name="ada")
     assert (used.queued_jobs, used.resident_jobs, used.host_bytes) == (0, 1, host_bytes(running))
     assert used.stored_bytes == used_by_project.stored_bytes > len(chat_rows())  # the paused job has a checkpoint

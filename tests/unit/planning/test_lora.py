@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.kept import KeptOnDevice
-from horizon_server.planning.lora import TRANSPOSED, left_out, linear_maps
+from horizon_server.planning.lora import left_out, linear_maps
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
@@ -22,7 +22,7 @@ from horizon_server.planning.step_work import work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
 from horizon_server.spec.lora import BaseFormat
-from horizon_server.store.adapters import with_adapters
+from horizon_server.store.adapters import TRANSPOSED, with_adapters
 from horizon_server.store.layout import StoreLayout, build_layout, plane_sizes
 
 

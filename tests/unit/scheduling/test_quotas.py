@@ -4,7 +4,7 @@ import pytest
 from tests.sharing_parts import GIB, HOUR, NOW, job, resident
 
 from horizon_server.records.sharing import Allowance, Quota
-from horizon_server.scheduling.quotas import why_not_queued, why_not_resident, why_not_stored
+from horizon_server.scheduling.quotas import why_not_queued, why_not_resident, why_not_stored, with_defaults
 from horizon_server.scheduling.texts import jobs_text, time_text
 
 DAY = 24 * HOUR
@@ -104,6 +104,13 @@ def test_many_jobs_are_not_all_named() -> None:
     assert jobs_text(["a"]) == "job a"
     assert jobs_text(["a", "b", "c"]) == "jobs a, b and c"
     assert jobs_text(list("abcde")) == "jobs a, b, c and 2 more"
+
+
+def test_where_no_admin_has_set_another_number_a_user_has_the_nodes_and_a_project_has_none() -> None:
+    assert with_defaults(ann(), max_resident_jobs=4).quota.max_resident_jobs == 4
+    assert with_defaults(ann(max_resident_jobs=9), max_resident_jobs=4).quota.max_resident_jobs == 9
+    lab = Allowance(holder="project", name="lab")
+    assert with_defaults(lab, max_resident_jobs=4) == lab
 
 
 def test_short_device_times_are_in_seconds() -> None:

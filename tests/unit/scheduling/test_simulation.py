@@ -287,3 +287,24 @@ def test_days_of_200_jobs_are_simulated_in_less_than_a_second() -> None:
         simulate(waiting, (), life.node, life.shares, life.rules, life.now_s, no_quota)
         times_s.append(time.process_time() - began_s)
     assert min(times_s) < 1
+
+
+def test_a_few_jobs_at_a_time_are_loaded_and_the_next_begins_when_one_is_ready() -> None:
+    rules = dataclasses.replace(RULES, max_loading_jobs=4, max_loading_jobs_of_user=1)
+    jobs = [job(f"e{i}", "eve", order=i, host_gib=1, remaining_s=10.0, load_s=100.0) for i in range(4)]
+    estimates = simulate(jobs, [], NODE, shares(), rules, NOW, no_quota)
+    assert [times(estimates[f"e{i}"])[0] for i in range(4)] == pytest.approx([0, 100, 200, 300])
+    assert times(estimates["e3"])[1] == pytest.approx(410)
+    # One of which the load takes longer than expected is ready at any moment.
+    late = resident("r", "eve", host_gib=1, remaining_s=10.0, is_loading=True)
+    estimates = simulate(jobs, [late], NODE, shares(), rules, NOW, no_quota)
+    assert times(estimates["e0"])[0] == pytest.approx(0)
+
+
+def test_many_short_jobs_of_one_user_are_estimated_in_no_time() -> None:
+    rules = dataclasses.replace(RULES, max_loading_jobs=4, max_loading_jobs_of_user=2)
+    jobs = [job(f"e{i}", "eve", order=i, host_gib=1, remaining_s=1.0, load_s=20.0) for i in range(500)]
+    began_s = time.process_time()
+    estimates = simulate(jobs, [resident("a", remaining_s=1e5)], NODE, shares(), rules, NOW, no_quota)
+    assert all(one.end_s is not None for one in estimates.values())
+    assert time.process_time() - began_s < 20

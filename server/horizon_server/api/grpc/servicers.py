@@ -31,7 +31,7 @@ from horizon_proto.v1 import (
     sharing_pb2_grpc,
 )
 from horizon_server.api.grpc.convert import enum_text, from_message, response, seconds_of, set_fields, to_message
-from horizon_server.api.grpc.interceptor import caller
+from horizon_server.api.grpc.interceptor import about_to_change, caller
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
@@ -403,7 +403,8 @@ class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceS
             owner=request.owner,
             dry_run=request.dry_run,
         )
-        async with aclosing(self._services.deletions.delete(caller(), selection)) as results:
+        deletions = self._services.deletions.delete(caller(), selection, about_to_delete=about_to_change)
+        async with aclosing(deletions) as results:
             async for deletion, done, total in results:
                 yield response(housekeeping_pb2.DeleteResponse, deletion=deletion, done=done, total=total)
 
