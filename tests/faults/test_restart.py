@@ -180,7 +180,7 @@ def test_the_series_of_a_running_job_are_the_same_after_a_restart(leaving_node: 
         text = httpx.get(f"http://{node.daemon.endpoints['http']}/metrics", headers=headers, timeout=30).text
         return {line.rpartition(" ")[0] for line in text.splitlines() if f'job_id="{job_id}"' in line}
 
-    wanted = ("horizon_job_info", "horizon_job_share_ratio", "horizon_eval_loss", "horizon_train_loss")
+    wanted: tuple[str, ...] = ("horizon_job_info", "horizon_job_share_ratio", "horizon_eval_loss", "horizon_train_loss")
     wanted += ("horizon_checkpoint_last_success_timestamp_seconds", "horizon_job_progress_ratio")
     wait_for(lambda: all(any(one.startswith(name) for one in series()) for name in wanted), LONG_S)
     before = series()

@@ -101,11 +101,9 @@ def response(kind: type[MessageT], **fields: Any) -> MessageT:
 
 def packed(kind: type[Message], items: str, records: Iterable[object], **fields: Any) -> bytes:
     """Return a response with a list of frozen records, as it is sent: what is sent of a record is made once, and kept with it."""
-    field = kind.DESCRIPTOR.fields_by_name[items]
-    name, item = (
-        f"{field.message_type.full_name} in {field.full_name}",
-        message_factory.GetMessageClass(field.message_type),
-    )
+    field: Field = kind.DESCRIPTOR.fields_by_name[items]
+    name = f"{field.message_type.full_name} in {field.full_name}"
+    item = message_factory.GetMessageClass(field.message_type)
 
     def piece(record: object) -> bytes:
         one = kind()
