@@ -21,7 +21,7 @@ from horizon_server.scheduling.loading import LoadTimes
 from horizon_server.scheduling.quotas import WEEK_S, why_not_resident, with_defaults
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import outlooks
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
 from horizon_server.scheduling.texts import time_text
 
 # Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of others.
@@ -125,6 +125,7 @@ class QueueView:
                 process_bytes=PROCESS_BYTES,
                 is_open=condition.at(now_s) == "open",
                 closed_why=_closed_why(condition, now_s),
+                window=_window(condition, now_s),
             ),
             condition=condition,
             allowances={(one.holder, one.name): one for one in allowances},
@@ -143,9 +144,9 @@ class QueueView:
         situation, _ = await self.situation(residences)
         order = 1 + max((one.order for one in situation.waiting), default=0)
         waiting = [*situation.waiting, replace(self._waiting(job), order=order, since_s=situation.now_s)]
-        return (await asyncio.to_thread(self._outlooks, situation, waiting))[job.job_id]
+        return (await asyncio.to_thread(self._outlooks, situation, waiting, job.job_id))[job.job_id]
 
-    def _outlooks(self, situation: Situation, waiting: Iterable[Job]) -> Mapping[str, Outlook]:
+    def _outlooks(self, situation: Situation, waiting: Iterable[Job], asked: str = "") -> Mapping[str, Outlook]:
         return outlooks(
             tuple(waiting),
             situation.residents,
@@ -154,6 +155,7 @@ class QueueView:
             self.rules,
             situation.now_s,
             situation.held,
+            asked=asked,
         )
 
     def _waiting(self, job: JobRecord) -> Job:
@@ -186,6 +188,13 @@ class QueueView:
             waits_to_prepare=residence.waits_to_prepare,
             is_stopping=job.job_state == "STOPPING",
         )
+
+
+def _window(condition: NodeCondition, now_s: float) -> Window | None:
+    start_s, end_s = condition.window_start_s, condition.window_end_s
+    if start_s is None or end_s is None or end_s <= now_s:
+        return None
+    return Window(start_s=start_s, end_s=end_s, message=condition.message, opens=condition.mode == "open")
 
 
 def _stored_bytes(job: JobRecord) -> int:

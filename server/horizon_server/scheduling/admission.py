@@ -174,6 +174,7 @@ class _Round:
         self._next: _Next | None = None
         self._start: list[tuple[str, str]] = []
         self._why: dict[str, str] = {}
+        self._behind_quota: set[str] = set()
         self._parts: dict[tuple[str, str, int, str], float] = {}
         self._sizes: dict[str, list[int]] = defaultdict(list)
         for name, size in node.devices.items():
@@ -190,6 +191,7 @@ class _Round:
         for job in in_order(self._waiting, self._residents, self._shares, self._rules, self._now_s):
             if self._start and (message := self._held(job, self._residents)):
                 self._why[job.job_id] = message
+                self._behind_quota.add(job.job_id)
             elif job.host_bytes > self._free_bytes and self._next is None:
                 givers = self._givers(job)
                 self._next = self._make_next(job, givers, ends)
@@ -203,6 +205,8 @@ class _Round:
                 assert self._next is not None
                 self._why[job.job_id] = self._why_behind(job, self._next)
         displaced = self._displaced_by(self._next.job, givers) if self._next else []
+        if explain and self._behind_quota:
+            self._name_who_is_before(waiting)
         if self._next is not None and explain:
             self._why[self._next.job.job_id] = self._why_next(self._next, displaced)
         return Decision(start=tuple(self._start), displace=tuple(one.job_id for one in displaced), why=self._why)
@@ -221,9 +225,21 @@ class _Round:
             message = f"cannot start: it needs {need} of device memory and {limit} are available"
         else:
             message = self._held(job, self._residents)
+            if message:
+                self._behind_quota.add(job.job_id)
         if message:
             self._why[job.job_id] = message
         return not message
+
+    def _name_who_is_before(self, waiting: Sequence[Job]) -> None:
+        """Say of each job that a quota holds back whose turn comes first, where that is another waiting job of the same user."""
+        before: dict[_Holder, str] = {}
+        held = [job for job in waiting if job.job_id in self._behind_quota]
+        for job in in_order(held, self._residents, self._shares, self._rules, self._now_s):
+            what, _, freed = self._why[job.job_id].partition("; ")
+            if (first := before.get(_holder(job))) is not None and freed.startswith(("job ", "cancel or wait for ")):
+                self._why[job.job_id] = f"{what}; job {first} is before it"
+            before[_holder(job)] = job.job_id
 
     def _load(self, job: Job) -> None:
         device = self._device_for(job)
@@ -296,6 +312,7 @@ class _Round:
             elif time_s > start_s:
                 break
             free_bytes += one.host_bytes
+        start_s = self._node.open_from(start_s)
         # While the start is not known, any memory may be what the job is waiting for.
         spare_bytes = free_bytes - job.host_bytes if start_s < math.inf else 0
         return _Next(job=job, start_s=start_s, freed_by=freed_by, spare_bytes=spare_bytes)

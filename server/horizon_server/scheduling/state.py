@@ -47,6 +47,17 @@ class Resident(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """A maintenance window, in Unix seconds: the node is drained from its start to its end."""
+
+    start_s: float
+    end_s: float
+    message: str = ""
+    opens: bool = True
+    """Whether jobs start after it: the node is neither cordoned nor drained besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """What there is to share. `devices` is each device's usable memory by name: host, or cuda:0, cuda:1, ..."""
 
@@ -58,6 +69,13 @@ class Node:
     """Whether jobs may start: no admin has cordoned or drained the node."""
     closed_why: str = "the node is cordoned by an admin: no job starts"
     """What the reason is while the node is not open."""
+    window: Window | None = None
+    """A maintenance window that has not ended yet."""
+
+    def open_from(self, time_s: float) -> float:
+        """That time, or the end of the maintenance window where it falls into one: no job starts before."""
+        inside = self.window is not None and self.window.start_s <= time_s < self.window.end_s
+        return self.window.end_s if inside and self.window is not None else time_s
 
 
 @dataclass(frozen=True, kw_only=True)

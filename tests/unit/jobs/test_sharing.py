@@ -380,14 +380,14 @@ async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> N
     async with make(room=1) as daemon:
         simulate = daemon.services.sharing.simulate
         now_s = time.time()
-        outlook = await simulate(BOB, daemon.spec())
+        outlook, _ = await simulate(BOB, daemon.spec())
         assert (outlook.why, outlook.share) == ("starts now", 0.0)
         assert outlook.estimated_start_s == pytest.approx(now_s, abs=5)
         running = await holds_the_device(daemon, ADA)
-        outlook = await simulate(BOB, daemon.spec())
+        outlook, _ = await simulate(BOB, daemon.spec())
         assert re.search(f"waiting for .* of host memory, .* job {running.job_id} frees it at about", outlook.why)
         assert outlook.estimated_start_s is not None and outlook.estimated_start_s > now_s
-        assert {job.job_id for job in await daemon.services.jobs.queue()} == {running.job_id}
+        assert {job.job_id for job in await daemon.services.jobs.queue(ROOT)} == {running.job_id}
         assert running.job_state in RESIDENT
 
 
@@ -397,7 +397,9 @@ async def test_estimates_count_what_loading_has_taken(make: Make, tmp_path: Path
     async with make(num_threads=1) as daemon:
 
         async def estimated_s() -> float:
-            outlook = await daemon.services.sharing.simulate(BOB, daemon.spec(train={"max_steps": 1, "compile": "off"}))
+            outlook, _ = await daemon.services.sharing.simulate(
+                BOB, daemon.spec(train={"max_steps": 1, "compile": "off"})
+            )
             assert outlook.estimated_start_s is not None and outlook.estimated_end_s is not None
             return outlook.estimated_end_s - outlook.estimated_start_s
 

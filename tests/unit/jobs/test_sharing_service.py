@@ -103,7 +103,7 @@ async def test_a_quota_of_queued_jobs_holds_for_submit_and_resume(quiet: DaemonP
     first = await jobs.submit(ADA, request_id=request_id, spec=quiet.spec("first"))
     await quiet.services.jobs.pause(ADA, (await quiet.submit(ADA, "paused")).job_id)
     await quiet.submit(ADA, "second")
-    with pytest.raises(QuotaExceeded, match=r"^quota: 2 of 2 queued jobs of user ada; .*" + first.job_id):
+    with pytest.raises(QuotaExceeded, match=r"^quota: 2 of 2 queued jobs of user ada .*; .*" + first.job_id):
         await quiet.submit(ADA, "third")
     with pytest.raises(QuotaExceeded, match="quota: 2 of 2 queued jobs of user ada"):
         await jobs.resume(ADA, "paused")
@@ -148,7 +148,7 @@ async def test_a_quota_of_stored_bytes_counts_what_is_announced(quiet: DaemonPar
     await quiet.allow("user", "ada", max_stored_bytes=held_bytes + 1000)
     request_id = str(uuid.uuid4())
     await announce(quiet, ADA, "a", 600, request_id)
-    with pytest.raises(QuotaExceeded, match=r"quota: .* stored by user ada, and this needs .* more"):
+    with pytest.raises(QuotaExceeded, match=r"quota: .* stored by user ada .*, and this needs .* more"):
         await announce(quiet, ADA, "b", 401)
     await announce(quiet, ADA, "b", 400)
     await announce(quiet, ADA, "a", 600, request_id)  # the same call, and the same content: nothing new
@@ -253,9 +253,12 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
 
 async def test_a_simulation_answers_and_stores_nothing(quiet: DaemonParts) -> None:
     simulate = quiet.services.sharing.simulate
-    outlook = await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    outlook, plan = await simulate(ADA, quiet.spec())
     assert outlook.why
-    assert await quiet.services.jobs.queue() == []
+    assert plan.fits
+    with pytest.raises(NotFound, match="dataset 'not-pushed-yet' does not exist"):
+        await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    assert await quiet.services.jobs.queue(ADA) == []
     with pytest.raises(NotFound, match="model 'nothing' does not exist"):
         await simulate(ADA, quiet.spec(model="nothing"))
     with pytest.raises(NotAllowed, match="project physics is not yours"):

@@ -107,6 +107,24 @@ def test_what_can_never_start_delays_no_other_job(values: dict[str, Any], messag
     assert started(decision) == ["b"]
 
 
+def test_of_jobs_that_a_quota_holds_back_each_names_the_one_before_it() -> None:
+    def held(job: Job, residents: Sequence[Resident]) -> str:
+        return (
+            "quota: 1 of 1 running jobs of user ann (--max-resident-jobs); job q1 ends at about 09:00 UTC"
+            if residents
+            else ""
+        )
+
+    waiting = [job("q2", order=2), job("q3", order=3), job("q4", order=4, priority=5)]
+    decision = decide(waiting, [resident("q1")], NODE, shares(), RULES, NOW, held)
+    quota = "quota: 1 of 1 running jobs of user ann (--max-resident-jobs)"
+    assert decision.why == {
+        "q4": f"{quota}; job q1 ends at about 09:00 UTC",
+        "q2": f"{quota}; job q4 is before it",
+        "q3": f"{quota}; job q2 is before it",
+    }
+
+
 def test_what_a_quota_holds_back_delays_no_other_job_and_counts_what_is_loaded_now() -> None:
     def held(one: Job, residents: Sequence[Resident]) -> str:
         num = sum(other.user == one.user for other in residents)
