@@ -372,14 +372,14 @@ class SharingServicer(_Servicer, sharing_pb2_grpc.SharingServiceServicer):
         return response(sharing_pb2.GetQuotaResponse, allowances=allowances)
 
     async def GetQueue(self, request: sharing_pb2.GetQueueRequest, context: Any) -> sharing_pb2.GetQueueResponse:
-        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue()]
+        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue(caller())]
         return response(sharing_pb2.GetQueueResponse, jobs=jobs)
 
     async def SimulateJob(
         self, request: sharing_pb2.SimulateJobRequest, context: Any
     ) -> sharing_pb2.SimulateJobResponse:
-        outlook = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
-        return response(sharing_pb2.SimulateJobResponse, outlook=outlook)
+        outlook, plan = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
+        return response(sharing_pb2.SimulateJobResponse, outlook=outlook, plan=plan)
 
 
 class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceServicer):
