@@ -16,7 +16,15 @@ import click
 
 from horizon_client.cli.completion import job_names, spec_keys
 from horizon_client.cli.deletion import add_delete
-from horizon_client.cli.job_views import JOB_VIEW, OUTLOOK_COLUMNS, open_view, plan_page, speed_text, state_text
+from horizon_client.cli.job_views import (
+    JOB_VIEW,
+    OUTLOOK_COLUMNS,
+    DataView,
+    open_view,
+    plan_page,
+    speed_text,
+    state_text,
+)
 from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
@@ -173,16 +181,38 @@ def watch(client: Client, job_id: str, output: str) -> int:
     return _watch(client, find_job(client, job_id), output, sys.stdout)
 
 
-@job.command(epilog="\b\nExample:\n  horizon job logs JOB --follow")
+@job.command(
+    epilog="""\b
+Example:
+  horizon job logs JOB --follow
+  horizon job logs JOB -o json
+
+\b
+The log says in words what an attempt has done. -o json prints the job's events
+instead, of all attempts, one JSON object a line, with all figures and answers."""
+)
 @_JOB
 @click.option("--follow", "-f", is_flag=True, help="Wait for more until the attempt has ended.")
 @click.option(
     "--attempt", type=click.IntRange(min=0), default=0, metavar="N", help="Number of the attempt. Default: the newest."
 )
+@click.option(
+    "--output",
+    "-o",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="The log as text, or the job's events as JSON.",
+)
 @connected
-def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
+def logs(client: Client, job_id: str, follow: bool, attempt: int, output: str) -> None:
     """Print the log of a job's worker."""
+    if output == "json" and attempt:
+        raise click.UsageError("-o json prints the events of all attempts; leave out --attempt")
     found = find_job(client, job_id)
+    if output == "json":
+        _print_events(client, found, follow=follow)
+        return
     out = sys.stdout.buffer
     is_terminal = sys.stdout.isatty()
     try:
@@ -192,6 +222,20 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
             out.flush()
     except KeyboardInterrupt:
         raise Interrupted(_continues(found.job_id, "logs")) from None
+
+
+def _print_events(client: Client, job: Job, *, follow: bool) -> None:
+    """Print the events that there are, with `follow` those to come too."""
+    if not job.last_sequence and not follow:
+        return
+    try:
+        with closing(DataView(sys.stdout, "json")) as view, closing(client.jobs.watch(job.job_id)) as events:
+            for event in events:
+                view.show(event)
+                if event.sequence >= job.last_sequence and not follow:
+                    return
+    except KeyboardInterrupt:
+        raise Interrupted(_continues(job.job_id, "logs")) from None
 
 
 @job.command(epilog="\b\nExample:\n  horizon job cancel JOB")
