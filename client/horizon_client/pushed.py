@@ -72,7 +72,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
         try:
             return self._item(await self._connection.unary(*self._rpc("Get", name=name)))
         except NotFound as problem:
-            raise await suggested(problem, self._noun, name, self.names) from None
+            raise await suggested(problem, {self._noun: self.names}) from None
 
     async def delete(self, name: str) -> None:
         """Delete one that no active job needs."""
@@ -250,7 +250,6 @@ class AsyncDatasets(AsyncPushed[Dataset]):
         try:
             answer = await self._connection.unary(call, request, deadline_s=PREVIEW_DEADLINE_S)
         except NotFound as problem:
-            if problem.message.startswith("model "):
-                raise await suggested(problem, "model", model, AsyncModels(self._connection).names) from None
-            raise await suggested(problem, "dataset", name, self.names) from None
+            names_of = {"dataset": self.names, "model": AsyncModels(self._connection).names}
+            raise await suggested(problem, names_of) from None
         return from_message(DatasetPreview, answer)

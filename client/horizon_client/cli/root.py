@@ -125,14 +125,10 @@ def show_error(error: HorizonClientError) -> None:
     """Print the message, then the violations that it does not contain, one per line."""
     message = clean(error.message)
     click.echo(f"Error: {message}", err=True)
-    # A single violation is usually the message itself
+    # A single violation is usually the message itself, and of several it has the first
     more = [violation for violation in error.violations if clean(violation.description) not in message]
     for violation in more[:MAX_VIOLATIONS]:
-        field, description = clean(violation.field), clean(violation.description)
-        # Many descriptions begin with their place already: the field, or for a row its file and line
-        has_place = description.startswith((field, "line ", f"{field.rpartition(':')[0] or field}:"))
-        line = description if has_place else f"{field}: {description}"
-        click.echo(f"  {line}", err=True)
+        click.echo(f"  {clean(violation.description)}", err=True)
     if len(more) > MAX_VIOLATIONS:
         click.echo(f"  ... and {len(more) - MAX_VIOLATIONS} more", err=True)
 

@@ -37,7 +37,7 @@ from horizon_server.records.job import (
     Wanted,
 )
 from horizon_server.records.plan import JobPlan, PlannedMachine
-from horizon_server.services.access import require_change, require_project, require_submit, require_visible
+from horizon_server.services.access import may_see, require_change, require_project, require_submit
 from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
@@ -151,14 +151,16 @@ class JobService:
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
-        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        absent = NotFound.named("job", key)
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
         store = self.journal.store
         async with self.turns.of(principal.name):
             job = await store.get(key)
             if job is not None:
-                require_visible(principal, job.owner, f"job {key}", project=job.project)
+                # The same answer as for a job that does not exist: nobody learns which ids are taken.
+                if not may_see(principal, job.owner, project=job.project):
+                    raise absent
                 return self._with_outlook(job)
             named = await store.find(principal.name, name=key)
             everyone = None if principal.sees_all else principal.name
