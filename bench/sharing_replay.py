@@ -108,7 +108,7 @@ class Replay:
         changes: dict[str, Any] = {"train": {**_TRAIN, "max_steps": num_steps}, "checkpoint": {"every_steps": 0}}
         if self._arrival_s:
             await asyncio.sleep(drawn.expovariate(1 / self._arrival_s))
-            simulated = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
+            simulated, _ = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
         step_s = plan.prediction.step_s * math.exp(drawn.gauss(0, _SIGMA_OF_STEPS))
         job = await self._daemon.submit(owner, name, Script(num_steps=num_steps, step_s=step_s), **changes)
         if self._arrival_s:

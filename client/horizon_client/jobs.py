@@ -16,7 +16,7 @@ from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, su
 from horizon_client.job_spec import SpecLike, spec_to_send, without_data
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import ENDED_STATES, Job, JobEvent, Outlook, PlannedJob, QueueEntry, StateEvent
+from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
 from horizon_proto.v1 import job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
@@ -61,7 +61,10 @@ class AsyncJobs:
     async def plan(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
     ) -> PlannedJob:
-        """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
+        """Return how much memory and time a job would take and whether it fits. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
+        """
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
         try:
             answer = await self._connection.unary(
@@ -105,8 +108,10 @@ class AsyncJobs:
 
     async def simulate(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
-    ) -> Outlook:
-        """Return when a job would start and end if it were submitted now, and why. Queues nothing; local files are pushed as by `submit`.
+    ) -> SimulatedJob:
+        """Return when a job would start and end if it were submitted now, and why, with its plan. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
 
         Raises:
             DoesNotFit: when the node does not have enough memory.
@@ -117,7 +122,7 @@ class AsyncJobs:
             answer = await self._connection.unary(self._connection.calls.sharing.SimulateJob, request)
         except NotFound as problem:
             raise await self._with_similar(problem) from None
-        return from_message(Outlook, answer.outlook)
+        return from_message(SimulatedJob, answer)
 
     async def queue(self) -> list[QueueEntry]:
         """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and when."""

@@ -30,13 +30,13 @@ from horizon_client.resources import (
     JobEvent,
     Model,
     Node,
-    Outlook,
     PlannedJob,
     Project,
     ProjectMember,
     QueueEntry,
     SampledText,
     SampleFigures,
+    SimulatedJob,
     Token,
     Usage,
 )
@@ -262,7 +262,10 @@ class Jobs:
     def plan(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
     ) -> PlannedJob:
-        """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
+        """Return how much memory and time a job would take and whether it fits. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
+        """
         return self._loop.run(lambda: self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
 
     def plan_elsewhere(
@@ -300,8 +303,10 @@ class Jobs:
 
     def simulate(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
-    ) -> Outlook:
-        """Return when a job would start and end if it were submitted now, and why. Queues nothing; local files are pushed as by `submit`.
+    ) -> SimulatedJob:
+        """Return when a job would start and end if it were submitted now, and why, with its plan. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
 
         Raises:
             DoesNotFit: when the node does not have enough memory.

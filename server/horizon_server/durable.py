@@ -56,6 +56,12 @@ def remove_half_files(folder: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
+def sync_file(path: Path) -> None:
+    """Make the content of a file durable."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,8 +107,7 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
             if path.is_dir():
                 sync_folder(path)
                 continue
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
+            sync_file(path)
             progress.advance()
         sync_folder(partial)
         partial.rename(target)

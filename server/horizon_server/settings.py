@@ -155,6 +155,23 @@ class Settings(BaseSettings):
         gt=0,
         description="After this time, what a user has used of a device counts half in the choice of who is next.",
     )
+    max_loading_jobs: int = Field(
+        4,
+        ge=1,
+        description="Jobs that are loaded at the same time, in the order of shares; the next one begins when one has asked for its first "
+        "turn on its device.",
+    )
+    max_loading_jobs_of_user: int = Field(
+        2,
+        ge=1,
+        description="The same for the jobs of one user, so that nobody's many jobs take the processors of those that train.",
+    )
+    max_resident_jobs: int = Field(
+        4,
+        ge=1,
+        description="Jobs of one user in memory, unless an admin has set another number for the user: horizond user set "
+        "--max-resident-jobs.",
+    )
     max_residence_s: float = Field(
         4 * 3600.0,
         gt=0,

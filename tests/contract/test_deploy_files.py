@@ -122,7 +122,7 @@ def test_the_unit_stops_slower_than_the_daemon_drains() -> None:
     # Workers outlive the daemon.
     assert (service["Type"], service["KillMode"]) == ("notify", "process")
     assert "Environment=HORIZOND_ON_SIGTERM=leave" in (DEPLOY / "horizond.service").read_text("utf-8")
-    assert (service["Delegate"], service["DelegateSubgroup"]) == ("memory", DAEMON_GROUP)
+    assert (service["Delegate"], service["DelegateSubgroup"]) == ("cpu memory", DAEMON_GROUP)
     assert int(service["OOMScoreAdjust"]) < 0
     assert (service["LimitMEMLOCK"], service["OOMPolicy"]) == ("infinity", "continue")
     assert service["StateDirectory"] == "horizond"

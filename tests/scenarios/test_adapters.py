@@ -84,6 +84,11 @@ def test_an_adapter_is_trained_sampled_merged_and_started_from(daemon: DaemonPro
         with torch.no_grad():
             assert (merged(ids).logits - model(input_ids=ids).logits).abs().max() <= 1e-5
         assert answer_of(client, first.job_id) == wanted, "now of the merged model"
+        # The base lists <|endoftext|> alone; the job has trained on answers that end with <|im_end|>.
+        listed = [
+            json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("adapter", "merged")
+        ]
+        assert [config["eos_token_id"] for config in listed] == [[0, 2]] * 2
         again = client.checkpoints.pull(first.job_id, tmp_path / "again")
         assert set(again.files) == set(pulled.files)
         removed = client.checkpoints.merge(first.job_id, remove=True)

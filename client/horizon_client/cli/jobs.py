@@ -24,6 +24,7 @@ from horizon_client.cli.job_views import (
     plan_page,
     speed_text,
     state_text,
+    warning_lines,
 )
 from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
 from horizon_client.cli.root import Commands, Interrupted
@@ -73,9 +74,10 @@ Exit code 0 when the job fits, 1 when it does not."""
 @output_option
 @connected
 def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> int:
-    """Show how much memory a job needs and whether it fits.
+    """Show how much memory and time a job needs and whether it fits.
 
-    Also predicts the speed. Queues nothing; local files given as dataset or model are pushed first, because the server needs them to plan.
+    Refuses what 'job submit' refuses, with the same words. Queues nothing; local files given as dataset or model are pushed first, because
+    the server needs them to plan.
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
         planned = client.jobs.plan(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
@@ -121,8 +123,8 @@ def submit(
         )
     speed = speed_text(queued.plan) if queued.plan else ""
     predicted = f"; predicted {speed}" if speed else ""
-    if queued.plan and queued.plan.message:
-        click.echo(f"warning: {clean(queued.plan.message)}", err=True)
+    for line in warning_lines(queued.plan) if queued.plan else ():
+        click.echo(line, err=True)
     submitted = f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}"
     print_one(queued, JOB_VIEW, output, message=submitted)
     if not then_watch:

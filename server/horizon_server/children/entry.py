@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_server import cpu_priority
 from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
 from horizon_server.events import (
     AttemptReady,
@@ -109,8 +110,11 @@ def decode_line(line: bytes) -> Line:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
 
-def serve(work: Work, *, who: str) -> int:
-    """Do `work` on the request that the command line names, report how it ended, and return the exit code."""
+def serve(work: Work, *, who: str, is_loading: bool = False) -> int:
+    """Do `work` on the request that the command line names, report how it ended, and return the exit code.
+
+    With `is_loading` it is a part of loading a job, for which those that train do not wait.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Entry of {who}; started by horizond.")
@@ -123,6 +127,8 @@ def serve(work: Work, *, who: str) -> int:
     # Writing to a daemon that is gone raises BrokenPipeError, which `EventWriter` handles.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     end_with_parent()
+    if is_loading:
+        cpu_priority.lower_for_good()
     events = EventWriter(arguments.events_fd)
     end = end_of(lambda: work(json.loads(arguments.request.read_bytes()), events), who)
     # Made here, where the memory that the work took is free again.

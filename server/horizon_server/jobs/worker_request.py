@@ -56,6 +56,7 @@ def worker_request(
         "product_layers": memory.kept.product_layers,
         "max_product_bytes": memory.kept.product_bytes,
         "compiled": str(folders.compiled),
+        "digests": str(folders.digests),
         "turns": True,
         "device_lock": str(folders.device_lock(device)),
         "limits": {"max_steps": limits.max_steps, "deadline_s": deadline_s},

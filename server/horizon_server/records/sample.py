@@ -64,7 +64,7 @@ class SampleFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAdapter:
-    """An adapter to answer with: its folder, the digest of its base, and the file that remembers the digest of the folder answered from.
+    """An adapter to answer with: its folder, the digest of its base, and the book that knows the digest of the folder answered from.
 
     With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's evaluations; otherwise it is merged
     into the base.
@@ -72,13 +72,15 @@ class SampleAdapter:
 
     folder: Path
     base_sha256: str
-    kept: Path
+    digests: Path
     spec: JobSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One call of the child. `folder` holds the model; of an adapter, its base."""
+    """One call of the child. `folder` holds the model; of an adapter, its base. `answers` is the folder whose generation_config.json says
+    where answers end: that of the checkpoint, or where it is None, `folder`.
+    """
 
     folder: Path
     prompts: tuple[SamplePrompt, ...]
@@ -86,6 +88,7 @@ class SampleRequest:
     num_threads: int
     cache_bytes: int
     adapter: SampleAdapter | None = None
+    answers: Path | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
@@ -95,11 +98,12 @@ class SampleRequest:
             adapter = {
                 "folder": str(self.adapter.folder),
                 "base_sha256": self.adapter.base_sha256,
-                "kept": str(self.adapter.kept),
+                "digests": str(self.adapter.digests),
                 "spec": None if spec is None else spec.to_mapping(),
             }
         plain = dataclasses.asdict(replace(self, adapter=None))
-        return plain | {"folder": str(self.folder), "adapter": adapter}
+        answers = None if self.answers is None else str(self.answers)
+        return plain | {"folder": str(self.folder), "adapter": adapter, "answers": answers}
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
@@ -117,10 +121,11 @@ class SampleRequest:
             else SampleAdapter(
                 folder=Path(adapter["folder"]),
                 base_sha256=adapter["base_sha256"],
-                kept=Path(adapter["kept"]),
+                digests=Path(adapter["digests"]),
                 spec=None if adapter["spec"] is None else parse_job_spec(adapter["spec"]),
             ),
             folder=Path(plain["folder"]),
+            answers=Path(plain["answers"]) if plain["answers"] else None,
             prompts=prompts,
             options=SampleOptions(**plain["options"]),
             num_threads=plain["num_threads"],

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.children.child import Child, Limits
 from horizon_server.durable import remove_unfinished
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidModel, InvalidSpec, in_words
 from horizon_server.events import MergeProgress, WorkerLine
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.account import Principal
@@ -138,7 +138,7 @@ class Merges:
             "base": str(base),
             "base_name": manifest.base.model,
             "base_sha256": manifest.base.sha256,
-            "kept": str(self._jobs.folders.base_digest(job.job_id)),
+            "digests": str(self._jobs.folders.digests),
             "adapter": str(folder / (part or "")),
             "target": str(folder / (NEW_MERGED_FOLDER if old else MERGED_FOLDER)),
             "dtype": dtype,
@@ -192,7 +192,7 @@ def _expected_bytes(base: Path, dtype: ExportDtype) -> tuple[int, int]:
         headers = read_safetensors_headers(base)
         return sum(header.end - header.start for header in headers.values()), merged_bytes(base, dtype)
     except InvalidModel as error:
-        raise InvalidModel(error.message.replace(str(base), "the base model"), violations=error.violations) from error
+        raise InvalidModel(in_words(error.message, {base: "the base model"}), violations=error.violations) from error
 
 
 def _remove_unlisted(folder: Path) -> None:

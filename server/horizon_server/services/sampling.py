@@ -38,6 +38,7 @@ from horizon_server.services.access import require_sample
 from horizon_server.services.jobs import JobService
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
+from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
 
 CHILD_MODULE = "horizon_server.worker.sampling"
 # Of one call, its turn not counted.
@@ -102,6 +103,7 @@ class Samples:
                     num_threads=self._num_threads,
                     cache_bytes=CACHE_BYTES,
                     adapter=adapter,
+                    answers=_answers_folder(checkpoints.of_step(step), folder),
                 )
                 self._hold.num_bytes = memory.total
                 try:
@@ -141,7 +143,7 @@ class Samples:
         adapter = SampleAdapter(
             folder=folder / part,
             base_sha256=manifest.base.sha256,
-            kept=self._jobs.folders.base_digest(job.job_id),
+            digests=self._jobs.folders.digests,
             spec=None if kept_as == "source" else job.spec,
         )
         if kept_as == "source":
@@ -205,6 +207,11 @@ class Samples:
             ) from error
         except WorkerCrashed as error:
             raise InvalidModel("answering with this checkpoint crashes; is its chat template right?") from error
+
+
+def _answers_folder(checkpoint: Path, model: Path) -> Path:
+    # Checkpoints of earlier versions may have none.
+    return checkpoint if (checkpoint / GENERATION_CONFIG_FILE).is_file() else model
 
 
 def _memory(folder: Path, adapter: SampleAdapter | None) -> SampleMemory:

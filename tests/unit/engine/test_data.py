@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from horizon_server.engine import data
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.micro_batch import IGNORED_LABEL
 from horizon_server.errors import InvalidData
+from horizon_server.store import row_packing
 
 
 def dataset_of(lengths: list[int], *, seed: int = 0) -> PreparedDataset:
@@ -126,7 +126,7 @@ def test_a_fraction_of_an_epoch_takes_that_share_of_its_steps() -> None:
 def test_looking_at_few_rows_at_once_changes_nothing(lengths, options, at_once):  # type: ignore[no-untyped-def]
     whole = StepPlan(dataset_of(lengths), epochs=2, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "_ROWS_AT_ONCE", at_once)
+        patch.setattr(row_packing, "_ROWS_AT_ONCE", at_once)
         pieces = StepPlan(dataset_of(lengths), epochs=2, **options)
         assert pieces.num_steps == whole.num_steps
         assert [pieces.documents_of(i) for i in range(pieces.num_steps)] == [

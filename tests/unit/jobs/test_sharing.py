@@ -380,14 +380,14 @@ async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> N
     async with make(room=1) as daemon:
         simulate = daemon.services.sharing.simulate
         now_s = time.time()
-        outlook = await simulate(BOB, daemon.spec())
+        outlook, _ = await simulate(BOB, daemon.spec())
         assert (outlook.why, outlook.share) == ("starts now", 0.0)
         assert outlook.estimated_start_s == pytest.approx(now_s, abs=5)
         running = await holds_the_device(daemon, ADA)
-        outlook = await simulate(BOB, daemon.spec())
+        outlook, _ = await simulate(BOB, daemon.spec())
         assert re.search(f"waiting for .* of host memory, .* job {running.job_id} frees it at about", outlook.why)
         assert outlook.estimated_start_s is not None and outlook.estimated_start_s > now_s
-        assert {job.job_id for job in await daemon.services.jobs.queue()} == {running.job_id}
+        assert {job.job_id for job in await daemon.services.jobs.queue(ROOT)} == {running.job_id}
         assert running.job_state in RESIDENT
 
 
@@ -397,7 +397,9 @@ async def test_estimates_count_what_loading_has_taken(make: Make, tmp_path: Path
     async with make(num_threads=1) as daemon:
 
         async def estimated_s() -> float:
-            outlook = await daemon.services.sharing.simulate(BOB, daemon.spec(train={"max_steps": 1, "compile": "off"}))
+            outlook, _ = await daemon.services.sharing.simulate(
+                BOB, daemon.spec(train={"max_steps": 1, "compile": "off"})
+            )
             assert outlook.estimated_start_s is not None and outlook.estimated_end_s is not None
             return outlook.estimated_end_s - outlook.estimated_start_s
 
@@ -451,3 +453,45 @@ async def test_no_job_is_loaded_once_a_drain_has_begun(make: Make) -> None:
         may_end.set()
         await asyncio.wait_for(draining, 10)
         assert ((await daemon.job(job.job_id)).job_state, (await daemon.job(job.job_id)).attempt) == (S.QUEUED, 0)
+
+
+async def test_one_users_many_jobs_are_loaded_a_few_at_a_time_and_a_job_of_another_passes_them(make: Make) -> None:
+    async with make(room=20, max_loading_jobs_of_user=2) as daemon:
+        loads = Script(num_steps=1, hold_at="start")
+        first, second = [await daemon.submit(BOB, name, loads) for name in ("first", "second")]
+        for job in (first, second):
+            await daemon.until(job.job_id, S.STARTING)
+        third, fourth = [await daemon.submit(BOB, "more", Script(num_steps=1)) for _ in range(2)]
+        await eventually(daemon, third, "^2 jobs of user bob are being loaded, and 2 may be at a time")
+        other = await daemon.submit(CLEO, "other", Script(num_steps=1))
+        await daemon.until(other.job_id, S.SUCCEEDED)
+        assert (await daemon.job(third.job_id)).job_state is S.QUEUED
+        # One of which the worker has asked for its first turn lets the next ones in, one after the other.
+        daemon.release("first")
+        for job in (first, third, fourth):
+            await daemon.until(job.job_id, S.SUCCEEDED)
+        assert (await daemon.job(second.job_id)).job_state is S.STARTING
+        daemon.release("second")
+        await daemon.until(second.job_id, S.SUCCEEDED)
+
+
+async def test_a_job_that_waits_for_its_first_turn_is_not_being_loaded_any_more(make: Make) -> None:
+    async with make(room=20, max_loading_jobs_of_user=1) as daemon:
+        await holds_the_device(daemon, ADA)
+        waiting = [await daemon.submit(BOB, f"w{i}", Script(num_steps=1)) for i in range(3)]
+        for job in waiting:
+            await daemon.until(job.job_id, S.STARTING)
+        daemon.release("holder")
+        for job in waiting:
+            await daemon.until(job.job_id, S.SUCCEEDED)
+
+
+async def test_a_user_has_a_few_resident_jobs_unless_an_admin_sets_another_number(make: Make) -> None:
+    async with make(room=20, max_resident_jobs=2) as daemon:
+        residents = [await daemon.submit(BOB, f"r{i}", LONG) for i in range(2)]
+        for job in residents:
+            await daemon.until(job.job_id, S.RUNNING, step=1)
+        waiting = await daemon.submit(BOB, "waiting", Script(num_steps=1))
+        await eventually(daemon, waiting, "^quota: 2 of 2 running jobs of user bob; ")
+        await daemon.allow("user", "bob", max_resident_jobs=3)
+        await daemon.until(waiting.job_id, S.SUCCEEDED)

@@ -19,6 +19,7 @@ from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Allowance, NodeCondition, Quota, Usage
+from horizon_server.settings import Settings
 
 S = JobState
 EVE = Principal(name="eve", role="viewer", project="eve")
@@ -102,7 +103,7 @@ async def test_a_quota_of_queued_jobs_holds_for_submit_and_resume(quiet: DaemonP
     first = await jobs.submit(ADA, request_id=request_id, spec=quiet.spec("first"))
     await quiet.services.jobs.pause(ADA, (await quiet.submit(ADA, "paused")).job_id)
     await quiet.submit(ADA, "second")
-    with pytest.raises(QuotaExceeded, match=r"^quota: 2 of 2 queued jobs of user ada; .*" + first.job_id):
+    with pytest.raises(QuotaExceeded, match=r"^quota: 2 of 2 queued jobs of user ada .*; .*" + first.job_id):
         await quiet.submit(ADA, "third")
     with pytest.raises(QuotaExceeded, match="quota: 2 of 2 queued jobs of user ada"):
         await jobs.resume(ADA, "paused")
@@ -147,7 +148,7 @@ async def test_a_quota_of_stored_bytes_counts_what_is_announced(quiet: DaemonPar
     await quiet.allow("user", "ada", max_stored_bytes=held_bytes + 1000)
     request_id = str(uuid.uuid4())
     await announce(quiet, ADA, "a", 600, request_id)
-    with pytest.raises(QuotaExceeded, match=r"quota: .* stored by user ada, and this needs .* more"):
+    with pytest.raises(QuotaExceeded, match=r"quota: .* stored by user ada .*, and this needs .* more"):
         await announce(quiet, ADA, "b", 401)
     await announce(quiet, ADA, "b", 400)
     await announce(quiet, ADA, "a", 600, request_id)  # the same call, and the same content: nothing new
@@ -213,7 +214,10 @@ async def test_a_quota_shows_what_is_used_of_it(daemon: DaemonParts) -> None:
     await daemon.until(queued.job_id, S.PAUSED)
     await sharing(daemon).charge("lab", "ada", device_s=3600, job_id=running.job_id, now_s=time.time() - 86400)
     [(mine, used), (project, used_by_project)] = await daemon.services.sharing.quota(ADA)
-    assert mine == Allowance(holder="user", name="ada", quota=Quota(max_queued_jobs=5, device_hours_per_week=10))
+    # What no admin has set is shown as the node's settings have it.
+    most = Settings.model_fields["max_resident_jobs"].default
+    quota = Quota(max_queued_jobs=5, device_hours_per_week=10, max_resident_jobs=most)
+    assert mine == Allowance(holder="user", name="ada", quota=quota)
     assert project == Allowance(holder="project", name="ada")
     assert (used.queued_jobs, used.resident_jobs, used.host_bytes) == (0, 1, host_bytes(running))
     assert used.stored_bytes == used_by_project.stored_bytes > len(chat_rows())  # the paused job has a checkpoint
@@ -249,9 +253,12 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
 
 async def test_a_simulation_answers_and_stores_nothing(quiet: DaemonParts) -> None:
     simulate = quiet.services.sharing.simulate
-    outlook = await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    outlook, plan = await simulate(ADA, quiet.spec())
     assert outlook.why
-    assert await quiet.services.jobs.queue() == []
+    assert plan.fits
+    with pytest.raises(NotFound, match="dataset 'not-pushed-yet' does not exist"):
+        await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    assert await quiet.services.jobs.queue(ADA) == []
     with pytest.raises(NotFound, match="model 'nothing' does not exist"):
         await simulate(ADA, quiet.spec(model="nothing"))
     with pytest.raises(NotAllowed, match="project physics is not yours"):

@@ -114,6 +114,26 @@ def test_an_answer_ends_with_what_the_folder_says(codec: TextCodec, folder: Path
     assert stop_tokens(copied, codec) == {9, codec.eos_id}
 
 
+def test_an_answer_ends_with_what_the_checkpoint_of_an_adapter_says(folder: Path, tmp_path: Path) -> None:
+    sent, first = Sent(), Sent()
+    prompt = SamplePrompt(text="The lab box")
+    answer(request(folder, prompt), first)  # type: ignore[arg-type]
+    codec = TextCodec.from_folder(folder)
+    # What the model writes first ends its answer, where the folder next to the weights says so.
+    begin = codec.encode_ids(text_of(first))[0]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, begin]}))
+    asked = replace(request(folder, prompt), answers=tmp_path)
+    figures = answer(SampleRequest.from_mapping(asked.to_mapping()), sent)  # type: ignore[arg-type]
+    assert (text_of(sent), figures.num_tokens, sent.lines[-1].ended) == ("", 1, "stop")
+
+
+def test_a_broken_generation_config_lists_nothing(codec: TextCodec, folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    for broken in ("{", "[1]", '{"eos_token_id": "x"}', "[" * 100_000):
+        (copied / "generation_config.json").write_text(broken)
+        assert stop_tokens(copied, codec) == {codec.eos_id}
+
+
 def test_text_is_sent_in_whole_characters(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_TEXT_EVERY_S", 0.0)
     sent = Sent()
@@ -145,7 +165,7 @@ def test_an_adapter_answers_as_its_merged_model_does(folder: Path, tmp_path: Pat
     checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", folder, export="both")
     base = read_manifest(checkpoint).base
     assert base is not None
-    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, kept=tmp_path / "base.json")
+    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, digests=tmp_path / "digests")
     alone, adapted, merged = Sent(), Sent(), Sent()
     answer(request(folder, CHAT), alone)  # type: ignore[arg-type]
     with_adapter = replace(request(folder, CHAT), adapter=adapter)

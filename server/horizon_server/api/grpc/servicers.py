@@ -31,7 +31,7 @@ from horizon_proto.v1 import (
     sharing_pb2_grpc,
 )
 from horizon_server.api.grpc.convert import enum_text, from_message, response, seconds_of, set_fields, to_message
-from horizon_server.api.grpc.interceptor import caller
+from horizon_server.api.grpc.interceptor import about_to_change, caller
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
@@ -372,14 +372,14 @@ class SharingServicer(_Servicer, sharing_pb2_grpc.SharingServiceServicer):
         return response(sharing_pb2.GetQuotaResponse, allowances=allowances)
 
     async def GetQueue(self, request: sharing_pb2.GetQueueRequest, context: Any) -> sharing_pb2.GetQueueResponse:
-        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue()]
+        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue(caller())]
         return response(sharing_pb2.GetQueueResponse, jobs=jobs)
 
     async def SimulateJob(
         self, request: sharing_pb2.SimulateJobRequest, context: Any
     ) -> sharing_pb2.SimulateJobResponse:
-        outlook = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
-        return response(sharing_pb2.SimulateJobResponse, outlook=outlook)
+        outlook, plan = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
+        return response(sharing_pb2.SimulateJobResponse, outlook=outlook, plan=plan)
 
 
 class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceServicer):
@@ -403,7 +403,8 @@ class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceS
             owner=request.owner,
             dry_run=request.dry_run,
         )
-        async with aclosing(self._services.deletions.delete(caller(), selection)) as results:
+        deletions = self._services.deletions.delete(caller(), selection, about_to_delete=about_to_change)
+        async with aclosing(deletions) as results:
             async for deletion, done, total in results:
                 yield response(housekeeping_pb2.DeleteResponse, deletion=deletion, done=done, total=total)
 

@@ -83,7 +83,7 @@ async def get_node(services: Services, caller: Caller) -> Any:
 @router.get("/queue", responses=_ERRORS, response_model=bodies.QueueBody)
 async def get_queue(services: Services, caller: Caller) -> Any:
     """Show everybody's resident and waiting jobs, and why each is where it is; of other users' jobs only id, owner, state and times."""
-    return {"jobs": [QueueEntry.seen_by(caller, job) for job in await services.jobs.queue()]}
+    return {"jobs": [QueueEntry.seen_by(caller, job) for job in await services.jobs.queue(caller)]}
 
 
 @router.get("/usage", responses=_USAGE_ERRORS, response_model=bodies.UsageBody)

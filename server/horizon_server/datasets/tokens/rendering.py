@@ -221,7 +221,7 @@ class RowRenderer:
 
     def __init__(self, template: ChatTemplate | None, options: PrepareOptions) -> None:
         self._template = template
-        self._train_all = options.method == "pretrain" or options.train_on == "all"
+        self._train_all = options.trains_everything
         self._last_only = options.train_on == "last-assistant"
 
     def render(self, row: Chat | Pair | Text) -> RenderedRow:

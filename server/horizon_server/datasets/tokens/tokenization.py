@@ -16,10 +16,12 @@ from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.datasets.tokens.documents import Document, Ids, LabelledAnswer, common_beginning
+from horizon_server.datasets.tokens.documents import Document, Ids, LabelledAnswer, closing_token, common_beginning
 from horizon_server.datasets.tokens.rendering import (
     Answers,
+    Chat,
     NormalRow,
+    Pair,
     RenderedAnswers,
     RenderedRow,
     RowRenderer,
@@ -114,6 +116,7 @@ class TokenizedRow:
 
     `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the job's
     `sequence_length`. `num_cut_tokens` were beyond it. `held_out` rows are on the evaluation side of `eval_fraction`.
+    `closed_by` has for each whole answer of the row the special token that closes it, or None.
     The documents of a `preference` are chosen and rejected. A row of `kto` has its `answer` too, for the document that is joined of two.
     """
 
@@ -123,6 +126,7 @@ class TokenizedRow:
     left_out: FieldViolation | None = None
     held_out: bool = False
     answer: LabelledAnswer | None = None
+    closed_by: Sequence[int | None] = ()
 
 
 class _Part(NamedTuple):
@@ -188,6 +192,7 @@ class RowTokenizer:
                 yield TokenizedRow(violations=[_unusable(row, error)])
                 continue
             fitted = self._fit_all(row, item, wholes)
+            fitted = replace(fitted, closed_by=self._closed_by(item, fitted))
             if self._options.eval_fraction:
                 fitted = replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
             yield fitted
@@ -357,6 +362,21 @@ class RowTokenizer:
             answer = LabelledAnswer(prompt, completion[:limit], item.normal.label)
         num_cut_tokens = sum(len(whole.ids) - len(document.ids) for whole, document in zip(wholes, kept, strict=True))
         return TokenizedRow(documents=kept, num_cut_tokens=num_cut_tokens, answer=answer)
+
+    def _closed_by(self, item: _ReadRow, fitted: TokenizedRow) -> Sequence[int | None]:
+        # What was cut has lost its end, and a text is no answer.
+        if not self._has_answer(item.normal) or fitted.num_cut_tokens:
+            return ()
+        return [closing_token(document, self._codec) for document in fitted.documents]
+
+    def _has_answer(self, normal: NormalRow | None) -> bool:
+        if isinstance(normal, Chat):
+            # Where every token is trained, the last part of it is the chat's last turn.
+            return not self._options.trains_everything or normal.messages[-1]["role"] == "assistant"
+        if isinstance(normal, Tokens):
+            # With a label for every token it is a text.
+            return UNTRAINED in normal.labels
+        return isinstance(normal, Pair | Answers | Sample)
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
