@@ -425,13 +425,21 @@ def schema(target: Path | None) -> None:
 def init(target: Path | None) -> None:
     """Print a job spec to start from.
 
-    It contains the required fields, and every other field with its default as a comment.
+    It contains the required fields, and every other field with its default as a comment. With --to, the schema that editors check it with
+    is written next to it, as job.schema.json.
     """
     if target is None:
         click.echo(template(), nl=False)
+        click.echo(
+            f"for the first line, write the schema next to the file: horizon job schema --to {_SCHEMA_FILE}", err=True
+        )
         return
     _write(target, template(), mode="x")
-    click.echo(f"wrote {target}; set name, model and dataset, then: horizon job plan {target}", err=True)
+    # Its first line names this file; one that is there may be of another version
+    _write(target.with_name(_SCHEMA_FILE), json.dumps(job_schema(), indent=1) + "\n", mode="w")
+    click.echo(
+        f"wrote {target} and {_SCHEMA_FILE}; set name, model and dataset, then: horizon job plan {target}", err=True
+    )
 
 
 def template() -> str:

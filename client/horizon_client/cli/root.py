@@ -33,7 +33,10 @@ _COMMANDS = {
     "usage": ("sharing:usage", "Show what you have used of the node."),
     "quota": ("sharing:quota", "Show your weight and quotas, and how much of them is used."),
     "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
-    "checkpoint": ("checkpoints:checkpoint", "List, pull and delete the checkpoints of a job."),
+    "checkpoint": (
+        "checkpoints:checkpoint",
+        "List, pull, merge, sample, chat with and delete the checkpoints of a job.",
+    ),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),
     "version": ("node:version", "Print the versions of client and server."),
     "completion": ("completion:completion", "Print the completion script for your shell."),

@@ -249,6 +249,31 @@ def test_taken_name_gets_a_piece_of_the_hash(run: Run, daemon: Daemon, rows: Pat
     assert len(job.spec.dataset) == len("train-") + 8
 
 
+def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows: Path) -> None:
+    Path("qa.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 3)
+    text = "name: mapped\nmodel: tiny-base\ndataset: ./qa.jsonl\nmap: {prompt: question, completion: answer}\n"
+    assert "did you mean" not in run("job", "submit", "-", stdin=text.replace("map", "mpa")).stdout
+    result = run("job", "submit", "-", stdin=text)
+    assert result.exit_code == 0, result.stderr
+    assert daemon.jobs()[0].spec.dataset == "qa"
+    dataset = json.loads(run("dataset", "get", "qa", "-o", "json").stdout)
+    assert (dataset["format"], dataset["field_map"]) == (
+        "prompt-completion",
+        {"prompt": "question", "completion": "answer"},
+    )
+    again = run("job", "submit", "-", stdin=text)
+    assert again.exit_code == 0 and daemon.jobs()[0].spec.dataset == "qa", "it is the same dataset"
+    for change, words in (
+        (
+            ("--set", "dataset=gsm8k"),
+            "map is for data files that the job file names, and dataset 'gsm8k' is not a file here",
+        ),
+        (("--set", "map=[1]"), "map is [1]; it must name a column for each field, such as {prompt: question}"),
+    ):
+        refused = run("job", "submit", "-", *change, stdin=text)
+        assert refused.exit_code == 2 and words in refused.stderr
+
+
 def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: Daemon, rows: Path) -> None:
     Path("gsm8k").write_text("not data")
     assert run("job", "submit", _job_yaml()).exit_code == 0
