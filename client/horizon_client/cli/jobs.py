@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import click
 
 from horizon_client.cli.completion import job_names, spec_keys
 from horizon_client.cli.deletion import add_delete
+from horizon_client.cli.job_file import SCHEMA_FILE, header_line, job_schema, template
 from horizon_client.cli.job_views import (
     JOB_VIEW,
     OUTLOOK_COLUMNS,
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
-_SCHEMA_FILE = "job.schema.json"
 _STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", "succeeded", "failed", "cancelled"]
 _JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
 SPEC_ARGUMENT = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
@@ -373,37 +370,6 @@ def _continues(job_id: str, command: str) -> str:
     return f"the job continues; to return to it: horizon job {command} {job_id}"
 
 
-@cache
-def job_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the job spec, as generated from the server's definition of each field."""
-    schema: dict[str, Any] = json.loads((files("horizon_client") / "job_schema.json").read_text("utf-8"))
-    return schema
-
-
-def header_line(schema_file: str) -> str:
-    """Return the first line of a YAML file that editors with YAML support read to find its schema."""
-    return f"# yaml-language-server: $schema={schema_file}"
-
-
-def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the dotted path and the schema of each field that takes a value, those of a section after all others of its level."""
-    schema = job_schema()
-
-    def below(prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        sections = []
-        for name, field in part["properties"].items():
-            # A section that may be null is one of two choices.
-            found = next((choice["$ref"] for choice in field.get("anyOf", [field]) if "$ref" in choice), None)
-            if found is None:
-                yield prefix + name, field
-            else:
-                sections.append((f"{prefix}{name}.", schema["$defs"][found.rsplit("/", 1)[1]]))
-        for path, section in sections:
-            yield from below(path, section)
-
-    return below("", schema)
-
-
 @job.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Write the schema to this file.")
 def schema(target: Path | None) -> None:
@@ -417,7 +383,7 @@ def schema(target: Path | None) -> None:
     else:
         _write(target, text + "\n", mode="w")
     note = "make this the first line of the job file, so that an editor with YAML support checks it:"
-    click.echo(f"{note}\n{header_line(str(target) if target else _SCHEMA_FILE)}", err=True)
+    click.echo(f"{note}\n{header_line(str(target) if target else SCHEMA_FILE)}", err=True)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job init --to job.yaml")
@@ -431,41 +397,15 @@ def init(target: Path | None) -> None:
     if target is None:
         click.echo(template(), nl=False)
         click.echo(
-            f"for the first line, write the schema next to the file: horizon job schema --to {_SCHEMA_FILE}", err=True
+            f"for the first line, write the schema next to the file: horizon job schema --to {SCHEMA_FILE}", err=True
         )
         return
     _write(target, template(), mode="x")
     # Its first line names this file; one that is there may be of another version
-    _write(target.with_name(_SCHEMA_FILE), json.dumps(job_schema(), indent=1) + "\n", mode="w")
+    _write(target.with_name(SCHEMA_FILE), json.dumps(job_schema(), indent=1) + "\n", mode="w")
     click.echo(
-        f"wrote {target} and {_SCHEMA_FILE}; set name, model and dataset, then: horizon job plan {target}", err=True
+        f"wrote {target} and {SCHEMA_FILE}; set name, model and dataset, then: horizon job plan {target}", err=True
     )
-
-
-def template() -> str:
-    """Return a YAML file that contains every field of the spec with its default and description."""
-    import yaml  # only here: `horizon job --help` imports this module
-
-    schema = job_schema()
-    methods = schema["properties"]["method"]["enum"]
-    lines = [header_line(_SCHEMA_FILE)]
-    section = ""
-    for path, field in spec_fields():
-        prefix, _, name = path.rpartition(".")
-        outer, _, inner = prefix.rpartition(".")
-        # With its heading: what is in such a section is refused in jobs that it is not for.
-        is_special = bool(outer) or prefix in methods
-        if prefix != section:
-            section = prefix
-            heading = f"  # {inner}:" if outer else f"# {inner}:" if is_special else f"{inner}:"
-            lines += [*([] if outer else [""]), heading]
-        if path in schema["required"]:
-            lines.append(f"{name}: my-{name}  # {field['description']}")
-        else:
-            value = yaml.safe_dump(field.get("default"), default_flow_style=True).splitlines()[0]
-            indent = "  #   " if outer else "#   " if is_special else "  # " if prefix else "# "
-            lines.append(f"{indent}{name}: {value}  # {field['description']}")
-    return "\n".join(lines) + "\n"
 
 
 def _write(target: Path, text: str, *, mode: str) -> None:
