@@ -425,7 +425,9 @@ async def test_a_merge_takes_of_the_owners_storage_quota(daemon: DaemonParts, ad
         name = ada.name if holder == "user" else ada.project
         await daemon.allow(holder, name, max_stored_bytes=stored + needed - 1)
         for caller in (ada, ROOT):
-            with pytest.raises(QuotaExceeded, match=rf"quota: .* stored by {holder} {name}, and this needs .* more"):
+            with pytest.raises(
+                QuotaExceeded, match=rf"quota: .* stored by {holder} {name} \(--max-stored\), and this needs .* more"
+            ):
                 await merged(daemon, caller, source)
         assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
         await daemon.allow(holder, name, max_stored_bytes=stored + needed)
