@@ -318,7 +318,9 @@ class _Download:
             if taken and not force:
                 raise FileConflict(
                     f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to replace it",
-                    violations=[FieldViolation(field=str(t), description="exists and is different") for t in taken],
+                    violations=[
+                        FieldViolation(field=str(t), description=f"{t} exists and is different") for t in taken
+                    ],
                 )
             return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
         except OSError as error:
@@ -436,7 +438,9 @@ def _require_room(folder: Path, targets: Sequence[Path], *, force: bool) -> None
         names = ", ".join(path.name for path in others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
         raise FileConflict(
             f"{folder} holds another model ({names}); choose another folder",
-            violations=[FieldViolation(field=str(path), description="belongs to another model") for path in others],
+            violations=[
+                FieldViolation(field=str(path), description=f"{path} belongs to another model") for path in others
+            ],
         )
 
 

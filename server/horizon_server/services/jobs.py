@@ -129,7 +129,7 @@ class JobService:
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
-        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        absent = NotFound.named("job", key)
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
         store = self.journal.store
