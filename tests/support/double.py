@@ -112,12 +112,17 @@ def check_numbers(
     plain: Sequence[float] | float,
     exact: Sequence[float] | float,
     what: str = "the loss",
+    *,
+    scale: float = 0.0,
 ) -> None:
-    """As `check_weights`, of numbers that belong together, as the losses of the steps do."""
+    """As `check_weights`, of numbers that belong together, as the losses of the steps do.
+
+    `scale` is the size of what they are differences of, where that is more than theirs: its rounding is in them.
+    """
     vectors = [torch.tensor(numbers, dtype=torch.float64).reshape(-1) for numbers in (ours, plain, exact)]
     assert len({vector.numel() for vector in vectors}) == 1
     mine, theirs = (float((vector - vectors[2]).norm()) for vector in vectors[:2])
-    size = float(vectors[2].norm())
+    size = max(float(vectors[2].norm()), scale)
     assert mine <= FACTOR * theirs + FLOOR * size, (
         f"{what}: {mine:.2e} from float64, plain fp32 is {theirs:.2e}; ours {ours}, plain {plain}, exact {exact}"
     )
