@@ -143,9 +143,8 @@ class JobService:
             if not named and (principal.sees_all or principal.memberships):
                 named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
-                return self._with_outlook(
-                    principal, named[0]
-                )  # of several runs of one spec the newest is meant; the answer carries its id
+                # Of several runs of one spec the newest is meant; the answer carries its id.
+                return self._with_outlook(principal, named[0])
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
             found = await store.find(everyone, projects=principal.memberships, prefix=key)
