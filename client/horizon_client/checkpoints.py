@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class AsyncCheckpoints:
     async def sample(
         self,
         job: str,
-        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
         *,
         at: int | str = "last",
         max_tokens: int = 256,
@@ -166,7 +167,8 @@ class AsyncCheckpoints:
     ) -> AsyncIterator[SampledText | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
-        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders. With
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's template renders. A chat with
+        tools is a row as datasets have it, {"messages": [...], "tools": [...]}; messages may have `tool_calls` and `tool_call_id`. With
         `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:
@@ -198,11 +200,25 @@ class AsyncCheckpoints:
         await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, repeatable=False)
 
 
-def _prompt(prompt: str | Sequence[Mapping[str, str]]) -> checkpoint_pb2.SamplePrompt:
+def _prompt(prompt: str | Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> checkpoint_pb2.SamplePrompt:
     if isinstance(prompt, str):
         return checkpoint_pb2.SamplePrompt(text=prompt)
-    messages = [checkpoint_pb2.SampleMessage(role=m.get("role", ""), content=m.get("content", "")) for m in prompt]
-    return checkpoint_pb2.SamplePrompt(messages=messages)
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str) and prompt.get("messages") is None:
+        return checkpoint_pb2.SamplePrompt(text=prompt["prompt"])
+    chat: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": list(prompt)}
+    if is_plain_chat(chat):
+        messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in chat["messages"]]
+        return checkpoint_pb2.SamplePrompt(messages=messages)
+    return checkpoint_pb2.SamplePrompt(chat_json=json.dumps({name: chat.get(name) for name in ("messages", "tools")}))
+
+
+def is_plain_chat(chat: Mapping[str, Any]) -> bool:
+    """Whether a chat is messages of a role and a text alone, without tools; a `weight` is for training."""
+    return not chat.get("tools") and all(
+        all(isinstance(message.get(key), str) for key in ("role", "content"))
+        and not any(value is not None for key, value in message.items() if key not in ("role", "content", "weight"))
+        for message in chat["messages"]
+    )
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:

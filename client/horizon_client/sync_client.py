@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from types import TracebackType
+from typing import Any
 
 from horizon_client.account import AsyncAccounts, CreatedToken
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
@@ -453,7 +454,7 @@ class Checkpoints:
     def sample(
         self,
         job: str,
-        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
         *,
         at: int | str = "last",
         max_tokens: int = 256,
@@ -463,7 +464,8 @@ class Checkpoints:
     ) -> Iterator[SampledText | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
-        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders. With
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's template renders. A chat with
+        tools is a row as datasets have it, {"messages": [...], "tools": [...]}; messages may have `tool_calls` and `tool_call_id`. With
         `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:

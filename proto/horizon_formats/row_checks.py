@@ -69,6 +69,18 @@ def check_chat_row(columns: Columns, field_map: FieldMap, *, sharegpt: bool) -> 
     return problems + check_fields(TOOLS, columns, field_map)
 
 
+def check_prompt_row(columns: Columns) -> list[Problem]:
+    """Return everything that is wrong with a chat that is to be answered: a row of `messages`, of which nothing need be trained."""
+
+    def check_chat(path: str, messages: object) -> list[Problem]:
+        if not isinstance(messages, list) or not messages:
+            return [(path, f"is {shown(messages)}; it must be a non-empty list of messages")]
+        found = ((index, check_message(message, OPENAI)) for index, message in enumerate(messages))
+        return [(f"{path}[{index}]{key}", problem) for index, problems in found for key, problem in problems]
+
+    return check_fields({"messages": (check_chat, True), **TOOLS}, columns, {})
+
+
 def check_tokens_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
     """Return everything that is wrong with a row of `tokens`."""
     problems = check_fields({"input_ids": (check_ids, True)}, columns, field_map)
