@@ -691,12 +691,15 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer. One of both is set."""
+    """A text to continue, or a chat to answer. One of the three is set."""
 
     text: str
     """Continued as it is."""
     messages: tuple[SampleMessage, ...]
     """Rendered by the model's chat template, with the cue for an answer."""
+    chat_json: str
+    """A chat with what else a template prints, as JSON: an object with messages, and tools where it has them, as a row of the dataset
+    format messages. Rendered as that row is for training, with the cue for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

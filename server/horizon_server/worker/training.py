@@ -420,7 +420,7 @@ class Training:
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         if dataset.is_weighted:
-            text += "; some messages have a weight, so the loss of a step is the weighted mean over its tokens"
+            text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
         self._events.send(Message(level="info", text=text))
         train = self._spec.train
         # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
