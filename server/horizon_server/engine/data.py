@@ -9,6 +9,8 @@ of a selection.
 from __future__ import annotations
 
 import bisect
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from horizon_server.store.prepared import WEIGHTS, group_size_of, open_prepared
 # What is permuted; part of the key of its permutation.
 _ROWS, _DOCUMENTS = 1, 2
 _ROWS_AT_ONCE = 1 << 16
+# Of a run's order: its first steps, and as many over a whole epoch.
+_DIGESTED_STEPS = 64
 
 
 class PreparedDataset:
@@ -298,6 +302,20 @@ class StepPlan:
             fits = int(self._dataset.document_lengths[documents].sum()) <= self._row_limit
             parts += [documents] if self._packs and fits else [[document] for document in documents]
         return parts
+
+    def digest(self) -> str:
+        """What names the order of the documents: the sha256 of those of some steps of the first epoch, row by row.
+
+        Later epochs are ordered in the same way. Steps are looked at, and not only `ORDER`: what gives the same order is the same.
+        """
+        num_steps = min(self.num_steps, self._steps_in(0))
+        chosen = sorted(
+            {*range(min(num_steps, _DIGESTED_STEPS)), *range(0, num_steps, -(-num_steps // _DIGESTED_STEPS))}
+        )
+        digest = hashlib.sha256(str(num_steps).encode())
+        for step in chosen:
+            digest.update(json.dumps(self.documents_of(step)).encode())
+        return digest.hexdigest()
 
     def epoch_of(self, i: int) -> float:
         """Epochs done once step i is done: 0.25 after a quarter of the first epoch's steps, 1.0 at its end."""
