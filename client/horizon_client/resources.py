@@ -471,6 +471,8 @@ class StepEvent:
     little. Absent while unknown, as where steps are a single micro-batch."""
     method_figures: Mapping[str, float]
     """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
+    launching_s: float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,6 +552,8 @@ class EvalEvent:
     """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
     method_figures: Mapping[str, float]
     """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
+    launching_s: float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -420,6 +420,11 @@ class Training:
                 "in a single document"
             )
             self._events.send(Message(level="info", text=text))
+        if self._template.keeps_masks:
+            text = (
+                f"keeps masks: attention has one over all pairs of a row's tokens, because {self._template.keeps_masks}"
+            )
+            self._events.send(Message(level="info", text=text))
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         if dataset.is_weighted:
