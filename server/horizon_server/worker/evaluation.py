@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.engine.data import DocumentPrompt, PreparedDataset, StepPlan
@@ -54,8 +54,10 @@ class Evaluation:
         orders: Orders,
         turn: DeviceTurn,
         make_plan: MakePlan,
+        answer_ends: Collection[int] = (),
     ) -> None:
-        """
+        """`answer_ends` are the tokens that end trained answers.
+
         Raises:
             InvalidSpec: no row of the set to answer has a prompt that fits.
         """
@@ -67,7 +69,8 @@ class Evaluation:
         generate = self._spec.eval.generate
         self._answers = None
         if generate is not None:
-            self._answers = _Answers(request, generate, self.sets[generate.set].dataset, store=store, device=device)
+            dataset = self.sets[generate.set].dataset
+            self._answers = _Answers(request, generate, dataset, answer_ends, store=store, device=device)
 
     def run(self, trainer: Trainer, step: int) -> EvalDone | None:
         """Evaluate the weights of a step on every set. None: an order or the deadline came before it was complete.
@@ -169,6 +172,7 @@ class _Answers:
         request: WorkerRequest,
         generate: GenerateSpec,
         dataset: PreparedDataset,
+        answer_ends: Collection[int],
         *,
         store: HostStore,
         device: Device,
@@ -182,9 +186,8 @@ class _Answers:
         self._cache_bytes = cache_limit_bytes(request.spec, found)
         codec = TextCodec.from_folder(request.model)
         self._decode = codec.tokenizer.decode
-        self._options = GenerationOptions(
-            max_tokens=generate.max_new_tokens, stop_tokens=stop_tokens(request.model, codec)
-        )
+        stops = stop_tokens(request.model, codec) | frozenset(answer_ends)
+        self._options = GenerationOptions(max_tokens=generate.max_new_tokens, stop_tokens=stops)
         self._prompts = self._chosen(dataset, request.spec.train.sequence_length)
         self._generator: TokenGenerator | None = None
 

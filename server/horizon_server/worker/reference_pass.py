@@ -22,7 +22,7 @@ from horizon_server.events import Message, ReferencesDone
 from horizon_server.jobs.folders import UNFINISHED_REFERENCES
 from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from horizon_server.store.base_digest import files_digest, model_digest
+from horizon_server.store.base_digest import files_digest
 from horizon_server.store.growing_file import remove_others
 from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.device_turn import DeviceTurn
@@ -33,8 +33,6 @@ from horizon_server.worker_link.orders import Order, Orders
 _REPORTED_PERCENT = 5
 """Progress is reported when it has grown by this."""
 _LEAST_SHOWN_S = 60.0
-_WEIGHTS_FILE = "weights.json"
-"""In a prepared folder: the digest of the weights that its references were last computed for."""
 
 
 class _Stopped(Exception):
@@ -170,14 +168,13 @@ class StartingWeights:
 
     @classmethod
     def of(cls, request: WorkerRequest) -> StartingWeights:
-        """Read the weights once; the result is kept next to the prepared data, or where a job of adapters keeps that of its base.
+        """Read the weights, unless the book of digests knows them.
 
         Raises:
             InvalidModel: the folder has no config or no weights.
         """
-        is_lora, adapter = request.spec.train.trainable == LORA, request.adapter
-        kept = request.checkpoints.with_name("base.json") if is_lora else request.prepared / _WEIGHTS_FILE
+        adapter = request.adapter
         return cls(
-            model=model_digest(request.model, kept=kept),
+            model=request.model_digest(),
             adapter=None if adapter is None else files_digest(adapter, [ADAPTER_CONFIG_FILE, ADAPTER_FILE]),
         )
