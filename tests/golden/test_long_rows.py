@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from horizon_server.engine.micro_batch import MicroBatch
 
-from .test_gradients import worst_error
+from .test_gradients import check, of_autograd
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -70,14 +69,9 @@ def test_documents_on_both_sides_of_a_threshold_train_as_if_alone(
     rows = [documents(60, 30), documents(12, 20, 25, seed=1), documents(9, 14, seed=2)]
     run = start(model)
 
-    run.trainer.train_step([pack(row) for row in rows])
+    report = run.trainer.train_step([pack(row) for row in rows])
 
-    reference = model.reference()
-    num_targets = sum(pack(row).num_targets for row in rows)
-    for document in (document for row in rows for document in row):
-        torch.autograd.backward(plain_loss(reference, pack([document])) / num_targets)
-    error, parameter = worst_error(run, reference)
-    assert error <= 5e-6, f"gradient of {parameter} is off by {error:.1e}"
+    check(report, run, of_autograd(model, plain_loss, [pack([document]) for row in rows for document in row]))
 
 
 def test_a_rotary_table_that_grows_with_the_row_is_the_same_in_every_step(
@@ -91,15 +85,9 @@ def test_a_rotary_table_that_grows_with_the_row_is_the_same_in_every_step(
     rows = [pack([document]) for document in documents(32, 32, 32)]
     run = start(model, head_chunk_tokens=100, learning_rate=0.0)
 
-    for _ in range(2):
-        run.trainer.train_step(rows)
+    reports = [run.trainer.train_step(rows) for _ in range(2)]
 
-    reference = model.reference()
-    num_targets = sum(row.num_targets for row in rows)
-    for row in rows:
-        torch.autograd.backward(plain_loss(reference, row) / num_targets)
-    error, parameter = worst_error(run, reference)
-    assert error <= 5e-6, f"gradient of {parameter} is off by {error:.1e}"
+    check(reports[1], run, of_autograd(model, plain_loss, rows))
 
 
 @pytest.mark.parametrize("name", ["phi3", "dynamic"])

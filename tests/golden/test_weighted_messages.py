@@ -122,7 +122,8 @@ def test_twenty_steps_follow_a_plain_loop_with_the_same_weighted_mean(
     )
     run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
     names = [name for name, _ in model.reference().named_parameters()]
-    num_rows, losses, gradients = set(), [], {}
+    num_rows, losses = set(), []
+    gradients: dict[str, Tensor] = {}
     for step in range(NUM_STEPS):
         rows, objective = data.step(plan, step)
         num_rows.add(len(rows))
@@ -132,7 +133,8 @@ def test_twenty_steps_follow_a_plain_loop_with_the_same_weighted_mean(
 
     def trained(plain: torch.nn.Module) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-        losses, gradients = [], {}
+        losses: list[float] = []
+        gradients: dict[str, Tensor] = {}
         for step in range(NUM_STEPS):
             loss = weighted_mean(plain, [documents[number] for row in plan.documents_of(step) for number in row])
             optimizer.zero_grad()

@@ -6,6 +6,7 @@ right results may be apart. The same reference in double precision does: it says
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
@@ -44,7 +45,9 @@ class InDouble(TorchFunctionMode):
         """Call the function with float64 in the place of fp32. The mode itself is off in here."""
         # No function takes dtypes in lists, so that nothing need be searched for them.
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        named: dict[str, Any] = {
+            key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()
+        }
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         elif func is torch._grouped_mm:  # which has no kernel for float64
@@ -70,7 +73,7 @@ def plain_and_exact(make: Callable[[], M], run: Callable[[M], T]) -> tuple[T, T]
 def check_gradients(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
     """Check that each of our gradients is as near to the exact one as plain fp32's is, by its norm, and all together.
 
-    The distances of tensors of a few numbers are a matter of luck, so each may be as far away as the median of all too.
+    The distances of tensors of a few numbers are a matter of luck, so plain fp32's count as twice the median of all tensors at least.
     """
     _check_all(ours, plain, exact, "gradients")
     mine, theirs = _distances(ours, exact), _distances(plain, exact)
@@ -80,7 +83,7 @@ def check_gradients(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exa
     for name in exact:
         # What is nothing but rounding, as the gradient of a bias that softmax ignores, is held to the size of all.
         floor = max(FLOOR * sizes[name], FLOOR**2 * size)
-        allowed = FACTOR * max(theirs[name], median * sizes[name]) + floor
+        allowed = FACTOR * max(theirs[name], 2.0 * median * sizes[name]) + floor
         assert mine[name] <= allowed, (
             f"gradient of {name} is {mine[name]:.2e} from float64, plain fp32 is {theirs[name]:.2e}, its norm {sizes[name]:.2e}"
         )
@@ -104,7 +107,7 @@ def _check_all(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: M
 
 
 def _together(norms: Mapping[str, float]) -> float:
-    return sum(norm**2 for norm in norms.values()) ** 0.5
+    return math.sqrt(sum(norm**2 for norm in norms.values()))
 
 
 def check_numbers(
