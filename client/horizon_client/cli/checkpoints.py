@@ -37,8 +37,7 @@ def _loss(checkpoint: Checkpoint) -> str:
 
 
 def _marks(checkpoint: Checkpoint) -> str:
-    is_best = checkpoint.best and checkpoint.eval_loss is not None
-    return " ".join(mark for mark, is_set in (("last", checkpoint.last), ("best", is_best)) if is_set)
+    return " ".join(mark for mark, is_set in (("last", checkpoint.last), ("best", checkpoint.best)) if is_set)
 
 
 _VIEW: View[Checkpoint] = View(
@@ -63,7 +62,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull, merge, sample and delete the checkpoints of a job."""
+    """List, pull, merge, sample, chat with and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -115,8 +114,8 @@ Example:
 \b
 For checkpoints of jobs with train.trainable: lora. The node merges tensor by
 tensor and keeps the merged model with the checkpoint, where it takes the space
-of a model; --remove takes it away. After an interruption the same command
-continues.
+of a model; --remove takes it away. Another --dtype or --base takes its place.
+After an interruption the same command continues.
 
 \b
 With train.lora.base: int8 or nf4 the adapter was trained on a rounded base.
@@ -132,12 +131,12 @@ the merged folder says which one it is."""
 @click.option(
     "--dtype",
     type=click.Choice(["source", "bf16", "fp16", "fp32"]),
-    help="Number format of the merged weights. Default: the job's checkpoint.dtype.",
+    help="Number format of the merged weights. Default: as it is there already, else the job's checkpoint.dtype.",
 )
 @click.option(
     "--base",
     type=click.Choice(["trained", "source"]),
-    help="Base to merge into. Default: the job's checkpoint.merge_base, which is trained unless the job says otherwise.",
+    help="Base to merge into. Default: as it is there already, else the job's checkpoint.merge_base (trained).",
 )
 @click.option(
     "--remove", is_flag=True, help="Remove the merged model from the checkpoint on the node; the adapter stays."

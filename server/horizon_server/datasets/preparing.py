@@ -318,4 +318,4 @@ def _apply(item: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the data preparation"))
+    sys.exit(serve(work, who="the data preparation", is_loading=True))

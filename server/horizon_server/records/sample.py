@@ -70,7 +70,7 @@ class SampleFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAdapter:
-    """An adapter to answer with: its folder, the digest of its base, and the file that remembers the digest of the folder answered from.
+    """An adapter to answer with: its folder, the digest of its base, and the book that knows the digest of the folder answered from.
 
     With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's evaluations; otherwise it is merged
     into the base.
@@ -78,7 +78,7 @@ class SampleAdapter:
 
     folder: Path
     base_sha256: str
-    kept: Path
+    digests: Path
     spec: JobSpec | None = None
 
 
@@ -104,7 +104,7 @@ class SampleRequest:
             adapter = {
                 "folder": str(self.adapter.folder),
                 "base_sha256": self.adapter.base_sha256,
-                "kept": str(self.adapter.kept),
+                "digests": str(self.adapter.digests),
                 "spec": None if spec is None else spec.to_mapping(),
             }
         plain = dataclasses.asdict(replace(self, adapter=None))
@@ -129,7 +129,7 @@ class SampleRequest:
             else SampleAdapter(
                 folder=Path(adapter["folder"]),
                 base_sha256=adapter["base_sha256"],
-                kept=Path(adapter["kept"]),
+                digests=Path(adapter["digests"]),
                 spec=None if adapter["spec"] is None else parse_job_spec(adapter["spec"]),
             ),
             folder=Path(plain["folder"]),

@@ -144,7 +144,7 @@ class Samples:
         adapter = SampleAdapter(
             folder=folder / part,
             base_sha256=manifest.base.sha256,
-            kept=self._jobs.folders.base_digest(job.job_id),
+            digests=self._jobs.folders.digests,
             spec=None if kept_as == "source" else job.spec,
         )
         if kept_as == "source":

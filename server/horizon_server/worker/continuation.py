@@ -11,6 +11,7 @@ from typing import Any
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.compute import ComputeDtype
 from horizon_server.store.adapter_files import read_adapter_folder, read_base_sha256
+from horizon_server.store.base_digest import other_base
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState
 from horizon_server.store.host_store import HostStore
@@ -98,11 +99,7 @@ def load(
 
 
 def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
-    """Refuse an adapter that was trained on another model. Those that other programs have written do not say."""
+    """Refuse an adapter that was trained on another model: its files have changed since the job was submitted, when this was compared."""
     wanted = read_base_sha256(adapter)
     if wanted and (found := base_sha256()) != wanted:
-        raise InvalidModel(
-            f"init_from: the adapter was trained on other weights than those of model: their digest is {wanted[:12]}, not {found[:12]}; "
-            "merge it (horizon checkpoint merge) and start from the merged model, or give the model that it was trained on. The digest is "
-            "of config.json and the weights as they are saved: where only that differs, push the adapter without its file base.sha256"
-        )
+        raise InvalidModel(other_base("init_from: the adapter", wanted, found))

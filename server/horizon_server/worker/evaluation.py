@@ -113,10 +113,8 @@ class Evaluation:
         Raises:
             _Interrupted: a cancel came, or the device could not be had.
         """
-        packing = self._spec.train.packing != "false" and trainer.supports_packing
-        # In the data's order: every evaluation of a job sees the same rows.
         data, parts = self.sets[name], []
-        plan = self._make_plan(data.dataset, packing)
+        plan = self._plan_of(data, trainer)
         data.forget()
         for i in range(plan.num_steps):
             if self._orders.current is Order.CANCEL or not self._turn.take():
@@ -124,6 +122,15 @@ class Evaluation:
             parts.append(data.evaluate(trainer, plan, i))
             self._turn.boundary()
         return data.total(parts)
+
+    def plans(self, trainer: Trainer) -> list[tuple[MethodData, StepPlan]]:
+        """Return every set with the plan by which it is evaluated."""
+        return [(data, self._plan_of(data, trainer)) for data in self.sets.values()]
+
+    def _plan_of(self, data: MethodData, trainer: Trainer) -> StepPlan:
+        packing = self._spec.train.packing != "false" and trainer.supports_packing
+        # In the data's order: every evaluation of a job sees the same rows.
+        return self._make_plan(data.dataset, packing)
 
     def release_device(self) -> None:
         """Free the device's memory until the next token."""

@@ -23,7 +23,7 @@ from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
 from horizon_server.engine.template import Template
-from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel
+from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel, in_words
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
@@ -38,7 +38,7 @@ from horizon_server.records.sample import (
 )
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
-from horizon_server.store.base_digest import model_digest
+from horizon_server.store.base_digest import DigestBook
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
@@ -63,12 +63,10 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
         return dataclasses.asdict(answer(request, events))
     except HorizonError as error:
         # Where the daemon keeps checkpoints is not the user's concern.
-        message = error.message.replace(
-            str(request.folder), "the checkpoint" if request.adapter is None else "the base model"
-        )
+        names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
         if request.adapter is not None:
-            message = message.replace(str(request.adapter.folder), "the checkpoint")
-        raise type(error)(message, violations=error.violations) from error
+            names[request.adapter.folder] = "the checkpoint"
+        raise type(error)(in_words(error.message, names), violations=error.violations) from error
 
 
 def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
@@ -142,7 +140,7 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
 
 
 def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:
-    if (found := model_digest(base, kept=asked.kept)) != asked.base_sha256:
+    if (found := DigestBook(asked.digests).digest(base)) != asked.base_sha256:
         raise InvalidModel(
             f"the model is not the one that the checkpoint's adapter was trained on: its digest is {found[:12]}, not "
             f"{asked.base_sha256[:12]}; restore the model's files on the node"

@@ -9,7 +9,7 @@ from typing import Any
 
 from horizon_server import progress
 from horizon_server.children.entry import EventWriter
-from horizon_server.errors import DiskFull
+from horizon_server.errors import DiskFull, in_words
 from horizon_server.events import CheckpointWritten, Message
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.spec import CheckpointSpec
@@ -129,7 +129,7 @@ class CheckpointWriter:
 
     def _report_lack(self, step: int, error: DiskFull, meanwhile: str) -> None:
         # Where the state folder is need not be known to the job's owner.
-        why = error.message.replace(str(self._folder.path), "the disk of the checkpoints")
+        why = in_words(error.message, {self._folder.path: "the disk of the checkpoints"})
         text = (
             f"the checkpoint of step {step} could not be written: {why}; {meanwhile}; next try in {self._retry_s:g} s"
         )

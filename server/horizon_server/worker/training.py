@@ -104,7 +104,9 @@ class Training:
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
             field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
-            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+            raise InvalidSpec(
+                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
+            )
         self._packing_limit = template.packing_limit
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         refusal = numa.interleave() if request.numa_interleave else ""
@@ -262,8 +264,9 @@ class Training:
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
+        data = [(self._data, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
-            request, [self._data, *self._evaluation.sets.values()], weights=self._starting_weights,
+            request, data, weights=self._starting_weights,
             compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
         )  # fmt: skip
         if references.find():

@@ -47,7 +47,7 @@ def test_tools_and_their_calls_stay(chat: dict[str, Any], tmp_path: Path) -> Non
     file.write_text(json.dumps(chat | {"other": 1}), encoding="utf-8")
     [prompt] = read_prompts(file)
     assert prompt == chat
-    sent = sample_prompt(prompt)
+    sent = sample_prompt("prompts[0]", prompt)
     assert (sent.text, list(sent.messages)) == ("", [])
     assert json.loads(sent.chat_json) == {"tools": None, **chat}
     said = [SampledText(prompt=0, text="x", num_tokens=1, ended="stop")]
@@ -59,7 +59,7 @@ def test_tools_and_their_calls_stay(chat: dict[str, Any], tmp_path: Path) -> Non
 def test_a_plain_chat_is_sent_as_every_daemon_knows_it(tmp_path: Path) -> None:
     chats: list[Any] = [[ASKED], {"messages": [{**ASKED, "weight": 0, "name": None}], "tools": []}]
     for chat in chats:
-        sent = sample_prompt(chat)
+        sent = sample_prompt("prompts[0]", chat)
         assert [(message.role, message.content) for message in sent.messages] == [("user", "Rome?")]
         assert sent.chat_json == ""
 

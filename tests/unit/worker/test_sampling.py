@@ -213,7 +213,7 @@ def test_an_adapter_answers_as_its_merged_model_does(folder: Path, tmp_path: Pat
     checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", folder, export="both")
     base = read_manifest(checkpoint).base
     assert base is not None
-    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, kept=tmp_path / "base.json")
+    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, digests=tmp_path / "digests")
     alone, adapted, merged = Sent(), Sent(), Sent()
     answer(request(folder, CHAT), alone)  # type: ignore[arg-type]
     with_adapter = replace(request(folder, CHAT), adapter=adapter)
