@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.golden.test_weighted_messages import LENGTH, relative_error, weighted_mean
+from tests.golden.test_weighted_messages import LENGTH, weighted_mean
 from tests.support.worker_attempts import spec_of
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 WEIGHTS: Sequence[float | None] = [0.25, None, 3, 1, 100, 0.001, 0.7, 2.0]
 NUM_STEPS = 5
+
+
+def relative_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    got, wanted = (torch.cat([pair[side].reshape(-1).double() for pair in pairs]) for side in (0, 1))
+    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.fixture(scope="module")
