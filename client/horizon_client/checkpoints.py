@@ -259,7 +259,7 @@ def _prompt(place: str, prompt: Any) -> checkpoint_pb2.SamplePrompt:
     if isinstance(prompt, str) and not tools:
         return checkpoint_pb2.SamplePrompt(text=prompt)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        chat = {"messages": [dict(message) for message in prompt], "tools": tools}
+        chat: dict[str, Any] = {"messages": [dict(message) for message in prompt], "tools": tools}
         if is_plain_chat(chat):
             messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in chat["messages"]]
             return checkpoint_pb2.SamplePrompt(messages=messages)
