@@ -32,6 +32,7 @@ from horizon_client.errors import (
 from horizon_client.local_files import PIECE_BYTES
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import Checkpoint, FileEntry, SampledText, SampleFigures
+from horizon_formats.row_checks import check_prompt_row
 from horizon_proto.v1 import checkpoint_pb2, job_pb2
 
 if TYPE_CHECKING:
@@ -187,9 +188,9 @@ class AsyncCheckpoints:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
         A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders; or a row
-        as datasets have it, `{"prompt": ...}` or `{"messages": [...], "tools": [...]}`, whose messages may have `tool_calls` and
-        `tool_call_id`. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the
-        answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
+        with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A chat's row may have `tools`, and messages `tool_calls` and
+        `tool_call_id`, as rows of a dataset. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP.
+        With `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -251,29 +252,24 @@ def _single_or_several(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, An
 
 
 def _prompt(place: str, prompt: Any) -> checkpoint_pb2.SamplePrompt:
-    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str) and prompt.get("messages") is None:
-        prompt = prompt["prompt"]
-    if isinstance(prompt, str):
+    tools = None
+    if isinstance(prompt, Mapping):
+        given = [name for name in ("prompt", "messages") if prompt.get(name) is not None]
+        prompt, tools = prompt[given[0]] if len(given) == 1 else None, prompt.get("tools")
+    if isinstance(prompt, str) and not tools:
         return checkpoint_pb2.SamplePrompt(text=prompt)
-    chat: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
-    given = chat.get("messages")
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given or not all(map(_is_message, given)):
-        raise InvalidRequest.of(
-            place,
-            f"{place} is not a prompt; write a text, a list of messages with role and content, "
-            '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
-        )
-    if is_plain_chat(chat):
-        messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in given]
-        return checkpoint_pb2.SamplePrompt(messages=messages)
-    return checkpoint_pb2.SamplePrompt(chat_json=json.dumps({name: chat.get(name) for name in ("messages", "tools")}))
-
-
-def _is_message(value: object) -> bool:
-    """Whether it is a message: of a role, and a content or calls of tools."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
-        return False
-    return value.get("content") is not None or bool(value.get("tool_calls"))
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        chat: dict[str, Any] = {"messages": [dict(message) for message in prompt], "tools": tools}
+        if is_plain_chat(chat):
+            messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in chat["messages"]]
+            return checkpoint_pb2.SamplePrompt(messages=messages)
+        if not check_prompt_row(chat):
+            return checkpoint_pb2.SamplePrompt(chat_json=json.dumps(chat))
+    raise InvalidRequest.of(
+        place,
+        f"{place} is not a prompt; write a text, a list of messages with role and content, "
+        '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
+    )
 
 
 def is_plain_chat(chat: Mapping[str, Any]) -> bool:

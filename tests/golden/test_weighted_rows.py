@@ -30,6 +30,11 @@ WEIGHTS: Sequence[float | None] = [0.25, None, 3, 1, 100, 0.001, 0.7, 2.0]
 NUM_STEPS = 5
 
 
+def relative_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    got, wanted = (torch.cat([pair[side].reshape(-1).double() for pair in pairs]) for side in (0, 1))
+    return float((got - wanted).norm() / wanted.norm())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_demo_model(tmp_path_factory.mktemp("model") / "demo")
