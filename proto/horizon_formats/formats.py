@@ -106,6 +106,10 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
             problem = f"{path} is empty; it must name a column of the file, as in --map {field}=COLUMN"
         elif len(column.encode("utf-8", "replace")) > MAX_COLUMN_BYTES:
             problem = f"{path} is {column!r:.40}, which is longer than {MAX_COLUMN_BYTES} bytes; give the column a shorter name"
+        elif not column.isprintable():
+            problem = (
+                f"{path} is {column!r:.40}; it is shown to all who see the dataset, so it must be printable letters"
+            )
         elif column in columns:
             problem = (
                 f"{path} and field_map.{columns[column]} both name column {column!r}; give each field its own column"

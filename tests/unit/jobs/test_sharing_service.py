@@ -269,6 +269,9 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
             assert caught.value.violations[0].field == field
         with pytest.raises(InvalidSpec, match="message has 1001 letters; it must have at most 1000"):
             await service.set_node(ROOT, NodeCondition(message="x" * 1001))
+        for message in ("\x1b[31mred", "\u202egnp.exe", "two\nlines"):
+            with pytest.raises(InvalidSpec, match="one line of printable letters"):
+                await service.set_node(ROOT, NodeCondition(message=message))
     async with make_daemon(state_dir, queue=False) as daemon:
         assert await daemon.services.sharing.condition() == condition
 
