@@ -64,8 +64,10 @@ class _Fields:
 
 _FIELDS = {
     DatasetFormat.MESSAGES: _Fields(required=("messages",), optional=("tools",)),
-    DatasetFormat.PROMPT_COMPLETION: _Fields(required=("prompt", "completion")),
-    DatasetFormat.ALPACA: _Fields(required=("instruction", "output"), optional=("input", "system", "history")),
+    DatasetFormat.PROMPT_COMPLETION: _Fields(required=("prompt", "completion"), optional=("weight",)),
+    DatasetFormat.ALPACA: _Fields(
+        required=("instruction", "output"), optional=("input", "system", "history", "weight")
+    ),
     DatasetFormat.SHAREGPT: _Fields(required=("conversations",), optional=("system", "tools")),
     DatasetFormat.TEXT: _Fields(required=("text",)),
     DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels", "attention_mask")),

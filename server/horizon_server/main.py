@@ -151,7 +151,7 @@ async def _serve(settings: Settings) -> None:
         stop.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    # Who presses Ctrl-C wants everything to end.
+    # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)

@@ -78,7 +78,10 @@ def _spec_and_folder(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, 
         names["eval"] = {**evaluation, "sets": dict.fromkeys(evaluation["sets"], "local")}
     if _is_text(model) and (folder is not None or "/" in str(model)):
         names["model"] = "local"
-    return parse_job_spec({**written, **names}), folder or Path(str(model))
+    # The columns of local data are the client's own.
+    return parse_job_spec({**{key: value for key, value in written.items() if key != "map"}, **names}), folder or Path(
+        str(model)
+    )
 
 
 def _is_text(value: object) -> bool:

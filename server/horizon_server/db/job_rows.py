@@ -23,7 +23,7 @@ _PLAIN = (
 )  # fmt: skip
 STORED_FIELDS = (*_PLAIN, "plan", "data_report", "last_step", "wanted", "eval_set_ids")
 """Fields of a record that can be set."""
-# The largest page. A record takes some 20 kB with its row and its message (see `records.kept`).
+# The largest page. A record takes some 20 kB with its row and its message (see `api.kept`).
 _KEPT_RECORDS = 1000
 # The first pages of twenty users.
 _KEPT_ENDED = 2000

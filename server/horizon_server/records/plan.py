@@ -93,7 +93,7 @@ class KeptMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
+    """The memory ledger of a job against the node's limits. Units: bytes; components by name, such as weights and moments."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]

@@ -119,11 +119,11 @@ def test_violations_one_a_line_and_at_most_hundred(run: Run, daemon: Daemon) -> 
         "INVALID_ARGUMENT",
         "150 rows\nare bad\x1b[31m",
         reason="R",
-        violations=(("a", "too long"), *violations),
+        violations=(("a", "a is too long"), *violations),
     )
     lines = run("job", "get", "x").stderr.splitlines()
     assert lines[0] == "Error: 150 rows are bad[31m"  # no line break, no escape
-    assert lines[1:3] == ["  a: too long", "  line[0].text is empty"]
+    assert lines[1:3] == ["  a is too long", "  line[0].text is empty"]
     assert len(lines) == 102
     assert lines[-1] == "  ... and 50 more"
 
@@ -247,6 +247,31 @@ def test_taken_name_gets_a_piece_of_the_hash(run: Run, daemon: Daemon, rows: Pat
     (job,) = daemon.jobs()
     assert job.spec.dataset.startswith("train-")
     assert len(job.spec.dataset) == len("train-") + 8
+
+
+def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows: Path) -> None:
+    Path("qa.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 3)
+    text = "name: mapped\nmodel: tiny-base\ndataset: ./qa.jsonl\nmap: {prompt: question, completion: answer}\n"
+    assert "did you mean" not in run("job", "submit", "-", stdin=text.replace("map", "mpa")).stdout
+    result = run("job", "submit", "-", stdin=text)
+    assert result.exit_code == 0, result.stderr
+    assert daemon.jobs()[0].spec.dataset == "qa"
+    dataset = json.loads(run("dataset", "get", "qa", "-o", "json").stdout)
+    assert (dataset["format"], dataset["field_map"]) == (
+        "prompt-completion",
+        {"prompt": "question", "completion": "answer"},
+    )
+    again = run("job", "submit", "-", stdin=text)
+    assert again.exit_code == 0 and daemon.jobs()[0].spec.dataset == "qa", "it is the same dataset"
+    for change, words in (
+        (
+            ("--set", "dataset=gsm8k"),
+            "map is for data files that the job file names, and dataset 'gsm8k' is not a file here",
+        ),
+        (("--set", "map=[1]"), "map is [1]; it must name a column for each field, such as {prompt: question}"),
+    ):
+        refused = run("job", "submit", "-", *change, stdin=text)
+        assert refused.exit_code == 2 and words in refused.stderr
 
 
 def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: Daemon, rows: Path) -> None:
@@ -396,6 +421,14 @@ def test_loss_that_is_not_a_number_stays_json(run: Run, daemon: Daemon, make_ste
     job = daemon.add_job("first", make_step(1, loss=math.nan), state=JobState.SUCCEEDED)
     first_step = run("job", "watch", job.job_id, "-o", "json").stdout.splitlines()[4]
     assert json.loads(first_step, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_logs_as_json_are_the_events(run: Run, finished_job: JobRecord, running_job: JobRecord) -> None:
+    lines = [json.loads(line) for line in run("job", "logs", finished_job.job_id, "-o", "json").stdout.splitlines()]
+    assert [line["sequence"] for line in lines] == list(range(1, 16))
+    so_far = run("job", "logs", running_job.job_id, "-o", "json").stdout.splitlines()
+    assert [json.loads(line)["sequence"] for line in so_far] == [1, 2, 3, 4, 5, 6], "it does not wait for more"
+    assert run("job", "logs", finished_job.job_id, "-o", "json", "--attempt", "1").exit_code == 2
 
 
 def test_logs_are_the_bytes(run: Run, daemon: Daemon, finished_job: JobRecord) -> None:
