@@ -204,7 +204,7 @@ async def test_the_queue_shows_other_users_jobs_without_detail(connect: Any, wor
     first, second, bobs = (await connect("ann").get("/horizon/v1/queue")).json()["jobs"]
     shown = {"job_id", "owner", "state", "position", "outlook"}
     assert {name for name, value in bobs.items() if value is not None} == shown
-    times = {"share": 0.0, "estimated_start_time": "1970-01-02T00:00:00Z", "estimated_end_time": None}
+    times = {"share": 0.0, "estimated_start_time": "1970-01-02T00:00:00Z", "estimated_end_time": None, "place": 0}
     assert (bobs["outlook"], second["outlook"]) == ({"why": "", **times}, {"why": outlook.why, **times})
     assert first["outlook"] is None
     assert (bobs["owner"], bobs["position"], first["position"]) == ("bob", 3, 1)

@@ -38,6 +38,12 @@ function clock(iso) {
   return Math.abs(at - Date.now()) < 43200000 ? time : `${at.toLocaleDateString()} ${time}`;
 }
 
+// How many steps a job will have that has done none yet, as its plan counts or estimates them.
+function total(job) {
+  const steps = !ended(job.state) && job.plan && job.plan.num_steps;
+  return steps ? `${job.plan.steps_estimated ? "about " : ""}${steps} steps` : "";
+}
+
 // Why a job is where it is, its share and its estimated times, as one line; nothing for a job that has ended.
 function outlookText(job) {
   const outlook = job.outlook;
@@ -122,7 +128,7 @@ function jobRow(job) {
   state.append(make("span", `chip ${tone(job.state)}`, job.state));
   const progress = make("td");
   progress.append(bar(job.progress, ended(job.state) ? tone(job.state) : ""));
-  progress.append(make("small", "", job.num_steps ? `step ${job.step} of ${job.num_steps}` : job.queue_position ? `place ${job.queue_position}` : ""));
+  progress.append(make("small", "", job.num_steps ? `step ${job.step} of ${job.num_steps}` : [job.queue_position ? `place ${job.queue_position}` : "", total(job)].filter(Boolean).join(", ")));
   const live = job.state === "RUNNING" && step;
   // At full speed a job that shares the device would end too early.
   const end = job.outlook && job.outlook.estimated_end_time;
