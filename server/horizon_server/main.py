@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,7 @@ async def _serve(settings: Settings) -> None:
         stop.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    # Who presses Ctrl-C wants everything to end.
+    # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
@@ -342,6 +343,10 @@ def _wire_jobs(
     )  # fmt: skip
     meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()
 
+    def on_loaded(job_id: str) -> None:
+        metrics.on_loaded(job_id)
+        scheduler.wake()
+
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
@@ -350,7 +355,7 @@ def _wire_jobs(
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
             stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
-            on_asked=lambda: scheduler.wake(),
+            on_asked=functools.partial(on_loaded, job.job_id),
         )  # fmt: skip
 
     scheduler = Scheduler(

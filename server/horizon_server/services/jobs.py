@@ -129,7 +129,7 @@ class JobService:
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
-        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        absent = NotFound.named("job", key)
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
         store = self.journal.store
@@ -143,9 +143,8 @@ class JobService:
             if not named and (principal.sees_all or principal.memberships):
                 named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
-                return self._with_outlook(
-                    principal, named[0]
-                )  # of several runs of one spec the newest is meant; the answer carries its id
+                # Of several runs of one spec the newest is meant; the answer carries its id.
+                return self._with_outlook(principal, named[0])
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
             found = await store.find(everyone, projects=principal.memberships, prefix=key)

@@ -6,6 +6,7 @@ The only place that turns errors into gRPC statuses, and one of the two that may
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -27,7 +28,7 @@ from horizon_server.api.grpc.effects import Effect, effect_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.status import status_of
-from horizon_server.errors import HorizonError, InvalidSpec, Stalled, TooManyCalls, Unauthenticated
+from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Stalled, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
 from horizon_server.services.access import require_scope
 
@@ -53,6 +54,7 @@ _MOST_METADATA_BYTES = 128 * 1024
 # For other trailers, and the 32 bytes that HTTP/2 counts for each.
 _OVERHEAD_BYTES = 1024
 _MAX_MESSAGE_BYTES = 1200
+_MAX_NAME = 200
 
 Observe = Callable[[str, str, str, float], None]
 """Counts a finished call: service, method, code, seconds."""
@@ -126,7 +128,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return make(
             answer,
             request_deserializer=_decoding(method, handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=functools.partial(_encoded, handler.response_serializer),
         )
 
     @asynccontextmanager
@@ -302,6 +304,11 @@ def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], 
     return decode_or_refuse
 
 
+def _encoded(encode: Callable[[Any], bytes], answer: Any) -> bytes:
+    """Return an answer as it is sent; some are made so, of pieces that were made before."""
+    return answer if isinstance(answer, bytes) else encode(answer)
+
+
 def _decoded(request: Any) -> Any:
     if isinstance(request, InvalidSpec):
         raise request
@@ -348,6 +355,9 @@ def to_grpc_status(
     message = clip(error.message)
     status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
+    if isinstance(error, NotFound) and error.kind:
+        named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name[:_MAX_NAME])
+        status.details.add().Pack(named)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))

@@ -143,7 +143,7 @@ async def list_jobs(
     """List the caller's jobs, newest first; admins and viewers see all."""
     wanted = frozenset(state or ())
     jobs, following = await services.jobs.list(caller, page_size=page_size, page_token=page_token, states=wanted)
-    return {"jobs": jobs, "next_page_token": following}
+    return bodies.packed(bodies.JobBody, "jobs", jobs, next_page_token=following)
 
 
 @router.get("/jobs/{job_id}", responses=_JOB_ERRORS, response_model=bodies.JobBody)
