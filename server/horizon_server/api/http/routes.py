@@ -85,7 +85,7 @@ JobKey = Annotated[str, Path(max_length=63, description="The job's id, or its na
 EventNumber = Annotated[int, Query(ge=0, lt=2**63, description="The same, for clients that cannot set the header.")]
 LastEventId = Annotated[int, Header(ge=0, lt=2**63, description="Number of the last event received.")]
 
-_MAX_OFFSET = 2**63 - 1
+_LAST_ROW = 2**63 - 1
 _length = TrainSpec.model_json_schema()["properties"]["sequence_length"]
 _SEQUENCE_LENGTHS = {name: _length[name] for name in ("minimum", "maximum")}
 
@@ -246,7 +246,7 @@ async def preview_dataset(
         str, Query(max_length=4096, description="The model whose template and tokenizer render the rows.")
     ],
     n: Annotated[int, Query(ge=1, le=MAX_ROWS, description="How many rows.")] = 3,
-    offset: Annotated[int, Query(ge=0, le=_MAX_OFFSET, description="Rows to skip first, counted over all files.")] = 0,
+    offset: Annotated[int, Query(ge=0, le=_LAST_ROW, description="Rows to skip first, counted over all files.")] = 0,
     train_on: Annotated[
         str, Query(description="What is trained.", json_schema_extra=_only(get_args(TrainOn)))
     ] = "assistant",

@@ -179,6 +179,10 @@ async def test_a_change_that_is_cut_has_an_entry(world: Any, monkeypatch: pytest
     (entry,) = await world.services.audit.entries(outcome=UNKNOWN, limit=9)
     assert (entry.user, entry.action, entry.resource) == ("ann", "JobService.CancelJob", job.job_id)
     call.cancel()
+    async with asyncio.timeout(60):  # its client has left, which is known
+        while entry.outcome == UNKNOWN:
+            (entry,) = await world.services.audit.entries(limit=9)
+    assert entry.outcome == "CANCELLED"
 
 
 async def test_each_deletion_of_many_has_an_entry_before_it_is_made(
