@@ -107,7 +107,9 @@ class Settings(BaseSettings):
         30.0, gt=0, description="Days to keep prepared data and compiled layers that no job uses."
     )
     max_log_bytes: int = Field(
-        64 * 2**20, ge=2**20, description="Maximum size of an attempt's log; a longer log keeps its beginning and its end."
+        64 * 2**20,
+        ge=2**20,
+        description="Maximum size of an attempt's log; a longer log keeps its beginning and its end.",
     )
     deletion_notice_days: float = Field(
         7.0, ge=0, description="Days between the warning to a job's owner and the deletion of its checkpoints."

@@ -228,7 +228,7 @@ def _print_events(client: Client, job: Job, *, follow: bool) -> None:
     if not job.last_sequence and not follow:
         return
     try:
-        with closing(DataView(sys.stdout, "json")) as view, closing(client.jobs.watch(job.job_id)) as events:
+        with closing(DataView(sys.stdout, "json")) as view, closing(client.jobs.watch(job.job_id)) as events:  # type: ignore[type-var]
             for event in events:
                 view.show(event)
                 if event.sequence >= job.last_sequence and not follow:

@@ -79,7 +79,9 @@ def _spec_and_folder(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, 
     if _is_text(model) and (folder is not None or "/" in str(model)):
         names["model"] = "local"
     # The columns of local data are the client's own.
-    return parse_job_spec({**{key: value for key, value in written.items() if key != "map"}, **names}), folder or Path(str(model))
+    return parse_job_spec({**{key: value for key, value in written.items() if key != "map"}, **names}), folder or Path(
+        str(model)
+    )
 
 
 def _is_text(value: object) -> bool:

@@ -192,6 +192,7 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
         device="cuda",
         compute_dtype="bfloat16",
         hint="another setting is faster",
+        num_steps=360,
         kept=job_pb2.KeptMemory(
             resident_layers=12, resident_bytes=3 << 28, product_layers=1, product_bytes=1 << 29, saved_share=0.042
         ),
