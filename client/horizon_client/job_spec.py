@@ -19,6 +19,7 @@ from horizon_client.conversion import spec_to_proto
 from horizon_client.errors import BadFile, InvalidRequest, NotFound
 from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
 from horizon_client.reporter import Reporter
+from horizon_formats.other_names import other_value
 from horizon_proto.v1 import job_pb2
 
 SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
@@ -122,6 +123,8 @@ def _put(mapping: dict[str, Any], place: _Place, value: object) -> None:
 def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Sequence[Path]]) -> None:
     for place, sources in local.items():
         value, field = _at(mapping, place), ".".join(place)
+        if not sources and place == _MODEL and (hub := other_value("model", value)):
+            raise InvalidRequest.of(field, f"model is {value!r}; {hub}")
         # an absolute path may be a folder on the node
         if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
             continue
@@ -202,7 +205,7 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
         raise BadFile(f"{name}, line {error.lineno}: not JSON: {error.msg}") from error
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadFile(f"{name}{line}: not YAML: {error.problem or error.context}") from error
+        raise BadFile(f"{name}{line}: not YAML: {_bad_escape(error) or error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise BadFile(f"{name}: not YAML: {error}".splitlines()[0]) from error
     except RecursionError as error:  # both parsers recurse
@@ -210,6 +213,13 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
     if not isinstance(content, dict):
         raise BadFile(f"{name} must contain a mapping of fields such as name, model and dataset")
     return content
+
+
+def _bad_escape(error: yaml.YAMLError) -> str:
+    """Return what to write for an expression with a backslash in double quotes; empty for any other error."""
+    if not isinstance(error, yaml.MarkedYAMLError) or "unknown escape character" not in str(error.problem):
+        return ""
+    return r"in YAML a backslash, as in \., needs single quotes: ['layers\.[4-5]']"
 
 
 def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -223,12 +233,8 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
         try:
             value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError as error:
-            way = (
-                r"in YAML a backslash needs single quotes, such as ['layers\.[4-5]']"
-                if '"' in text and "\\" in text
-                else "put it in quotes"
-            )
-            raise InvalidRequest(f"--set {override}: the value is not YAML; {way}") from error
+            problem = _bad_escape(error) or "the value is not YAML; put it in quotes"
+            raise InvalidRequest(f"--set {override}: {problem}") from error
         section = result
         for depth, key in enumerate(keys[:-1]):
             if section.get(key) is None:

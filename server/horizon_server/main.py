@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,11 @@ def run_daemon(settings: Settings) -> int:
     """
     configure_logging(settings.log_level, settings.log_json)
     with (
-        disk_full_reported(f"free space for {settings.state_dir}, then start again"),
+        # Without the reserve nothing can be written, so nobody can delete through the daemon.
+        disk_full_reported(
+            f"free space on the disk of {settings.state_dir}, then start again; if nothing else can go, compiled/ and trash/ in it are not "
+            "needed, and prepared/ is made again (docs/housekeeping.md)"
+        ),
         held_state_dir(settings.state_dir),
     ):
         # Before the database is opened, which takes some space.
@@ -338,6 +343,10 @@ def _wire_jobs(
     )  # fmt: skip
     meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()
 
+    def on_loaded(job_id: str) -> None:
+        metrics.on_loaded(job_id)
+        scheduler.wake()
+
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
@@ -346,7 +355,7 @@ def _wire_jobs(
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
             stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
-            on_asked=lambda: scheduler.wake(),
+            on_asked=functools.partial(on_loaded, job.job_id),
         )  # fmt: skip
 
     scheduler = Scheduler(

@@ -23,7 +23,7 @@ from horizon_server.store.cpus import available_cpus
 
 _SHOWN = (
     *("num_parameters", "device", "compute_dtype", "host_bytes", "host_total_bytes", "host_limit_bytes"),
-    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "hint"),
+    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "warnings", "hint", "num_steps"),
 )
 
 
@@ -117,6 +117,8 @@ def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
         match value:
             case None | "":
                 pass
+            case tuple():
+                lines |= {f"warning {i}" if len(value) > 1 else "warning": text for i, text in enumerate(value, 1)}
             case dict() if key == "prediction":
                 lines["predicted.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s"
                 lines["predicted.step"] = f"{value['step_s']:,.3g} s"

@@ -289,11 +289,20 @@ class Scheduler:
         """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
             for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(RESIDENT))):
+                # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
+                self.metrics.take_over(job, checkpoint_s=await self._newest_checkpoint_s(job.job_id))
                 name = job.plan.device if job.plan is not None else ""
                 turns = self.turns.get(name) or next(iter(self.turns.values()))
                 self._start(job, turns.device, adopt=True)
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not taken over; the next daemon does it")
+
+    async def _newest_checkpoint_s(self, job_id: str) -> float | None:
+        """Return when the newest checkpoint of a job was written; None where there is none that can be read."""
+        with contextlib.suppress(OSError, ValueError, HorizonError):
+            found = await asyncio.to_thread(self.folders.checkpoints(job_id).all)
+            return found[-1].created_s if found else None
+        return None
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""

@@ -135,19 +135,16 @@ class JobService:
         store = self.journal.store
         async with self.turns.of(principal.name):
             job = await store.get(key)
-            if job is not None:
-                # The same answer as for a job that does not exist: nobody learns which ids are taken.
-                if not may_see(principal, job.owner, project=job.project):
-                    raise absent
+            # One of another user's is looked for on as if there were none: the same words, and as many queries.
+            if job is not None and may_see(principal, job.owner, project=job.project):
                 return self._with_outlook(principal, job)
             named = await store.find(principal.name, name=key)
             everyone = None if principal.sees_all else principal.name
             if not named and (principal.sees_all or principal.memberships):
                 named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
-                return self._with_outlook(
-                    principal, named[0]
-                )  # of several runs of one spec the newest is meant; the answer carries its id
+                # Of several runs of one spec the newest is meant; the answer carries its id.
+                return self._with_outlook(principal, named[0])
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
             found = await store.find(everyone, projects=principal.memberships, prefix=key)

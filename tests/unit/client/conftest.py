@@ -192,7 +192,6 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
         device="cuda",
         compute_dtype="bfloat16",
         hint="another setting is faster",
-        num_steps=360,
         kept=job_pb2.KeptMemory(
             resident_layers=12, resident_bytes=3 << 28, product_layers=1, product_bytes=1 << 29, saved_share=0.042
         ),
@@ -200,6 +199,8 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
             step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
         ),
         references=job_pb2.ReferencePass(tokens_per_second=8192, num_tokens=245760, tokens_estimated=True, total_s=30),
+        num_steps=360,
+        steps_estimated=True,
     )
     daemon.line.replace["PlanJob"] = lambda request: job_pb2.PlanJobResponse(plan=plan, spec=request.spec)
     return plan

@@ -328,7 +328,7 @@ def test_plan(run: Run, planned: job_pb2.MemoryPlan) -> None:
     assert "weights     4.0 KiB   512 B" in result.stdout
     assert "1,024 parameters, computed on cuda in bfloat16: it fits" in result.stdout
     assert "predicted: 2,048 tokens/s (limited by compute), 0.25 s per step" in result.stdout
-    assert "total: 360 steps, about 2 min" in result.stdout
+    assert "\ntotal: about 360 steps, about 2 min, estimated from the size of the files\n" in result.stdout
     before = "before step 1: reference log-probabilities of 245,760 tokens, estimated from the size of the files, at 8,192 tokens/s"
     assert f"{before}, about 0:00:30" in result.stdout
     kept = "kept on the device: weights of 12 layers (768.0 MiB), activations of 1 layer (512.0 MiB); saves about 4% of a step"

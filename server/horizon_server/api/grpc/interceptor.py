@@ -6,6 +6,7 @@ The only place that turns errors into gRPC statuses, and one of the two that may
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -126,7 +127,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return make(
             answer,
             request_deserializer=_decoding(method, handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=functools.partial(_encoded, handler.response_serializer),
         )
 
     @asynccontextmanager
@@ -300,6 +301,11 @@ def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], 
             return InvalidSpec(f"the message is not a valid request of {method}; use a client of the daemon's version")
 
     return decode_or_refuse
+
+
+def _encoded(encode: Callable[[Any], bytes], answer: Any) -> bytes:
+    """Return an answer as it is sent; some are made so, of pieces that were made before."""
+    return answer if isinstance(answer, bytes) else encode(answer)
 
 
 def _decoded(request: Any) -> Any:

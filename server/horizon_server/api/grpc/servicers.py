@@ -30,7 +30,15 @@ from horizon_proto.v1 import (
     sharing_pb2,
     sharing_pb2_grpc,
 )
-from horizon_server.api.grpc.convert import enum_text, from_message, response, seconds_of, set_fields, to_message
+from horizon_server.api.grpc.convert import (
+    enum_text,
+    from_message,
+    packed,
+    response,
+    seconds_of,
+    set_fields,
+    to_message,
+)
 from horizon_server.api.grpc.interceptor import about_to_change, caller
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
@@ -72,13 +80,13 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
     async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.GetJobResponse:
         return response(job_pb2.GetJobResponse, job=await self._services.jobs.get(caller(), request.job_id))
 
-    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> job_pb2.ListJobsResponse:
+    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> Any:
         page_size = page_limit(request.page_size)
         states = _states(request.states)
         jobs, token = await self._services.jobs.list(
             caller(), page_size=page_size, page_token=request.page_token, states=states
         )
-        return response(job_pb2.ListJobsResponse, jobs=jobs, next_page_token=token)
+        return packed(job_pb2.ListJobsResponse, "jobs", jobs, next_page_token=token)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Any) -> job_pb2.CancelJobResponse:
         return response(job_pb2.CancelJobResponse, job=await self._services.jobs.cancel(caller(), request.job_id))
