@@ -98,7 +98,7 @@ async def test_beyond_what_a_user_may_keep_the_oldest_go_first(daemon: DaemonPar
     await daemon.allow("user", "ada", retained_bytes=1000)
     await daemon.parts.sweep.run()
     assert (await daemon.job(middle.job_id)).deletion_s is None
-    assert "not going to be deleted any more" in (await messages(daemon, middle))[-1]
+    assert "the deletion of its checkpoints is cancelled" in (await messages(daemon, middle))[-1]
     quotas = dict(zip(("user", "project"), await daemon.services.sharing.quota(ada), strict=True))
     assert quotas["user"][1].retained_bytes == 900
 

@@ -54,7 +54,6 @@ _MOST_METADATA_BYTES = 128 * 1024
 # For other trailers, and the 32 bytes that HTTP/2 counts for each.
 _OVERHEAD_BYTES = 1024
 _MAX_MESSAGE_BYTES = 1200
-_MAX_NAME = 200
 
 Observe = Callable[[str, str, str, float], None]
 """Counts a finished call: service, method, code, seconds."""
@@ -356,7 +355,7 @@ def to_grpc_status(
     status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
     if isinstance(error, NotFound) and error.kind:
-        named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name[:_MAX_NAME])
+        named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=clip(error.name))
         status.details.add().Pack(named)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
