@@ -15,6 +15,7 @@ from horizon_server.cli import exit_code, horizond, run
 from horizon_server.cli.accounts import parse_lifetime
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated, WorkerDied
+from horizon_server.planning.machine import Gpu
 
 Command = Callable[..., tuple[int, str, str]]
 
