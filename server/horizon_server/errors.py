@@ -7,8 +7,10 @@ also inherit the stdlib type they refine, so that code which knows nothing of ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from horizon_formats.problems import FieldViolation as FieldViolation
@@ -72,7 +74,20 @@ class RequestIdReused(HorizonError, ValueError, reason="REQUEST_ID_REUSED"):
 
 
 class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
-    """The resource does not exist, or the caller may not know that it does."""
+    """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has named, where
+    that is a job, dataset or model; else both are empty."""
+
+    kind = name = ""
+
+    @classmethod
+    def named(cls, kind: str, name: str) -> Self:
+        """Return the error of a job, dataset or model that the caller has named."""
+        error = cls(f"{kind} {name!r:.80} does not exist, or is not yours; see: horizon {kind} list")
+        error.kind, error.name = kind, name
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(type(self).named, self.kind, self.name), ()) if self.kind else super().__reduce__()
 
 
 class AlreadyExists(HorizonError, ValueError, reason="ALREADY_EXISTS"):
@@ -157,3 +172,19 @@ class Diverged(HorizonError, RuntimeError, reason="DIVERGED"):
 
 class BadSetting(HorizonError, ValueError, reason="BAD_SETTING"):
     """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
+
+
+def in_words(message: str, names: Mapping[Path, str]) -> str:
+    """Return a message with folders of the node under the names that its reader knows: where the daemon keeps them is not their concern.
+
+    A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are meant, `FILE`.
+    """
+    # The innermost first: a folder may be inside another one that has a name too.
+    for folder in sorted(names, key=lambda folder: len(str(folder)), reverse=True):
+        name = names[folder].replace("\\", r"\\")
+        # The whole folder, not one whose name begins alike.
+        message = re.sub(
+            rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])", rf"\1 of {name}" if name else r"\1", message
+        )
+        message = re.sub(rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", name or "the folder", message)
+    return message

@@ -45,6 +45,7 @@ grpc_server_handling_seconds{grpc_service,grpc_method} http_request_duration_sec
 horizon_device_seconds_total{project,user,device} horizon_device_turns_total{device} horizon_device_turn_wait_seconds{device}
 horizon_device_handover_seconds{device} horizon_resident_jobs{device} horizon_job_share_ratio{job_id}
 horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user} horizon_turn_overruns_total{}
+horizon_job_loading_since_timestamp_seconds{job_id,state}
 horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{} horizon_node_open{}
 """
 

@@ -111,7 +111,7 @@ def sampled(job: Path, checkpoint: Path, spec: JobSpec | None, monkeypatch: pyte
     monkeypatch.setattr(sampling, "encoded", lambda codec, index, prompt: list(prompts[index]))
     base = read_manifest(checkpoint).base
     assert base is not None
-    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, kept=job / "base.json", spec=spec)
+    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, digests=job / "digests", spec=spec)
     request = SampleRequest(
         folder=job / "model",
         prompts=tuple(SamplePrompt(text="any") for _ in prompts),

@@ -26,7 +26,7 @@ from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, split_text, text_blocks
-from horizon_server.errors import HorizonError
+from horizon_server.errors import HorizonError, in_words
 
 # An error quotes the template's own words, which may be long.
 _LONGEST_MESSAGE = 2000
@@ -39,7 +39,7 @@ def work(plain: Any, _: EventWriter) -> list[dict[str, Any]]:
         return [dataclasses.asdict(row) for row in render(request)]
     except HorizonError as error:
         # Where the daemon keeps its models is not the user's concern.
-        message = error.message.replace(str(request.model_dir), "the model's folder")
+        message = in_words(error.message, {request.model_dir: "the model's folder"})
         raise type(error)(message[:_LONGEST_MESSAGE]) from error
 
 

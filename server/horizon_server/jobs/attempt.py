@@ -44,7 +44,7 @@ from horizon_server.jobs.wanted import OF_USERS, ORDERS
 from horizon_server.jobs.worker_request import worker_request
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.planning.planner import Planner
-from horizon_server.records.job import ORDERED, REQUEUED, JobRecord, JobState, Wanted
+from horizon_server.records.job import REQUEUED, JobRecord, JobState, Wanted, ordered
 from horizon_server.spec import needs_references
 from horizon_server.worker_link.daemon_end import Worker, last_words
 from horizon_server.worker_link.orders import GIVE_UP
@@ -98,6 +98,8 @@ class Attempt:
     on_checkpoint: Callable[[CheckpointWritten], None]
     on_loaded: Callable[[JobRecord, float], None]
     """Called with the seconds from the start of the attempt until the job could take turns."""
+    on_asked: Callable[[], None] = lambda: None
+    """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0
@@ -123,7 +125,10 @@ class Attempt:
         self._reports = self._new_reports()
 
     def _new_reports(self, *, reached: int = -1) -> Reports:
-        return Reports(self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached)
+        return Reports(
+            self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached,
+            on_asked=self.on_asked,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
@@ -136,7 +141,9 @@ class Attempt:
     async def adopt(self) -> None:
         """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has reported."""
         self._number = self.job.attempt
-        self._reports = self._new_reports(reached=self.job.step if self.job.journal_line else -1)
+        # A job that is RUNNING has continued after its step, also where a version without a journal says so.
+        has_begun = self.job.journal_line or self.job.job_state is JobState.RUNNING
+        self._reports = self._new_reports(reached=self.job.step if has_begun else -1)
         self._log = self.folders.log(self.job.job_id, self._number)
         # What a user has ordered is stored; of the daemon's own orders, the reason of the state says which it was.
         if self.job.job_state is JobState.STOPPING:
@@ -202,6 +209,17 @@ class Attempt:
         return self._reports.seat
 
     @property
+    def is_loading(self) -> bool:
+        """Whether the job is being prepared, or its worker has not asked for its first turn yet."""
+        is_before = self.job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
+        return is_before and not self._reports.has_asked
+
+    @property
+    def waits_for_first_turn(self) -> bool:
+        """Whether its worker has loaded the model and waits for the device, which it has not had yet."""
+        return self.seat is not None and self.seat.waits and not self.seat.had_turn
+
+    @property
     def has_worker(self) -> bool:
         """Whether a worker runs. It continues when this daemon ends without it: the caller cancels `run` or `adopt` for that."""
         return self._worker is not None
@@ -218,7 +236,7 @@ class Attempt:
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
         memory = await asyncio.to_thread(
             self.planner.worker_memory, self.job.spec, model,
-            longest_document=prepared.longest_document, num_tokens=prepared.num_tokens, other_bytes=self.other_bytes(), gpu=self.gpu,
+            longest_document=prepared.longest_document, data=prepared.size, other_bytes=self.other_bytes(), gpu=self.gpu,
         )  # fmt: skip
         if not memory.plan.fits:
             if not self.other_bytes():
@@ -451,15 +469,15 @@ class Attempt:
         if outcome == "succeeded":
             target = JobState.SUCCEEDED
         elif self._wanted is Wanted.CANCEL:
-            target, reason, message = ORDERED[Wanted.CANCEL]
+            target, reason, message = ordered(Wanted.CANCEL, self.job.spec.name)
         elif outcome == "failed" and self._wanted not in REQUEUED:
-            # Where the state folder is need not be known to the job's owner.
-            target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
+            target = JobState.FAILED
         elif self._wanted is Wanted.PAUSE:
-            target, reason, message = ORDERED[Wanted.PAUSE]
+            target, reason, message = ordered(Wanted.PAUSE, self.job.spec.name)
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))
+        message = await asyncio.to_thread(self.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is Wanted.DISPLACE
         self.job = await self.journal.patiently(

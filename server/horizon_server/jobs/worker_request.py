@@ -1,4 +1,4 @@
-"""What a worker is asked to do, as the plain data of its request file. `worker.training.WorkerRequest` is the other side."""
+"""What a worker is asked to do, as the plain data of its request file. `worker.request.WorkerRequest` is the other side."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def worker_request(
         "product_layers": memory.kept.product_layers,
         "max_product_bytes": memory.kept.product_bytes,
         "compiled": str(folders.compiled),
+        "digests": str(folders.digests),
         "turns": True,
         "device_lock": str(folders.device_lock(device)),
         "limits": {"max_steps": limits.max_steps, "deadline_s": deadline_s},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
-from horizon_server.planning.lora import TRANSPOSED
+from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec, in_words
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
+from horizon_server.store.adapters import TRANSPOSED
 from horizon_server.store.model_files import text_config
 
 _SHOWN = 3
@@ -25,7 +25,7 @@ def check_adapter(adapter: Path, model: Path, train: TrainSpec) -> None:
     try:
         adapted = found.of_weights({name: header.shape for name, header in folder.headers.items()})
     except InvalidModel as error:
-        message = error.message.replace(str(adapter), "init_from")
+        message = in_words(error.message, {adapter: "init_from"})
         raise InvalidSpec.of("init_from", message) from error
     if found.config.transposed != (text_config(folder.config).get("model_type") in TRANSPOSED):
         value = "true" if not found.config.transposed else "false"
@@ -49,6 +49,7 @@ def _differences(found: AdapterFolder, train: TrainSpec) -> list[tuple[str, str]
         ("rank", lora.rank, config.rank),
         ("alpha", lora.alpha, config.alpha),
         ("rslora", lora.rslora, config.rslora),
+        ("dora", lora.dora, config.dora),
     )
     return [
         (f"train.lora.{name}", f"is {_shown(asked)}, and the adapter has {_shown(has)}; write {name}: {_shown(has)}")

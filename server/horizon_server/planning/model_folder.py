@@ -30,7 +30,9 @@ from horizon_server.store.model_files import (
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
+_HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "emb_dim")
+_SPECIAL_WIDTHS = ("word_embed_proj_dim", "embedding_size", "input_embedding_size")
+_TABLE_WIDTHS = (*_SPECIAL_WIDTHS, *_HIDDEN_SIZES)
 """What configs call the columns of the embedding, the special names first."""
 
 WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
@@ -64,6 +66,11 @@ TIED_BY_DEFAULT = frozenset(
     }
 )  # fmt: skip
 """Model types whose class in transformers ties the embedding where config.json does not say (a test compares)."""
+
+NEVER_TIED = frozenset(
+    {"bailing_hybrid", "inkling2_text", "inkling_text", "kimi_linear", "moshi", "nemotron_h", "xlstm"}
+)
+"""Model types whose class in transformers has no way to tie the embedding, whatever config.json says (a test compares)."""
 
 # Where it is not one: a layer with two attentions; a mask that is multiplied.
 _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
@@ -170,7 +177,7 @@ class ModelShape:
             InvalidModel: a size is missing or not a positive integer; the message names it.
         """
         text = text_config(config)
-        hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
+        hidden_size = config_size(text, *_HIDDEN_SIZES)
         has_attention = text.get("model_type") not in WITHOUT_ATTENTION
         longest = config_size(
             text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
@@ -240,8 +247,8 @@ def open_model_folder(folder: Path) -> ModelFolder:
         raise InvalidModel(f"{folder} holds quantised weights, which cannot be fine-tuned; give the bfloat16 original")
     headers = read_safetensors_headers(folder)
     shape = ModelShape.from_config(config, names=headers)
-    hidden_size = config_count(text_config(config), *_TABLE_WIDTHS[2:])
-    for name in _TABLE_WIDTHS[:2]:
+    hidden_size = config_count(text_config(config), *_HIDDEN_SIZES)
+    for name in _SPECIAL_WIDTHS:
         if (width := config_count(text_config(config), name)) not in (0, hidden_size):
             raise InvalidModel(
                 f"config.json: {name} is {width} and the hidden size is {hidden_size}; a model whose embedding has another width than its "
@@ -297,6 +304,8 @@ def _check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 
 def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
     """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default."""
+    if text_config(config).get("model_type") in NEVER_TIED:
+        return False
     for source in (config, text_config(config)):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])

@@ -99,6 +99,10 @@ class NodeResources:
             raise NotFound(f"model folder {name} holds no {CONFIG_FILE}")
         return folder
 
+    async def digest_of(self, principal: Principal, folder: Path) -> str:
+        """Return the digest of a model folder that the caller may use. Raises as `ModelService.digest_of` does."""
+        return await self._models.digest_of(principal, folder)
+
     @contextmanager
     def reading(self, dataset_id: str, model_id: str) -> Iterator[None]:
         """Keep a dataset and a model from being deleted until the end of the block."""

@@ -14,12 +14,13 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.durable import durable_folder
-from horizon_server.errors import HorizonError, InvalidModel
+from horizon_server.errors import HorizonError, InvalidModel, in_words
 from horizon_server.events import MergeProgress
 from horizon_server.planning.lora import packed_base
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.adapter_files import read_adapter_folder
-from horizon_server.store.base_digest import model_digest
+from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.generation_config import listed_ends, text_with_ends
 from horizon_server.store.merging import MergeOrigin, base_format, merged_bytes, write_merged
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
@@ -41,14 +42,13 @@ def work(request: Any, events: EventWriter) -> dict[str, Any]:
         return _merged(request, events, base, adapter, target)
     except HorizonError as error:
         # Where the daemon keeps its files is not the user's concern.
-        message = error.message
-        for folder, name in ((target.parent, "the checkpoint"), (adapter, "the checkpoint"), (base, "the base model")):
-            message = message.replace(str(folder), name)
+        names = {target.parent: "the checkpoint", adapter: "the checkpoint", base: "the base model"}
+        message = in_words(error.message, names)
         raise type(error)(message, violations=error.violations) from error
 
 
 def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target: Path) -> dict[str, Any]:
-    if (found := model_digest(base, kept=Path(request["kept"]))) != request["base_sha256"]:
+    if (found := DigestBook(Path(request["digests"])).digest(base)) != request["base_sha256"]:
         raise InvalidModel(
             f"the model {request['base_name']} is not the one that the adapter was trained on: its digest is {found[:12]}, not "
             f"{request['base_sha256'][:12]}; restore the model's files on the node"
@@ -87,6 +87,8 @@ def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target
             advance=advance,
             rounding=rounding,
             origin=origin,
+            # The job that trained the adapter has found where its answers end.
+            generation_config=text_with_ends(base, listed_ends(adapter)),
         )
     return {name: dataclasses.asdict(record) for name, record in files.items()}
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from horizon_formats.model_files import is_adapter, refusal
-from horizon_server.children.entry import serve
-from horizon_server.errors import FieldViolation, InvalidModel
+from horizon_server.children.entry import EventWriter, serve
+from horizon_server.errors import FieldViolation, InvalidModel, in_words
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.adapter_files import ADAPTER_FILE, PEFT_LORA, read_adapter_folder, read_base_sha256
+from horizon_server.store.base_digest import DigestBook
 from horizon_server.store.layout import parameter_shapes
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
@@ -124,7 +125,7 @@ def check_folder(folder: Path) -> ModelFacts:
         return ModelFacts(architecture=model_type, num_parameters=found.layout.num_parameters)
     except InvalidModel as error:
         # Where the folder is on the node is not the caller's concern.
-        message = error.message.replace(f"{folder}/", "").replace(str(folder), "the model folder")
+        message = in_words(error.message, {folder: ""})
         raise InvalidModel(message, violations=error.violations) from error
 
 
@@ -145,5 +146,16 @@ def _refuse_quantised(headers: Mapping[str, TensorHeader]) -> None:
         )
 
 
+def work(request: Any, _: EventWriter) -> ModelFacts | str:
+    """Return what a folder says, with the digest of its weights put into the book; or with `digest_only` that digest."""
+    folder, book = Path(request["folder"]), DigestBook(Path(request["digests"]))
+    if request["digest_only"]:
+        return book.digest(folder)
+    facts = check_folder(folder)
+    if facts["architecture"] != PEFT_LORA:
+        book.digest(folder)
+    return facts
+
+
 if __name__ == "__main__":
-    sys.exit(serve(lambda request, _: check_folder(Path(request["folder"])), who="the model check"))
+    sys.exit(serve(work, who="the model check"))

@@ -6,6 +6,7 @@ hold, how its files are checked, and what else there is to remove.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import secrets
@@ -38,10 +39,12 @@ from horizon_server.records.account import EVERYONE, Principal
 from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
 from horizon_server.services.access import may_see, require_change, require_create
 from horizon_server.services.model_check import check_config, check_names
-from horizon_server.services.model_child import check_model
+from horizon_server.services.model_child import check_model, model_digest
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.uploads import Uploads
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
+from horizon_server.store.adapter_files import PEFT_LORA
+from horizon_server.store.base_digest import DigestBook
 from horizon_server.store.model_files import CONFIG_FILE, parse_config
 
 log = structlog.get_logger(__name__)
@@ -49,11 +52,15 @@ log = structlog.get_logger(__name__)
 RecordT = TypeVar("RecordT", bound=PushedRecord)
 # Returns id and owner of jobs that have not ended and refer to the resource.
 FindUsers = Callable[[str], Awaitable[Sequence[tuple[str, str]]]]
+# Raises InvalidModel for a folder whose model cannot be trained.
+ModelTrial = Callable[[Path], Awaitable[None]]
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
 MAX_ANNOUNCED_CONFIG_BYTES = 2**20
+# How long a submission waits for the digest of a folder of the node; a client's call may take twice as long.
+DIGEST_WAIT_S = 15.0
 
 
 def page_limit(page_size: int) -> int:
@@ -127,7 +134,7 @@ class PushedService(ABC, Generic[RecordT]):
         own = [record for record in visible if record.owner == principal.name]
         found = by_id or own or visible
         if not found:
-            raise NotFound(f"{self._kind} {key!r:.80} does not exist, or is not yours")
+            raise NotFound.named(self._kind, key)
         if len(found) > 1:
             owners = ", ".join(f"{record.id} of {record.owner}" for record in found[:5])
             raise InvalidSpec(f"several users have a {self._kind} named {key}; give an id: {owners}")
@@ -183,9 +190,11 @@ class PushedService(ABC, Generic[RecordT]):
             hidden = len(users) - len(seen)
             named = [*seen, *([f"{hidden} of other users"] if hidden else [])]
             what = "job" if len(users) == 1 else "jobs"
-            raise InUse(
-                f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; cancel {what} or wait for the end"
-            )
+            mine = [job_id for job_id, owner in users if may_see(principal, owner)]
+            free = f"cancel {', '.join(mine)}, or wait for {'its' if len(users) == 1 else 'their'} end"
+            if not mine:
+                free = f"wait for {'its' if len(users) == 1 else 'their'} end"
+            raise InUse(f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; {free}")
         if self._finalizing.runs(record.id):
             raise InUse(
                 f"{self._kind} {record.name} is being checked right now; try again in a moment", retry_after_s=5.0
@@ -372,10 +381,21 @@ class ModelService(PushedService[ModelRecord]):
     """What callers may do with models. `root` holds one folder of hard links per READY model."""
 
     def __init__(
-        self, store: ModelStore, uploads: Uploads, *, root: Path, max_bytes: int, users_of: FindUsers, quotas: Quotas
+        self,
+        store: ModelStore,
+        uploads: Uploads,
+        *,
+        root: Path,
+        digests: Path,
+        max_bytes: int,
+        users_of: FindUsers,
+        quotas: Quotas,
+        trial: ModelTrial | None,
     ) -> None:
+        """`digests` is the book of the digests of models. `trial` builds the class of a checked model; None checks its files alone."""
         super().__init__(store, uploads, max_bytes=max_bytes, users_of=users_of, quotas=quotas)
-        self._root = root
+        self._root, self._trial, self._digests = root, trial, digests
+        self._reading = SharedCalls[str]()
 
     async def create(
         self, principal: Principal, *, request_id: str, name: str, files: Sequence[BlobFile], config: bytes = b""
@@ -415,6 +435,32 @@ class ModelService(PushedService[ModelRecord]):
         """Return where the folder of a READY model is."""
         return self._root / model_id
 
+    async def digest_of(self, principal: Principal, folder: Path) -> str:
+        """Return the digest of a model folder, made when it was pushed; of a folder of the node, when it is first asked for.
+
+        Raises:
+            InUse: while the folder's weights are being read for it, which continues without the caller.
+            InvalidModel: where the folder cannot be read.
+        """
+        if known := await asyncio.to_thread(DigestBook(self._digests).known, folder):
+            return known
+        reading = self._reading.join(
+            str(folder), lambda: model_digest(folder, digests=self._digests), user=principal.name
+        )
+        try:
+            async with asyncio.timeout(DIGEST_WAIT_S):
+                return await reading
+        except TimeoutError as error:
+            raise InUse(
+                "the model's weights are being read for their digest, which is done once; try again in a minute",
+                retry_after_s=10.0,
+            ) from error
+
+    async def close(self) -> None:
+        """Stop checks and readings that still run."""
+        await super().close()
+        await self._reading.close()
+
     async def orphaned_folders(self) -> list[Path]:
         """Return the folders without a record."""
         known, root = await self._store.ids(), self._root
@@ -432,7 +478,10 @@ class ModelService(PushedService[ModelRecord]):
         folder = self.folder(record.model_id)
         with disk_full_reported():
             await in_thread(lambda: link_folder(self._uploads.store, record.files, folder))
-        return {**await check_model(folder)}
+        facts = await check_model(folder, digests=self._digests)
+        if self._trial is not None and facts["architecture"] != PEFT_LORA:
+            await self._trial(folder)
+        return {**facts}
 
     async def _clean_up(self, record: ModelRecord) -> None:
         await in_thread(lambda: remove_folder(self.folder(record.model_id)))

@@ -15,7 +15,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan
 from horizon_server.spec import LORA, JobSpec
-from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_SHA256_FILE
+from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_SHA256_FILE, read_base_sha256
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 
 
@@ -31,11 +31,15 @@ class PushedAdapter:
         """What the job reports of its start."""
         says_base = (self.folder / BASE_SHA256_FILE).is_file()
         compared = (
-            "; the digest of the model that it was trained on is compared when the job starts"
+            "; the digest of the model that it was trained on is that of this job's model"
             if says_base
             else "; it does not say which weights it was trained on, so it was compared with the model by names and shapes only"
         )
         return f"starts with the adapter {self.name}{compared}"
+
+    def base_sha256(self) -> str:
+        """Return the digest of the model that it was trained on; empty where it does not say. Blocking. Raises InvalidModel."""
+        return read_base_sha256(self.folder)
 
     def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
         """Return the job's plan, where the adapter is what it asks for. Blocking. Raises InvalidSpec, InvalidModel."""
@@ -65,6 +69,11 @@ class CheckpointStart:
         """What the job reports of its start."""
         what = "adapter" if self.is_adapter else "weights"
         return f"starts with the {what} of the checkpoint of step {self.step} of job {self.source.job_id} ({self.source.spec.name})"
+
+    def base_sha256(self) -> str:
+        """Return the digest of the model that an adapter is for; empty for weights of a model itself. Blocking. Raises NotFound."""
+        base = self.checkpoints.manifest(self.step).base if self.is_adapter else None
+        return "" if base is None else base.sha256
 
     def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
         """Return the job's plan, with the numbers of the files that it starts from. Blocking. Raises InvalidSpec, InvalidModel."""
@@ -103,12 +112,11 @@ async def start_at(
         InvalidSpec: when it is of another model, or holds an adapter alone and the job trains none.
     """
     records: Sequence[CheckpointRecord] = await asyncio.to_thread(checkpoints.all)
-    # Elsewhere the newest counts as the best where there were no evaluations; here the best must be one that was evaluated.
     found = [
         record
         for record in records
         if (which == "last" and record.last)
-        or (which == "best" and record.best and record.eval_loss is not None)
+        or (which == "best" and record.best)
         or (which.isdecimal() and record.step == int(which))
     ]
     if not found:

@@ -82,6 +82,8 @@ class TensorLayout:
     exact: bool = True
     lr_scale: float = 1.0
     adapts: str = ""
+    norm_dim: int | None = None
+    """Of a magnitude (DoRA): the dimension of the adapted weight that its norms run along, that of the map's inputs."""
     packing: Packing = "none"
 
 
@@ -430,7 +432,8 @@ def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -
         seen = ", ".join(f"{prefix}.0 to {prefix}.{max(found)}" for prefix, found in sorted(indices.items())[:4])
         raise InvalidModel(
             f"the config says num_hidden_layers = {num_layers}, but the tensors form no list of that length "
-            f"(found {seen or 'no numbered tensors'}); config.json and the weights must belong together"
+            f"(found {seen or 'no numbered tensors'}); either config.json and the weights do not belong "
+            "together, or the architecture has its layers in several lists, which is not supported"
         )
     return max(complete, key=lambda prefix: (parameters[prefix], -len(prefix)))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from horizon_server.engine.template import Template
-from horizon_server.planning.lora import TRANSPOSED
 from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import AdapterConfig
-from horizon_server.store.base_digest import model_digest
+from horizon_server.store.adapters import TRANSPOSED
 from horizon_server.store.checkpoint import AdapterExport
 from horizon_server.worker.request import WorkerRequest
 
@@ -23,6 +22,7 @@ def adapter_export(request: WorkerRequest, template: Template) -> AdapterExport 
         alpha=lora.alpha,
         dropout=lora.dropout,
         rslora=lora.rslora,
+        dora=lora.dora,
         transposed=template.config.get_text_config().model_type in TRANSPOSED,
         base=spec.model,
     )
@@ -30,7 +30,7 @@ def adapter_export(request: WorkerRequest, template: Template) -> AdapterExport 
     in_class, in_folder = template.embedding_parameter, template.embedding_name
     return AdapterExport(
         config=config,
-        base_sha256=cache(lambda: model_digest(request.model, kept=request.checkpoints.with_name("base.json"))),
+        base_sha256=cache(request.model_digest),
         module_prefix=in_class.removesuffix(in_folder) if in_class.endswith(in_folder) else "",
         export=spec.checkpoint.export,
         merge_base=spec.checkpoint.merge_base,

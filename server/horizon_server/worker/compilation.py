@@ -41,7 +41,8 @@ Choice = Literal["auto", "on", "off"]
 
 # Below this, compiling takes longer than it saves: about five minutes of training on the machines that we know.
 WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
-_MAX_COMPILE_S = 900.0
+# It gets little of the processors beside jobs that train.
+_MAX_COMPILE_S = 3600.0
 _POLL_S = 0.5
 # A job is not to wait forever on a node that has no memory for the compiler.
 _MOST_KILLS = 3
@@ -223,4 +224,4 @@ def work(request: Any, events: EventWriter) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the compilation"))
+    sys.exit(serve(work, who="the compilation", is_loading=True))

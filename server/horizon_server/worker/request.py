@@ -11,7 +11,9 @@ from horizon_server.engine.trainer import TrainConfig
 from horizon_server.planning.compute import ComputeDtype, DeviceKind
 from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.base_digest import DigestBook, file_digest, model_digest
 from horizon_server.store.cpus import update_threads
+from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.ending import RunLimits
 
 
@@ -49,6 +51,8 @@ class WorkerRequest:
     max_product_bytes: int = 0
     compiled: Path | None = None
     """The library of compiled layers."""
+    digests: Path | None = None
+    """The book of the digests of models; None where a person runs the worker by hand."""
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
     resume_from_memory: bool = False
@@ -66,7 +70,17 @@ class WorkerRequest:
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
         """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
-        paths = ("model", "prepared", "checkpoints", "resume_from", "compiled", "trace", "device_lock", "adapter")
+        paths = (
+            "model",
+            "prepared",
+            "checkpoints",
+            "resume_from",
+            "compiled",
+            "digests",
+            "trace",
+            "device_lock",
+            "adapter",
+        )
         return cls(
             **{
                 **plain,
@@ -77,6 +91,17 @@ class WorkerRequest:
                 "limits": RunLimits(**plain.get("limits", {})),
             }
         )
+
+    def model_digest(self) -> str:
+        """Return the digest of the model folder: from the book, or by reading all weights. Raises InvalidModel."""
+        return model_digest(self.model) if self.digests is None else DigestBook(self.digests).digest(self.model)
+
+    def tokens_digest(self, prepared: Path) -> str:
+        """Return the digest of the tokens of a prepared folder, of its data alone; empty where there is no such folder any more."""
+        file = prepared / TOKENS_FILE
+        if not file.is_file():
+            return ""
+        return file_digest(file) if self.digests is None else DigestBook(self.digests).of_file(file)
 
 
 def train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:

@@ -11,25 +11,35 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.row_checks import check_prompt_row
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
 from horizon_server.engine.template import Template
-from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel
+from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel, in_words
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
 from horizon_server.records.plan import size_text
-from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleAdapter, SampleFigures, SamplePrompt, SampleRequest
+from horizon_server.records.sample import (
+    MAX_MESSAGES,
+    MAX_PROMPT_TOKENS,
+    SampleAdapter,
+    SampleFigures,
+    SamplePrompt,
+    SampleRequest,
+)
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
-from horizon_server.store.base_digest import model_digest
+from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 from horizon_server.worker import let_launchers_run
@@ -53,12 +63,10 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
         return dataclasses.asdict(answer(request, events))
     except HorizonError as error:
         # Where the daemon keeps checkpoints is not the user's concern.
-        message = error.message.replace(
-            str(request.folder), "the checkpoint" if request.adapter is None else "the base model"
-        )
+        names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
         if request.adapter is not None:
-            message = message.replace(str(request.adapter.folder), "the checkpoint")
-        raise type(error)(message, violations=error.violations) from error
+            names[request.adapter.folder] = "the checkpoint"
+        raise type(error)(in_words(error.message, names), violations=error.violations) from error
 
 
 def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
@@ -92,7 +100,7 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        stop_tokens=stop_tokens(folder, codec),
+        stop_tokens=stop_tokens(request.answers or folder, codec),
     )
     loaded_s = time.perf_counter()
     writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
@@ -132,7 +140,7 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
 
 
 def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:
-    if (found := model_digest(base, kept=asked.kept)) != asked.base_sha256:
+    if (found := DigestBook(asked.digests).digest(base)) != asked.base_sha256:
         raise InvalidModel(
             f"the model is not the one that the checkpoint's adapter was trained on: its digest is {found[:12]}, not "
             f"{asked.base_sha256[:12]}; restore the model's files on the node"
@@ -152,26 +160,37 @@ def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:
     elif codec.chat_template is None:
         raise _refused(name, "has messages, and the model has no chat template; send a text instead")
     else:
-        messages: list[Any] = [dataclasses.asdict(message) for message in prompt.messages]
+        chat = _chat(name, prompt)
         # The template writes the tokens before a text by itself.
-        ids = codec.encode_ids(codec.chat_template.render(messages, add_generation_prompt=True))
+        ids = codec.encode_ids(codec.chat_template.render(chat.messages, tools=chat.tools, add_generation_prompt=True))
     if not 1 <= len(ids) <= MAX_PROMPT_TOKENS:
         raise _refused(name, f"has {len(ids)} tokens; it must have 1 to {MAX_PROMPT_TOKENS}")
     codec.check_ids(ids)
     return ids
 
 
+def _chat(name: str, prompt: SamplePrompt) -> Chat:
+    """The chat of a prompt as templates read it: one with tools as the same row of a dataset."""
+    if not prompt.chat_json:
+        return Chat(messages=[dataclasses.asdict(message) for message in prompt.messages])
+    try:
+        row = json.loads(prompt.chat_json)
+    except (ValueError, RecursionError) as error:
+        raise _refused(name, f"has a chat_json that is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise _refused(name, "has a chat_json that is not an object with messages")
+    if problems := check_prompt_row(row):
+        raise _refused(name, f"cannot be used: {problems[0][0]} {problems[0][1]}")
+    if len(row["messages"]) > MAX_MESSAGES:
+        raise _refused(name, f"has {len(row['messages'])} messages; at most {MAX_MESSAGES} are allowed")
+    chat = normalise(row, DatasetFormat.MESSAGES, {})
+    assert isinstance(chat, Chat), "a row of messages is a chat"
+    return chat
+
+
 def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:
     """What ends an answer: by generation_config.json, else by config.json, and the tokenizer's own end-of-text token."""
-    found: set[int] = set() if codec.eos_id is None else {codec.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        config = _read_object(folder / name)
-        for part in (config, config.get("text_config") or {}):
-            ids = part.get("eos_token_id")
-            found |= {token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
-        if "eos_token_id" in config:
-            break
-    return frozenset(found)
+    return frozenset(listed_ends(folder)) | ({codec.eos_id} if codec.eos_id is not None else set())
 
 
 class _AnswerWriter:
@@ -200,13 +219,6 @@ class _AnswerWriter:
         if piece or ended:
             self._events.send(SampledText(prompt=self._prompt, text=piece, num_tokens=self.num_tokens, ended=ended))
             self._num_sent, self._sent_s = len(text), now_s
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text("utf-8"))
-    return content if isinstance(content, dict) else {}
 
 
 def _refused(name: str, what: str) -> InvalidData:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from horizon_server import progress
 from horizon_server.children.entry import EventWriter
-from horizon_server.errors import DiskFull
+from horizon_server.errors import DiskFull, in_words
 from horizon_server.events import CheckpointWritten, Message
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.spec import CheckpointSpec
@@ -42,12 +42,14 @@ class CheckpointWriter:
         orders: Orders,
         min_free_bytes: int | None = None,
         adapter: AdapterExport | None = None,
+        answer_ends: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved = 0
         self._folder, self._spec, self._source = folder, spec, source
         self._events, self._orders, self._clock = events, orders, clock
         self._min_free_bytes, self._retry_s, self._adapter = min_free_bytes, RETRY_S, adapter
+        self._answer_ends = answer_ends
         self._not_before_s = float("-inf")
         self._ended_s, self._duration_s = clock(), 0.0
 
@@ -105,6 +107,7 @@ class CheckpointWriter:
             dtype=self._spec.dtype,
             min_free_bytes=self._min_free_bytes,
             adapter=self._adapter,
+            answer_ends=self._answer_ends,
         )
         self._ended_s = self._clock()
         self._duration_s = self._ended_s - started_s
@@ -126,7 +129,7 @@ class CheckpointWriter:
 
     def _report_lack(self, step: int, error: DiskFull, meanwhile: str) -> None:
         # Where the state folder is need not be known to the job's owner.
-        why = error.message.replace(str(self._folder.path), "the disk of the checkpoints")
+        why = in_words(error.message, {self._folder.path: "the disk of the checkpoints"})
         text = (
             f"the checkpoint of step {step} could not be written: {why}; {meanwhile}; next try in {self._retry_s:g} s"
         )

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,9 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import needs_references
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
+from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import is_input_table, is_output_projection
 from horizon_server.worker import continuation
 from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
@@ -86,6 +88,8 @@ class Training:
         # Now, because compiled layers have the scale in their code.
         template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
         adapter = adapter_export(request, template)
+        self._data = MethodData(request.prepared, self._spec)
+        answer_ends = tuple(self._data.dataset.answer_ends.values())
         self._writer = CheckpointWriter(
             self._checkpoints,
             self._spec.checkpoint,
@@ -94,12 +98,15 @@ class Training:
             orders=orders,
             min_free_bytes=request.min_free_bytes,
             adapter=adapter,
+            answer_ends=answer_ends,
         )
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
             field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
-            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+            raise InvalidSpec(
+                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
+            )
         self._packing_limit = template.packing_limit
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         refusal = numa.interleave() if request.numa_interleave else ""
@@ -131,7 +138,7 @@ class Training:
             trace=self._trace,
             gpu=request.gpu,
         )
-        self._data, train = MethodData(request.prepared, self._spec), self._spec.train
+        train = self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
             self._data.dataset,
@@ -149,6 +156,7 @@ class Training:
             orders=orders,
             turn=self._turn,
             make_plan=lambda dataset, packing: self._step_plan(dataset, packing=packing, epochs=1, shuffle=False),
+            answer_ends=answer_ends,
         )
 
     def run(self) -> Outcome:
@@ -248,6 +256,7 @@ class Training:
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(self._data.dataset)
+        self._report_ends(self._data.dataset)
         return True
 
     def _have_references(self) -> bool:
@@ -255,8 +264,9 @@ class Training:
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
+        data = [(self._data, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
-            request, [self._data, *self._evaluation.sets.values()], weights=self._starting_weights,
+            request, data, weights=self._starting_weights,
             compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
         )  # fmt: skip
         if references.find():
@@ -311,7 +321,10 @@ class Training:
         if kept is not None:
             # A checkpoint of a version that had no choice was made in the device's default.
             made_in = DEFAULT_COMPUTE_DTYPE[request.device]
-            self._continued.check(data=self._data_identity(), compute_dtype=request.compute_dtype, made_in=made_in)
+            self._continued.check(
+                data=self._data_identity, compute_dtype=request.compute_dtype, made_in=made_in, job_id=request.job_id,
+                tokens_of=lambda name: self._request.tokens_digest(request.prepared.with_name(name)),
+            )  # fmt: skip
             self._trainer.restore(kept["trainer"])
             self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
             self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
@@ -351,7 +364,7 @@ class Training:
 
     def _fixed_state(self) -> dict[str, Any]:
         return {
-            "data": self._data_identity(),
+            "data": self._data_identity,
             "num_threads": self._request.num_threads,
             "compute_dtype": self._request.compute_dtype,
             "compiled": self._compiled.keys,
@@ -415,7 +428,7 @@ class Training:
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         if dataset.is_weighted:
-            text += "; some messages have a weight, so the loss of a step is the weighted mean over its tokens"
+            text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
         self._events.send(Message(level="info", text=text))
         train = self._spec.train
         # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
@@ -426,19 +439,43 @@ class Training:
             )
             self._events.send(Message(level="warning", text=text))
 
+    def _report_ends(self, dataset: PreparedDataset) -> None:
+        """Report tokens that end trained answers and are none by the model's own files."""
+        listed, layout = listed_ends(self._request.model), self._template.layout
+        missing = [name for name, token in dataset.answer_ends.items() if token not in listed]
+        if not missing:
+            return
+        text = (
+            f"trained answers end with {' or '.join(missing)}, which generation_config.json does not list; answers end there too, and the "
+            "checkpoint's generation_config.json says so"
+        )
+        self._events.send(Message(level="info", text=text))
+        is_row = is_input_table if layout.tied else is_output_projection
+        if not any(place.trained and is_row(place.adapts or place.name) for _, place in layout.tensors()):
+            text = (
+                f"the embedding of {' and '.join(missing)} is frozen: if the model was never trained to end its turns so, its answers may "
+                "not end; train the embedding as well (train.trainable), or start from a model that ends its turns with this token"
+            )
+            self._events.send(Message(level="warning", text=text))
+
     def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
         train, limit = self._spec.train, self._packing_limit
         length, tokens = train.sequence_length, train.tokens_per_step
         how["group_size"] = dataset.group_size
         return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
 
+    @cached_property
     def _data_identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to see the same batches."""
         limit = self._packing_limit if self._spec.train.packing != "false" else None
         return {
+            # For people. What must be the same is the content.
             "prepared": self._request.prepared.name,
+            "tokens": self._request.tokens_digest(self._request.prepared),
+            "rows": self._plan.digest(),
             "num_steps": self._plan.num_steps,
             "seed": self._spec.train.seed,
+            # Of checkpoints that name no `rows`.
             "order": StepPlan.ORDER,
             # None where no row is long enough to reach it.
             "packing_limit": limit if limit is not None and limit < self._spec.train.sequence_length else None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -11,22 +13,23 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, DaemonParts
 from tests.support.adapters import LORA, lora_on, store_of_adapters, write_adapter, write_adapter_checkpoint
 from transformers import AutoModelForCausalLM
 
 from horizon_formats.model_files import pushed_files
-from horizon_server.errors import DiskFull, InvalidModel, InvalidSpec, NotAllowed, NotFound, QuotaExceeded
+from horizon_server.errors import DiskFull, InUse, InvalidModel, InvalidSpec, NotAllowed, NotFound, QuotaExceeded
 from horizon_server.events import MergeProgress, Message
 from horizon_server.jobs.worker_request import worker_request
 from horizon_server.main import sweep
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
 from horizon_server.records.sample import SampleFigures, SampleOptions, SamplePrompt
+from horizon_server.services import pushed
 from horizon_server.store.adapter_files import read_adapter_folder
-from horizon_server.store.base_digest import model_digest
+from horizon_server.store.base_digest import DigestBook, model_digest
 from horizon_server.store.checkpoint_parts import Export, MergeBase
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.merging import merged_bytes, read_origin
@@ -103,9 +106,7 @@ async def test_a_pushed_adapter_that_names_its_base_is_compared_with_it(
     await daemon.model(ada, "mine", checkpoint)
     job = await daemon.submit(ada, "second", init_from="mine", train=LORA)
     event = await anext(daemon.parts.journal.follow(job.job_id, 1))
-    text = (
-        "starts with the adapter mine; the digest of the model that it was trained on is compared when the job starts"
-    )
+    text = "starts with the adapter mine; the digest of the model that it was trained on is that of this job's model"
     assert event.payload == Message(level="info", text=text)
 
     start, store = daemon.services.jobs.folders.start(job.job_id), store_of_adapters(daemon.model_folder)
@@ -123,6 +124,71 @@ async def test_a_pushed_adapter_that_names_its_base_is_compared_with_it(
     store.close()
 
 
+async def test_an_adapter_of_another_model_is_refused_when_the_job_is_submitted(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path
+) -> None:
+    checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", daemon.model_folder)
+    shutil.rmtree(checkpoint / "trainer")
+    (checkpoint / "base.sha256").write_text("0" * 64)
+    await daemon.model(ada, "other", checkpoint)
+    words = (
+        "init_from: the adapter was trained on other weights than those of model: their digest is 000000000000, not "
+    )
+    with pytest.raises(InvalidSpec, match=words) as refused:
+        await daemon.submit(ada, "second", init_from="other", train=LORA)
+    assert "without its file base.sha256" in refused.value.message
+    assert [violation.field for violation in refused.value.violations] == ["init_from"]
+    with pytest.raises(InvalidSpec, match=words):
+        await daemon.services.jobs.plan(ada, daemon.spec(init_from="other", train=LORA))
+
+
+async def test_a_digest_is_made_at_the_push_and_does_not_depend_on_shards(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", daemon.model_folder)
+    shutil.rmtree(checkpoint / "trainer")
+    await daemon.model(ada, "mine", checkpoint)
+    sharded = tmp_path / "sharded"
+    shutil.copytree(daemon.model_folder, sharded)
+    tensors = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    names = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(tensors)}
+    for file in sorted(set(names.values())):
+        save_file({name: tensors[name] for name in tensors if names[name] == file}, sharded / file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    await daemon.model(ada, "again", sharded)
+
+    async def unread(*_: object, **__: object) -> str:
+        raise AssertionError("the weights of a pushed model are read once, when it is pushed")
+
+    monkeypatch.setattr(pushed, "model_digest", unread)
+    assert (await daemon.submit(ada, "second", init_from="mine", model="again", train=LORA)).job_id
+
+
+async def test_the_digest_of_a_folder_of_the_node_is_waited_for_only_so_long(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", daemon.model_folder)
+    shutil.rmtree(checkpoint / "trainer")
+    await daemon.model(ada, "mine", checkpoint)
+    slow, read = asyncio.Event(), []
+
+    async def reads(folder: Path, *, digests: Path) -> str:
+        read.append(folder)
+        await slow.wait()
+        return DigestBook(digests).digest(folder)
+
+    monkeypatch.setattr(pushed, "model_digest", reads)
+    monkeypatch.setattr(pushed, "DIGEST_WAIT_S", 0.01)
+    for _ in range(2):
+        with pytest.raises(InUse, match="being read for their digest, which is done once; try again in a minute"):
+            await daemon.submit(ada, "second", init_from="mine", train=LORA)
+    slow.set()
+    monkeypatch.setattr(pushed, "DIGEST_WAIT_S", 60.0)
+    assert (await daemon.submit(ada, "second", init_from="mine", train=LORA)).job_id
+    assert read == [daemon.model_folder], "two submissions waited for one reading"
+
+
 @pytest.mark.parametrize("content", [b"", b"no digest", b"a" * 63, b"\xff" * 64, b"a" * 1000])
 async def test_a_digest_that_is_none_is_refused_when_it_is_pushed(
     daemon: DaemonParts, ada: Principal, tmp_path: Path, content: bytes
@@ -138,6 +204,7 @@ async def test_a_digest_that_is_none_is_refused_when_it_is_pushed(
         ({}, {"rank": 8}, r"train\.lora\.rank is 8, and the adapter has 4; write rank: 4"),
         ({}, {"alpha": 3}, r"train\.lora\.alpha is 3, and the adapter has 12; write alpha: 12"),
         ({"use_rslora": True}, {}, r"train\.lora\.rslora is false, and the adapter has true; write rslora: true"),
+        ({"use_dora": True}, {}, r"train\.lora\.dora is false, and the adapter has true; write dora: true"),
         (
             {}, {"targets": ["q_proj"]},
             r"train\.lora\.targets differ: the adapter also has .*down_proj.*; write targets: \[down_proj, q_proj\]",
@@ -220,6 +287,68 @@ async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Prin
     assert checkpoints.manifest(3) == before and not (folder / "merged").exists()
 
 
+def dtypes_in(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in load_file(folder / "merged/model.safetensors").values()}
+
+
+async def test_a_merged_model_of_another_dtype_takes_the_place_of_the_one_that_is_there(
+    daemon: DaemonParts, ada: Principal
+) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    folder = checkpoints.of_step(3)
+    formats: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+    for name, dtype in formats.items():
+        assert await merged(daemon, ada, source, dtype=name), "it is made"
+        assert dtypes_in(folder) == {dtype}
+        assert await merged(daemon, ada, source, dtype=name) == [], "the same is not made again"
+        assert not (folder / "merged.new").exists() and is_complete(folder)
+        listed = checkpoints.manifest(3).files["merged/model.safetensors"]
+        assert listed.size_bytes == (folder / "merged/model.safetensors").stat().st_size
+        assert hashlib.sha256((folder / "merged/model.safetensors").read_bytes()).hexdigest() == listed.sha256
+    base = load_file(daemon.model_folder / "model.safetensors")
+    assert await merged(daemon, ada, source, dtype="source"), "fp16 is not the base's own format"
+    assert dtypes_in(folder) == {tensor.dtype for tensor in base.values()}
+
+
+async def test_a_merged_model_stays_until_another_one_is_complete(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    await merged(daemon, ada, source, dtype="bf16")
+    before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
+
+    async with aclosing(daemon.services.merges.merge(ada, source.job_id, 3, dtype="fp32")) as lines:
+        await anext(lines)
+        assert checkpoints.manifest(3) == before
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+
+    leases = daemon.services.jobs.leases
+    with await leases.take(checkpoints, 3), pytest.raises(InUse, match="step 3 is being downloaded"):
+        await merged(daemon, ada, source, dtype="fp32")
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+    assert await merged(daemon, ada, source, dtype="fp32"), "the download has ended"
+
+    # Only what is more than before counts
+    stored = (await daemon.services.merges._quotas.stored_bytes())[ada.name]
+    await daemon.allow("user", ada.name, max_stored_bytes=stored)
+    assert await merged(daemon, ada, source, dtype="bf16")
+    with pytest.raises(QuotaExceeded):
+        await daemon.allow("user", ada.name, max_stored_bytes=stored - 10_000)
+        await merged(daemon, ada, source, dtype="fp32")
+    assert dtypes_in(checkpoints.of_step(3)) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("option", "asked", "has"), [("dtype", "fp16", "bf16"), ("base", "source", "trained")])
+async def test_what_was_written_merged_is_not_made_again(
+    daemon: DaemonParts, ada: Principal, option: str, asked: str, has: str
+) -> None:
+    source = await source_of(daemon, ada, "merged", base="int8")
+    words = rf"{option} is {asked}, and the checkpoint of step 3 of job \S+ was written merged .* with {option} {has}; leave {option} out"
+    with pytest.raises(InvalidSpec, match=words):
+        await merged(daemon, ada, source, **{option: asked})
+    assert await merged(daemon, ada, source, **{option: has}) == []
+
+
 @pytest.mark.parametrize("kept_as", ["int8", "nf4"])
 async def test_the_node_merges_into_the_base_that_is_asked_for(
     daemon: DaemonParts, ada: Principal, tmp_path: Path, kept_as: str
@@ -234,11 +363,7 @@ async def test_the_node_merges_into_the_base_that_is_asked_for(
         assert (origin.base, origin.base_format) == (base, kept_as if base == "trained" else "source")
         found[base] = load_file(folder / "merged/model.safetensors")
         assert await merged(daemon, ada, source, base=base) == [], "the same is not made again"
-        other = {"trained": "source", "source": "trained"}[base]
-        words = rf"base is {other}, and the checkpoint of step 3 of job .* has a merged model of base {base} already; take it off"
-        with pytest.raises(InvalidSpec, match=words):
-            await merged(daemon, ada, source, base=other)
-        await merged(daemon, ada, source, remove=True)
+        assert await merged(daemon, ada, source) == [], "what is not asked for is as it is there"
     # As the worker of such a job exports it, which multiplies with torch; what has no adapter has the same bits.
     for base in choices:
         whole = tmp_path / base
@@ -300,7 +425,9 @@ async def test_a_merge_takes_of_the_owners_storage_quota(daemon: DaemonParts, ad
         name = ada.name if holder == "user" else ada.project
         await daemon.allow(holder, name, max_stored_bytes=stored + needed - 1)
         for caller in (ada, ROOT):
-            with pytest.raises(QuotaExceeded, match=rf"quota: .* stored by {holder} {name}, and this needs .* more"):
+            with pytest.raises(
+                QuotaExceeded, match=rf"quota: .* stored by {holder} {name} \(--max-stored\), and this needs .* more"
+            ):
                 await merged(daemon, caller, source)
         assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
         await daemon.allow(holder, name, max_stored_bytes=stored + needed)
@@ -392,7 +519,7 @@ async def test_another_base_is_not_merged(daemon: DaemonParts, ada: Principal, t
     base = daemon.services.models.folder(record.model_id) / "config.json"
     content = base.read_text()
     base.unlink()
-    base.write_text(content + " ")
+    base.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 0.5}))
     with pytest.raises(InvalidModel, match="the model tiny is not the one that the adapter was trained on"):
         await merged(daemon, ada, job)
     assert not (checkpoints.of_step(3) / "merged").exists()

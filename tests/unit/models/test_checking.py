@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -15,13 +17,19 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
+from tests.conftest import MakeDaemon
 from tests.support.processes import children_of, command_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
+from horizon_server.jobs.attempt import WORKER_MODULE
+from horizon_server.services import model_child
 from horizon_server.services.model_check import ModelFacts
-from horizon_server.services.model_child import LIMITS, check_model
+from horizon_server.services.model_child import LIMITS, TRIAL_LIMITS, check_model, try_model
+from horizon_server.settings import child_environment
 from horizon_server.store.safetensors_files import MAX_TENSORS
 
 CONFIG: dict[str, Any] = {
@@ -63,7 +71,9 @@ async def longest_freeze_s(stop: asyncio.Event) -> float:
 
 
 async def test_a_sound_folder_is_described(tmp_path: Path) -> None:
-    assert await check_model(write(tmp_path)) == ModelFacts(architecture="llama", num_parameters=12)
+    assert await check_model(write(tmp_path), digests=tmp_path / "digests") == ModelFacts(
+        architecture="llama", num_parameters=12
+    )
 
 
 @pytest.mark.alone
@@ -101,7 +111,7 @@ async def test_every_bomb_of_the_audit_is_refused_while_the_loop_keeps_its_pace(
     stop = asyncio.Event()
     watching = asyncio.create_task(longest_freeze_s(stop))
     with pytest.raises(InvalidModel, match=words) as caught:
-        await asyncio.wait_for(check_model(place), 60)
+        await asyncio.wait_for(check_model(place, digests=place / "digests"), 60)
     stop.set()
     assert await watching < LONGEST_FREEZE_S
     assert psutil.Process().memory_info().rss - memory_before < 32 * 2**20, "no memory of the daemon's own"
@@ -118,7 +128,7 @@ async def test_a_tenth_of_the_largest_folder_stays_within_a_fifth_of_the_limits(
     place = write(tmp_path, config={"num_hidden_layers": 100}, tensors=tensors)
     assert LIMITS.memory_bytes is not None and LIMITS.cpu_s is not None
     tight = dataclasses.replace(LIMITS, memory_bytes=LIMITS.memory_bytes // 5, cpu_s=LIMITS.cpu_s // 5)
-    assert (await check_model(place, limits=tight))["num_parameters"] == 12
+    assert (await check_model(place, digests=tmp_path / "digests", limits=tight))["num_parameters"] == 12
 
 
 @pytest.mark.parametrize(
@@ -128,13 +138,13 @@ async def test_a_tenth_of_the_largest_folder_stays_within_a_fifth_of_the_limits(
 async def test_a_check_at_its_limits_blames_the_folder(tmp_path: Path, limits: Limits, words: str) -> None:
     tensors = {f"t{i}": empty([0]) for i in range(150_000)}
     with pytest.raises(InvalidModel, match=words):
-        await check_model(write(tmp_path, tensors=tensors), limits=limits)
+        await check_model(write(tmp_path, tensors=tensors), digests=tmp_path / "digests", limits=limits)
 
 
 async def test_the_check_of_a_folder_has_the_limits(tmp_path: Path) -> None:
     tensors = {f"t{i}": empty([0]) for i in range(20_000)}
     kinds, found = (psutil.RLIMIT_DATA, psutil.RLIMIT_CPU, psutil.RLIMIT_FSIZE), set[tuple[int, ...]]()
-    task = asyncio.create_task(check_model(write(tmp_path, tensors=tensors)))
+    task = asyncio.create_task(check_model(write(tmp_path, tensors=tensors), digests=tmp_path / "digests"))
     async with asyncio.timeout(60):
         while not task.done():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -150,7 +160,7 @@ def checks() -> list[int]:
 
 async def check_and(act: Callable[[asyncio.Task[ModelFacts]], object], place: Path) -> asyncio.Task[ModelFacts]:
     """Start a check, and act on it while its process loads its modules."""
-    task = asyncio.create_task(check_model(place))
+    task = asyncio.create_task(check_model(place, digests=place / "digests"))
     async with asyncio.timeout(60):
         while not checks():  # noqa: ASYNC110  # a process appears without an event
             await asyncio.sleep(0)
@@ -170,3 +180,50 @@ async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
     task = await check_and(lambda task: task.cancel(), write(tmp_path))
     assert task.cancelled()
     assert checks() == []
+
+
+def folder_of(model_type: str, folder: Path, **sizes: Any) -> Path:
+    usual = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = AutoConfig.for_model(model_type, **usual, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    return folder
+
+
+async def test_a_pushed_model_is_tried_before_any_job(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    async with make_daemon(tmp_path / "state", worker_module=WORKER_MODULE) as daemon:
+        ada = await daemon.user("ada")
+        assert (await daemon.model(ada, "good")).ready
+        wrong = folder_of("xlm-roberta-xl", tmp_path / "wrong", pad_token_id=1, is_decoder=True)
+        with pytest.raises(InvalidModel, match="its class counts positions otherwise than 0, 1, 2") as refused:
+            await daemon.model(ada, "wrong", wrong)
+        assert str(tmp_path) not in refused.value.message
+        lacking = tmp_path / "lacking"
+        shutil.copytree(daemon.model_folder, lacking)
+        tensors = load_file(lacking / "model.safetensors")
+        gone = next(name for name in tensors if "mlp" in name)
+        save_file({name: tensor for name, tensor in tensors.items() if name != gone}, lacking / "model.safetensors")
+        with pytest.raises(InvalidModel, match=f"tensor {re.escape(gone)} is missing"):
+            await daemon.model(ada, "lacking", lacking)
+
+
+async def test_a_trial_that_fails_says_nothing_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_child, "TRIAL_LIMITS", Limits(wall_s=0.01))
+    await try_model(folder_of("llama", tmp_path), environment=child_environment())
+
+
+async def test_a_trial_has_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Limits] = []
+
+    async def run(*_: object, limits: Limits, **__: object) -> None:
+        asked.append(limits)
+
+    monkeypatch.setattr(model_child, "run_child", run)
+    await try_model(tmp_path, environment={})
+    # `run_child` sets them, which `unit/test_child_limits.py` shows.
+    assert [(one.memory_bytes, one.cpu_s) for one in asked] == [(TRIAL_LIMITS.memory_bytes, TRIAL_LIMITS.cpu_s)]

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import (
+    NEVER_TIED,
     TIED_BY_DEFAULT,
     UNFUSED_ATTENTION,
     WITHOUT_ATTENTION,
@@ -113,6 +114,43 @@ def test_the_default_of_tied_tables_is_that_of_transformers() -> None:
     families = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_TRAINED - ENCODERS
     tied = {name for name in families if getattr(AutoConfig.for_model(name), "tie_word_embeddings", False)}
     assert tied == TIED_BY_DEFAULT
+
+
+def test_classes_that_never_tie_are_those_of_transformers() -> None:
+    made = {n: getattr(transformers, c) for n, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(c, str)}
+    never = {name for name, kind in made.items() if not getattr(kind, "_tied_weights_keys", None)}
+    assert never - NOT_TRAINED - {"mllama", "musicgen", "musicgen_melody"} == NEVER_TIED
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "xlstm"])
+def test_a_config_cannot_tie_a_class_that_never_ties(model_type: str, tmp_path: Path) -> None:
+    sizes = {"nemotron_h": {"num_key_value_heads": 2, "head_dim": 8, "hybrid_override_pattern": "M*-", "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8, "num_hidden_layers": 3, "intermediate_size": 48},
+        "xlstm": {"num_heads": 4, "num_hidden_layers": 2}}[model_type]  # fmt: skip
+    config = AutoConfig.for_model(model_type, vocab_size=64, hidden_size=32, tie_word_embeddings=True, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+    # It was refused when the job started: config and checkpoint were said to disagree.
+    assert not Template.from_folder(tmp_path).tied
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "words"),
+    [
+        # These were told that their files do not belong together.
+        ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True}, "transformer.layer_norm_emb.weight is used before"),
+        ("rembert", {"input_embedding_size": 24, "is_decoder": True}, "input_embedding_size is 24 and the hidden size is 32"),
+        ("hrm_text", {}, "or the architecture has its layers in several lists, which is not supported"),
+    ],
+)  # fmt: skip
+def test_a_whole_folder_of_an_architecture_that_is_not_supported_is_not_blamed(
+    model_type: str, sizes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    usual = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model(model_type, vocab_size=64, **({} if model_type == "xlm" else usual), **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    with pytest.raises(InvalidModel, match=words):
+        Template.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "opt", "gemma2", "falcon"])

@@ -59,9 +59,9 @@ class Graph:
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, the hidden state, the tensors of the call. Its output
-    is the hidden state. `backward` takes after these: the gradient of the output, then for every place that `is_matrix` its
-    accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters named in `returned`.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden state, the tensors of
+    the call. Its output is the hidden state. `backward` takes after these: the gradient of the output, then for every place that
+    `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters in `returned`.
     """
 
     forward: Graph
@@ -84,15 +84,16 @@ def trace_layer(
     Raises:
         NotCompilable: the layer's code depends on values, or on the number of tokens.
     """
-    places = template.places[layer + 1]
+    places, norm_sizes = template.places[layer + 1], template.norm_sizes(layer)
+    names = [*(place.name for place in places), *norm_sizes]
     matrices = [place for place in places if place.is_matrix]
     trained = [place.name for place in places if place.trained]
-    num_places, num_tensors = len(places), len(pattern.tensors)
+    num_tensors = len(pattern.tensors)
     call_tensors = pattern.tensors_of(example) or []
 
     def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
-        parameters = {place.name: tensor for place, tensor in zip(places, inputs, strict=False)}
-        hidden_1TD, *rest = inputs[num_places:]
+        parameters = dict(zip(names, inputs, strict=False))
+        hidden_1TD, *rest = inputs[len(names) :]
         return parameters, hidden_1TD, pattern.call_with(example, rest[:num_tensors]), rest[num_tensors:]
 
     def forward(*inputs: Tensor) -> list[Tensor]:
@@ -116,6 +117,7 @@ def trace_layer(
     def inputs(fake: _Inputs, *, with_gradients: bool) -> list[Tensor]:
         hidden = (1, num_tokens, template.hidden_size)
         found = [fake.fixed(place, place.dtype_in(dtype)) for place in places]
+        found += [fake.of_tokens(torch.empty(size, device=device), (size,)) for size in norm_sizes.values()]
         found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
         for tensor, shape in zip(call_tensors, pattern.tensors, strict=True):
             found.append(fake.of_tokens(tensor, shape.sizes))
