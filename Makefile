@@ -5,10 +5,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 # One more than there are cores, up to six: many tests wait for a daemon or a worker to start.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 5 ? n + 1 : 6)))
+# What depends on the versions of torch and transformers most.
+LOWEST_TESTS := tests/golden/test_traced_layers.py tests/golden/test_fused_layers.py tests/golden/test_kernel_candidates.py \
+	tests/unit/engine/test_attention.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all verify fix bench protos client dashboards job-spec figures clean
+.PHONY: help demo test test-all test-lowest verify fix bench protos client dashboards job-spec figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -36,6 +39,12 @@ test: .venv/.dev ## the whole test suite, or what ARGS names
 test-all: .venv/.dev ## the whole test suite with all fuzz cases, all kill points and the long soak: hours
 	@HORIZON_TEST_ALL=1 HORIZON_FUZZ_CASES=$${HORIZON_FUZZ_CASES:-10000} HORIZON_KILLS=$${HORIZON_KILLS:-300} \
 		HORIZON_SOAK_S=$${HORIZON_SOAK_S:-7200} $(MAKE) test
+
+test-lowest: ## layers traced, compiled and fused, and attention, with the lowest versions of torch and transformers: several GB
+	$(PYTHON) -m venv .venv-lowest
+	@.venv-lowest/bin/python -m pip --disable-pip-version-check -q install -c constraints-lowest.txt torch transformers triton \
+		numpy safetensors psutil jinja2 pytest pytest-asyncio pytest-timeout hypothesis
+	@PYTHONPATH=server:client:proto .venv-lowest/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS)
 
 verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/ruff check
@@ -76,5 +85,5 @@ bench: .venv/.dev ## benchmarks, as ratios against a reference in the same run
 	$(BIN)/python -m bench
 
 clean: ## remove everything that was made
-	rm -rf .venv .venv-protos .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output dist build
+	rm -rf .venv .venv-lowest .venv-protos .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
 """Everything that can be measured on a GPU machine, in one command and one time limit, from a bare source tree.
 
-    python3 -m bench.gpu_all --out results --minutes 9
+    python3 -m bench.gpu_all --out results --minutes 40
 
-Needs g++, torch, transformers, numpy, safetensors and psutil (pytest for the tests); nothing is installed, nothing is downloaded. Each
+Needs g++, torch, transformers, triton, numpy, safetensors and psutil (pytest for the tests); nothing is installed or downloaded. Each
 stage has a time limit of its own, writes its results as it goes, and does not stop the others when it fails or crashes:
 
 | file | what |
@@ -252,7 +252,7 @@ def _arguments() -> argparse.Namespace:
     )
     names = [stage.name for stage in STAGES]
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; made if it does not exist")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything (default: 9)")
+    parser.add_argument("--minutes", type=float, default=40.0, help="time limit for everything (default: 40)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run with tiny sizes")
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="run only these (default: all)")
     parser.add_argument("--shape", choices=sorted(QWEN25), default="", help="default: the largest that fits; cpu: tiny")

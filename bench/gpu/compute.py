@@ -5,6 +5,7 @@ Shapes: R = rows (tokens), K = inputs of a product, N = its outputs, T = tokens,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from bench.gpu.report import Report
 from bench.gpu.shapes import QWEN25, SIZES, Sizes
 from bench.gpu.task import Clock, Task
 from bench.gpu.timing import Timing, rate, timed, try_timed
+from horizon_server.engine.attention import function
 
 _BYTES_OF_COPY = {"cuda": 1 << 30, "cpu": 1 << 20}
 _DOCUMENT_TOKENS = 200
@@ -184,19 +186,21 @@ def _attention_kinds(
         groups = q.shape[1] // k.shape[1]
         return sdpa(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), attn_mask=mask_TT[None, None])
 
-    def varlen() -> Tensor:
-        q_THD, k_THD, v_THD = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        forward, longest = torch.ops.aten._flash_attention_forward, max(documents)
-        output: Tensor = forward(q_THD, k_THD, v_THD, ends, ends, longest, longest, 0.0, True, False)[0]
-        return output
+    def ours(lengths: list[int]) -> Callable[[], Tensor]:
+        # As a layer calls it, boundaries on the host.
+        boundaries = torch.tensor([0, *itertools.accumulate(lengths)])
+        return lambda: function.attend(q, k, v, boundaries)
 
     row = [tokens]
+    cut = {size: [size] * (tokens // size) for size in (1024, 4096) if tokens > size}
     return [
         ("torch's choice", lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True), row),
         ("flash", partial(only, SDPBackend.FLASH_ATTENTION), row),
         ("cuDNN", partial(only, SDPBackend.CUDNN_ATTENTION), row),
         (f"documents of {_DOCUMENT_TOKENS}, with a mask", masked, documents),
-        (f"documents of {_DOCUMENT_TOKENS}, flash by lengths", varlen, documents),
+        ("ours", ours(row), row),
+        (f"ours, documents of {_DOCUMENT_TOKENS}", ours(documents), documents),
+        *((f"ours, documents of {size}", ours(lengths), lengths) for size, lengths in cut.items()),
     ]
 
 

@@ -42,11 +42,10 @@ def summary_lines(folder: Path, outcomes: Sequence[Outcome], *, minutes: float, 
     lines += _curve(rows("curve", "The curve"))
     lines += _compiled(rows("compile", "Compiled"))
     for engine in ("job", "eager"):
-        lines += _profile(
-            engine,
-            rows("profile", f"One step by class of kernel, {engine}"),
-            rows("profile", f"Where the step's time went, {engine}"),
+        classes, parts = (
+            f"{title}, {engine}" for title in ("One step by class of kernel", "Where the step's time went")
         )
+        lines += _profile(engine, rows("profile", classes), rows("profile", parts))
     lines += [
         f"- rows of many lengths, {row['rows']}: first step {row['first s']:.2f} s, second {row['second s']:.2f} s"
         for row in rows("lengths", "First")

@@ -84,8 +84,10 @@ def test_points_of_the_curve_have_rates_and_the_memory_that_was_planned(dry_run:
     }  # fmt: skip
     for point in points:
         assert point["tokens/s"] > 0 and point["useful TFLOP/s"] > 0 and point["loss"] > 0 and not point["note"]
-        assert 0.9 < point["allocated/planned"] <= 1.05
-        assert point["forecast"] > 0 or point["clip"] == "off"
+        # Compiled layers take less than is planned for eager ones; here a device reports the peak of all its points.
+        least, most = {"job": (0.7, 1.05), "eager": (0.9, 1.05), "row by row": (0.9, 1.2)}[point["engine"]]
+        assert least < point["allocated/planned"] <= most
+        assert point["clip"] == "off" or point["forecast"] > 0
         # Layers are compiled where a job's would be, all of them.
         assert point["compiled"] == ("3 of 3" if point["engine"] == "job" else "0 of 3")
     assert {point["engine"] for point in points} == {"job", "eager", "row by row"}

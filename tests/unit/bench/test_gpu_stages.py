@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.forecast import TOKENS
 from bench.gpu.compute import layer_products
 from bench.gpu.kernels import busy_s, class_of, device_kernels
 from bench.gpu.machine import free_host_bytes
@@ -134,7 +135,9 @@ def test_a_summary_of_many_failures_keeps_to_its_lines_and_drops_none_of_them(tm
     report = Report(tmp_path, stage="curve", file="curve.md")
     report.table("The curve", {"shape": ""})
     for point in range(60):
-        report.row(shape="7b", tokens=point, rows="equal", clip="on", note="no time left", **{"step s": ""})
+        report.row(
+            shape="7b", tokens=point, rows="equal", clip="on", engine="job", note="no time left", **{"step s": ""}
+        )
     outcomes = [Outcome(stage=f"s{i}", state="failed", why="x" * 500, seconds=1.0) for i in range(8)]
 
     lines = summary_lines(tmp_path, outcomes, minutes=9, used_s=1)
@@ -145,7 +148,8 @@ def test_a_summary_of_many_failures_keeps_to_its_lines_and_drops_none_of_them(tm
 
 def test_the_sizes_of_a_gpu_are_those_of_the_forecast() -> None:
     points = SIZES["cuda"].points
-    assert {point.tokens for point in points if point.rows == "equal" and point.clip} == {8192, 32768, 65536, 131072}
+    assert {point.tokens for point in points if point.rows == "equal" and point.clip} == set(TOKENS)
+    assert {point.engine for point in points} == {"job", "eager", "row by row", "products", "fp8"}
     assert {point.rows for point in points} == {"equal", "short", "varied", "packed"}
     assert any(not point.clip for point in points)
 
