@@ -156,6 +156,8 @@ def test_twenty_steps_are_those_of_peft(
     plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
+    # A product with a transpose rounds in another order than PEFT's.
+    most = 2e-6 if architecture == "falcon" else 1e-6
     rows = rows_for(architecture, rows)
     model = tiny_model(architecture)
     layout = found_in(model, tmp_path, original=True).layout
