@@ -41,6 +41,7 @@ def random_store(template: Template) -> HostStore:
     store = HostStore.allocate(template.layout)
     generator = torch.Generator().manual_seed(0)
     for _, tensor in template.layout.tensors():
+        # Norms, and magnitudes of adapters.
         is_norm = len(tensor.shape) == 1
         store.write_master(
             tensor.name,
@@ -90,7 +91,7 @@ def main() -> None:
     full = Template.from_config(config)
     maps = linear_maps(full.layout, LoraSpec())
 
-    def adapted(base: Packing) -> Template:
+    def adapted(base: Packing, *, dora: bool = False) -> Template:
         layout = with_adapters(
             full.layout,
             maps,
@@ -98,6 +99,7 @@ def main() -> None:
             decay="trainer",
             is_bfloat16=lambda _: True,
             packing_of=lambda name: base if name in maps else "none",
+            dora=dora,
         )
         return Template.from_config(config, layout=layout)
 
@@ -112,6 +114,7 @@ def main() -> None:
     layer_bytes = 4 * lora.layout.units[1].num_elements
     num_resident = min(freed // layer_bytes, full.num_layers)
     kept = run(rows, lora, link_bytes_per_s=rate, num_steps=arguments.steps, resident_layers=num_resident)
+    dora = run(rows, adapted("none", dora=True), link_bytes_per_s=rate, num_steps=arguments.steps)
     packings: tuple[Packing, ...] = ("int8", "nf4")
     packed = [run(rows, adapted(base), link_bytes_per_s=rate, num_steps=arguments.steps) for base in packings]
     print(
@@ -121,6 +124,7 @@ def main() -> None:
     for name, found in (
         ("full", plain),
         (f"LoRA, rank {arguments.rank}", adapters),
+        (f"DoRA, rank {arguments.rank}", dora),
         (f"LoRA, {num_resident} of {full.num_layers} layers stay", kept),
         *((f"LoRA, base in {base}", found) for base, found in zip(packings, packed, strict=True)),
     ):

@@ -1,12 +1,13 @@
-"""What 50 polling clients and 50 watchers cost: time of their calls, delay of events, processor time of the daemon, training speed.
+"""What polling clients and watchers (50 and 50) cost: time of their calls, delay of events, processor time of the daemon, training speed.
 
-One daemon with 1,000 ended jobs in its database trains a small model on every processor. Windows without clients, with watchers, with
-pollers and with both follow each other several times, so that all ratios are from one run. The clients run on the same machine, at a lower
-priority, which real ones do not: a further kind of window burns as much processor time as they took, and the daemon's own part is what
-training loses beyond that.
+One daemon with 1,000 ended jobs (--jobs) in its database trains a small model on every processor. Windows without clients, with
+watchers, with pollers and with both follow each other several times, so that all ratios are from one run. The clients run on the same
+machine, at a lower priority, which real ones do not: a further kind of window burns as much processor time as they took, and the daemon's
+own part is what training loses beyond that.
 
 python -m bench.service_load                # about ten minutes
 python -m bench.service_load --quick        # about three
+python -m bench.service_load --quick --watchers 1 --pollers 100 --jobs 10000
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from bench.service_clients import cpu_s
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 WATCHERS, POLLERS, JOBS, USERS = 50, 50, 1000, 10
-# Name of a kind of window, how many watch, how many poll.
-_KINDS = (("nobody", 0, 0), ("watchers", WATCHERS, 0), ("pollers", 0, POLLERS), ("both", WATCHERS, POLLERS))
 _BURN = "burned instead"
 _EVENTS_OF_A_COPY = 10
 
@@ -159,11 +158,13 @@ def loaded_node(folder: Path, *, nice: int, num_jobs: int = JOBS) -> Iterator[No
         daemon.close()
 
 
-def measure(node: Node, *, seconds: float, rounds: int) -> None:
+def measure(node: Node, *, seconds: float, rounds: int, watchers: int = WATCHERS, pollers: int = POLLERS) -> None:
     """Have every kind of window, several times in turn; the first round does not count."""
+    # Name of a kind of window, how many watch, how many poll.
+    kinds = (("nobody", 0, 0), ("watchers", watchers, 0), ("pollers", 0, pollers), ("both", watchers, pollers))
     for number in range(rounds + 1):
-        for kind, watchers, pollers in _KINDS:
-            node.measure(kind, seconds=seconds if number else 3.0, watchers=watchers, pollers=pollers)
+        for kind, num_watchers, num_pollers in kinds:
+            node.measure(kind, seconds=seconds if number else 3.0, watchers=num_watchers, pollers=num_pollers)
         taken = node.windows["both"][-1]
         node.measure(_BURN, seconds=seconds if number else 3.0, burn_share=taken.client_cpu_s / taken.seconds)
         if not number:
@@ -231,18 +232,24 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=Path, help="write a py-spy profile of the daemon under both loads to this file"
     )
+    parser.add_argument("--watchers", type=int, default=WATCHERS, help="clients that watch (default: %(default)s)")
+    parser.add_argument("--pollers", type=int, default=POLLERS, help="clients that poll (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="ended jobs in the database (default: %(default)s)")
     options = parser.parse_args()
     seconds, rounds = (10.0, 2) if options.quick else (25.0, 4)
-    with tempfile.TemporaryDirectory() as folder, loaded_node(Path(folder), nice=options.nice) as node:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loaded_node(Path(folder), nice=options.nice, num_jobs=options.jobs) as node,
+    ):
         if options.profile:
-            profile(node, options.profile)
+            profile(node, options.profile, watchers=options.watchers, pollers=options.pollers)
             return
         print(f"{os.cpu_count()} processors, clients at nice {options.nice}, {rounds} rounds of {seconds:.0f} s\n")
-        measure(node, seconds=seconds, rounds=rounds)
+        measure(node, seconds=seconds, rounds=rounds, watchers=options.watchers, pollers=options.pollers)
         report(node)
 
 
-def profile(node: Node, path: Path) -> None:
+def profile(node: Node, path: Path, *, watchers: int, pollers: int) -> None:
     """Sample the daemon while both kinds of clients are there."""
     command = [
         "py-spy",
@@ -258,7 +265,7 @@ def profile(node: Node, path: Path) -> None:
     ]
     sampling = subprocess.Popen([*command, "--output", str(path)])
     while sampling.poll() is None:
-        node.measure("both", seconds=5.0, watchers=WATCHERS, pollers=POLLERS)
+        node.measure("both", seconds=5.0, watchers=watchers, pollers=pollers)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class Replay:
         changes: dict[str, Any] = {"train": {**_TRAIN, "max_steps": num_steps}, "checkpoint": {"every_steps": 0}}
         if self._arrival_s:
             await asyncio.sleep(drawn.expovariate(1 / self._arrival_s))
-            simulated = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
+            simulated, _ = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
         step_s = plan.prediction.step_s * math.exp(drawn.gauss(0, _SIGMA_OF_STEPS))
         job = await self._daemon.submit(owner, name, Script(num_steps=num_steps, step_s=step_s), **changes)
         if self._arrival_s:
@@ -125,6 +125,7 @@ async def replay(folder: Path, num_jobs: int, *, arrival_s: float) -> list[Repla
     usual: dict[str, Any] = {"model_folder": model, "num_threads": 1, "time_slice_s": _SLICE_S}
     async with daemon_parts(folder / "plan", **usual, queue=False) as planning:
         owner = await planning.user("planner")
+        await planning.dataset(owner)
         _, plan = await planning.services.jobs.plan(owner, planning.spec(train=_TRAIN))
     usual |= {"host_memory_limit_bytes": _RESIDENT_JOBS * plan.host_total_bytes, "host_memory_reserve_bytes": 0}
     async with daemon_parts(state, **usual) as daemon:

@@ -16,9 +16,9 @@ from horizon_server.records.job import JobRecord, JobState
 
 REFUSED = ("none", "bad", "revoked", "expired", "disabled")
 """Callers whose token is absent, or not accepted."""
-ACCEPTED = ("read", "other", "watcher", "member", "manager", "granted", "viewer", "admin", "owner")
-"""`read` is the owner with a token of scope read; watcher, member and manager have the three roles in the owner's project; what the owner
-has shared is for the project of `granted`; viewer and admin are roles on the node."""
+ACCEPTED = ("read", "other", "watcher", "member", "manager", "granted", "viewer", "admin", "owner", "admin_read")
+"""`read` is the owner with a token of scope read, and `admin_read` an admin with one; watcher, member and manager have the three roles in
+the owner's project; what the owner has shared is for the project of `granted`; viewer and admin are roles on the node."""
 CALLERS = (*REFUSED, "metrics", *ACCEPTED)
 
 
@@ -56,6 +56,7 @@ class Scene:
             token, self.tokens[name] = await accounts.create_token("ann", **{"lifetime_s": None, **options})
             if name == "revoked":
                 await accounts.revoke_token(token.token_id)
+        _, self.tokens["admin_read"] = await accounts.create_token("root", lifetime_s=None, scope="read")
         await accounts.disable("disabled", is_disabled=True)
         ann = self.world.principal("ann")
         await daemon.dataset(ann, "chats")

@@ -21,7 +21,11 @@ def job(job_id: str, user: str = "ann", **values: Any) -> Job:
 
 
 def resident(job_id: str, user: str = "ann", *, since_s: float = NOW, **values: Any) -> Resident:
-    extra = {name: values.pop(name) for name in ("is_stopping", "resident_since_s") if name in values}
+    extra = {
+        name: values.pop(name)
+        for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare")
+        if name in values
+    }
     return Resident(**_values(job_id, user, {"since_s": since_s, **values}), **{"resident_since_s": since_s, **extra})
 
 

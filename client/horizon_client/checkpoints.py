@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from horizon_client.connection import Backoff, Connection, pause_after
 from horizon_client.conversion import enum_number, from_message
@@ -22,6 +24,7 @@ from horizon_client.errors import (
     FieldViolation,
     FileConflict,
     HorizonClientError,
+    InvalidRequest,
     NotFound,
     ServerFailed,
     Unavailable,
@@ -36,6 +39,14 @@ if TYPE_CHECKING:
 
 _TRAINER_PREFIX = "trainer/"
 _MERGED_PREFIX = "merged/"
+# A folder with one of these is a model, or an adapter, for every program that loads it
+_MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json")
+_ADAPTER_FILES = ("adapter_*",)
+_MOST_NAMED = 3
+
+Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[Message]
+"""A text to continue, a chat of messages, or a row with one of them: {"prompt": ...} or {"messages": [...]}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +75,9 @@ class AsyncCheckpoints:
         self._connection = connection
 
     async def list(self, job: str) -> list[Checkpoint]:
-        """Return the complete checkpoints of a job, oldest first."""
+        """Return the complete checkpoints of a job, oldest first; of `JOB@STEP`, `JOB@last` or `JOB@best` that one."""
+        if "@" in job:
+            return [await self._chosen(job, "last")]
         request = checkpoint_pb2.ListCheckpointsRequest(job_id=job)
         answer = await self._connection.unary(self._connection.calls.checkpoints.ListCheckpoints, request)
         return [from_message(Checkpoint, item) for item in answer.checkpoints]
@@ -81,15 +94,15 @@ class AsyncCheckpoints:
     ) -> CheckpointPull:
         """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model folder.
 
-        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well. Of a job that trains adapters the folder
-        is one that PEFT loads; `merge` downloads the merged model.
+        `job` may name the checkpoint itself, as JOB@STEP. A pull that was interrupted continues. `with_trainer` downloads the trainer
+        state as well. Of a job that trains adapters the folder is one that PEFT loads; `merge` downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
-            FileConflict: when different files are in the way and `force` is not given.
+            FileConflict: when the folder holds another model, or different files are in the way and `force` is not given.
             CorruptDownload: when a file does not have the listed sha256.
         """
-        checkpoint = _chosen(await self.list(job), job, at)
+        checkpoint = await self._chosen(job, at)
         left_out = (_MERGED_PREFIX,) if with_trainer else (_MERGED_PREFIX, _TRAINER_PREFIX)
         files = [f for f in checkpoint.files if not f.path.startswith(left_out)]
         if any(f.path.startswith(_MERGED_PREFIX) for f in checkpoint.files):
@@ -118,19 +131,22 @@ class AsyncCheckpoints:
     ) -> CheckpointMerge:
         """Have the node merge the adapter of a checkpoint into its base model, and download the result into the folder `out`.
 
-        The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
-        and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
-        `base` says what the adapter is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as
-        it was trained on and evaluated, source the model folder's own weights; None takes the job's checkpoint.merge_base.
+        The merged model stays with the checkpoint on the node until `remove` takes it away. One that is there already is not made again,
+        unless it was made with another `dtype` or `base` than you give: then the new one takes its place. A download that was interrupted
+        continues. `job` may name the checkpoint itself, as JOB@STEP. `dtype` is source, bf16, fp16 or fp32. `base` says what the adapter
+        is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as it was trained on and
+        evaluated, source the model folder's own weights. None takes what the merged model that is there was made with, else the job's
+        checkpoint.dtype and checkpoint.merge_base.
 
         Raises:
             NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
-            InvalidRequest: when the checkpoint does not hold an adapter, or has a merged model of the other `base` already.
+            InvalidRequest: when the checkpoint does not hold an adapter, or was written merged with another `dtype` or `base`.
+            InUse: when the merged model that would be replaced or removed is being downloaded.
             QuotaExceeded: when the job's owner would store more than an admin allows.
-            FileConflict: when different files are in the way and `force` is not given.
+            FileConflict: when `out` holds another model, or different files are in the way and `force` is not given.
             CorruptDownload: when a file does not have the listed sha256.
         """
-        checkpoint = _chosen(await self.list(job), job, at)
+        checkpoint = await self._chosen(job, at)
         number: Any = 0 if dtype is None else enum_number(job_pb2.CheckpointDtype, "dtype", dtype)
         onto: Any = 0 if base is None else enum_number(job_pb2.MergeBase, "base", base)
         request = checkpoint_pb2.MergeCheckpointRequest(
@@ -138,11 +154,15 @@ class AsyncCheckpoints:
         )
         # No limit between two answers: other calls may come first, and a base is checked before it is merged.
         call = self._connection.calls.checkpoints.MergeCheckpoint
-        async for answer in self._connection.stream(call, request, stall_s=None):
-            if answer.HasField("checkpoint"):
-                checkpoint = from_message(Checkpoint, answer.checkpoint)
-            else:
+        async with aclosing(self._connection.stream(call, request, stall_s=None)) as answers:  # type: ignore[type-var]
+            async for answer in answers:
+                if answer.HasField("checkpoint"):
+                    checkpoint = from_message(Checkpoint, answer.checkpoint)
+                    continue
                 done, total = answer.done_bytes, answer.total_bytes
+                # The node is about to make a model, and ends that where the answers are not read any more
+                if done == 0 and out is not None:
+                    _require_room(_folder(out), (), force=force)
                 reporter.progress(Progress(phase="merge", name="base model", done_bytes=done, total_bytes=total))
         if out is None or remove:
             return CheckpointMerge(checkpoint=checkpoint, folder="", received_bytes=0)
@@ -156,7 +176,7 @@ class AsyncCheckpoints:
     async def sample(
         self,
         job: str,
-        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        prompts: Prompt | Sequence[Prompt],
         *,
         at: int | str = "last",
         max_tokens: int = 256,
@@ -166,19 +186,23 @@ class AsyncCheckpoints:
     ) -> AsyncIterator[SampledText | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
-        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders. With
-        `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders; or a row
+        as datasets have it, `{"prompt": ...}` or `{"messages": [...], "tools": [...]}`, whose messages may have `tool_calls` and
+        `tool_call_id`. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the
+        answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.
+            InvalidRequest: when something is not a prompt; `violations` name it.
             DoesNotFit: when the node's jobs leave too little memory.
             InvalidModel: when the architecture cannot generate; the message names it.
         """
-        checkpoint = _chosen(await self.list(job), job, at)
+        wire_prompts = [_prompt(place, prompt) for place, prompt in _single_or_several(prompts)]
+        checkpoint = await self._chosen(job, at)
         request = checkpoint_pb2.SampleCheckpointRequest(
             job_id=checkpoint.job_id,
             step=checkpoint.step,
-            prompts=[_prompt(prompt) for prompt in prompts],
+            prompts=wire_prompts,
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -192,17 +216,73 @@ class AsyncCheckpoints:
             else:
                 yield from_message(SampleFigures, answer.figures)
 
-    async def delete(self, job: str, step: int) -> None:
-        """Delete one checkpoint."""
-        request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
+    async def delete(self, job: str, step: int | None = None) -> None:
+        """Delete one checkpoint: of a job and a step, or JOB@STEP."""
+        if step is None and "@" not in job:
+            raise InvalidRequest.of(
+                "step", "name the checkpoint to delete by its step: delete(JOB, STEP) or delete('JOB@STEP')"
+            )
+        if "@" in job:
+            checkpoint = await self._chosen(job, "last" if step is None else step)
+            job, step = checkpoint.job_id, checkpoint.step
+        request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step or 0)
         await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, repeatable=False)
 
+    async def _chosen(self, job: str, at: int | str) -> Checkpoint:
+        """Return the checkpoint of `job`, which may be JOB@STEP, at a step, `last` or `best`."""
+        name, separator, place = job.rpartition("@")
+        if not separator:
+            return _chosen(await self.list(job), job, at)
+        if not name or not (place in ("best", "last") or place.isdecimal()):
+            raise InvalidRequest.of("job", f"{job!r}: write JOB, JOB@STEP, JOB@best or JOB@last")
+        if at != "last" and str(at) != place:
+            raise InvalidRequest.of("at", f"{job!r} names the checkpoint already; leave out at={at!r}")
+        return _chosen(await self.list(name), name, place)
 
-def _prompt(prompt: str | Sequence[Mapping[str, str]]) -> checkpoint_pb2.SamplePrompt:
+
+def _single_or_several(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Any]]:
+    """Return the prompts, each with its place for messages. A str is a sequence too, and a chat is a list as several prompts are."""
+    if isinstance(prompts, str | Mapping):
+        return [("prompts", prompts)]
+    listed: list[Any] = [*prompts]
+    if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):
+        return [("prompts", listed)]
+    return [(f"prompts[{number}]", prompt) for number, prompt in enumerate(listed)]
+
+
+def _prompt(place: str, prompt: Any) -> checkpoint_pb2.SamplePrompt:
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str) and prompt.get("messages") is None:
+        prompt = prompt["prompt"]
     if isinstance(prompt, str):
         return checkpoint_pb2.SamplePrompt(text=prompt)
-    messages = [checkpoint_pb2.SampleMessage(role=m.get("role", ""), content=m.get("content", "")) for m in prompt]
-    return checkpoint_pb2.SamplePrompt(messages=messages)
+    chat: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+    given = chat.get("messages")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given or not all(map(_is_message, given)):
+        raise InvalidRequest.of(
+            place,
+            f"{place} is not a prompt; write a text, a list of messages with role and content, "
+            '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
+        )
+    if is_plain_chat(chat):
+        messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in given]
+        return checkpoint_pb2.SamplePrompt(messages=messages)
+    return checkpoint_pb2.SamplePrompt(chat_json=json.dumps({name: chat.get(name) for name in ("messages", "tools")}))
+
+
+def _is_message(value: object) -> bool:
+    """Whether it is a message: of a role, and a content or calls of tools."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return value.get("content") is not None or bool(value.get("tool_calls"))
+
+
+def is_plain_chat(chat: Mapping[str, Any]) -> bool:
+    """Whether a chat is messages of a role and a text alone, without tools; a `weight` is for training."""
+    return not chat.get("tools") and all(
+        all(isinstance(message.get(key), str) for key in ("role", "content"))
+        and not any(value is not None for key, value in message.items() if key not in ("role", "content", "weight"))
+        for message in chat["messages"]
+    )
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:
@@ -212,7 +292,7 @@ def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Check
         return next((c for c in checkpoints if c.last), checkpoints[-1])
     steps = ", ".join(str(c.step) for c in checkpoints)
     if at == "best":
-        found = next((c for c in checkpoints if c.best and c.eval_loss is not None), None)
+        found = next((c for c in checkpoints if c.best), None)
         missing = "no evaluated checkpoint, so none is the best; evaluate with eval_every_steps, or pull @last"
     else:
         found = next((c for c in checkpoints if str(c.step) == str(at)), None)
@@ -237,7 +317,7 @@ class _Download:
         self._connection = connection
         self._checkpoint = checkpoint
         self._prefix = prefix
-        self.folder = Path(to).expanduser()
+        self.folder = _folder(to)
         self._reporter = reporter
         self._done_bytes = 0
         self._total_bytes = 0
@@ -248,12 +328,16 @@ class _Download:
         self._total_bytes = sum(entry.size_bytes for entry in files)
         try:
             wanted = [entry for entry in files if not await self._is_complete(entry, targets[entry.path])]
-            # Before anything is fetched; a dangling link does not exist, but is in the way
+            # Before anything is fetched
+            _require_room(self.folder, list(targets.values()), force=True)
+            # A dangling link does not exist, but is in the way
             taken = [t for t in (targets[entry.path] for entry in wanted) if t.is_symlink() or t.exists()]
             if taken and not force:
                 raise FileConflict(
                     f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to replace it",
-                    violations=[FieldViolation(field=str(t), description="exists and is different") for t in taken],
+                    violations=[
+                        FieldViolation(field=str(t), description=f"{t} exists and is different") for t in taken
+                    ],
                 )
             return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
         except OSError as error:
@@ -350,6 +434,30 @@ class _Download:
         self._done_bytes += num_bytes
         self._reporter.progress(
             Progress(phase="download", name=entry.path, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
+        )
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser()
+
+
+def _require_room(folder: Path, targets: Sequence[Path], *, force: bool) -> None:
+    """Refuse a folder that holds another model: files of a model that are not among `targets`, which a download may replace.
+
+    Where the targets are not known yet, `force` lets pass what a merged model may replace.
+    """
+    marks = _ADAPTER_FILES if force and not targets else _MODEL_FILES
+    try:
+        others = sorted(path for path in folder.iterdir() if path not in targets and any(map(path.match, marks)))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if others:
+        names = ", ".join(path.name for path in others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
+        raise FileConflict(
+            f"{folder} holds another model ({names}); choose another folder",
+            violations=[
+                FieldViolation(field=str(path), description=f"{path} belongs to another model") for path in others
+            ],
         )
 
 

@@ -16,7 +16,7 @@ from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, su
 from horizon_client.job_spec import SpecLike, spec_to_send, without_data
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import ENDED_STATES, Job, JobEvent, Outlook, PlannedJob, QueueEntry, StateEvent
+from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
 from horizon_proto.v1 import job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
@@ -56,19 +56,22 @@ class AsyncJobs:
         try:
             return await self._answered(self._connection.calls.jobs.SubmitJob, request)
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
 
     async def plan(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
     ) -> PlannedJob:
-        """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
+        """Return how much memory and time a job would take and whether it fits. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
+        """
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
         try:
             answer = await self._connection.unary(
                 self._connection.calls.jobs.PlanJob, job_pb2.PlanJobRequest(spec=wire_spec)
             )
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
         return from_message(PlannedJob, answer)
 
     async def plan_elsewhere(
@@ -100,13 +103,15 @@ class AsyncJobs:
         try:
             answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request)
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
         return from_message(PlannedJob, answer)
 
     async def simulate(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
-    ) -> Outlook:
-        """Return when a job would start and end if it were submitted now, and why. Queues nothing; local files are pushed as by `submit`.
+    ) -> SimulatedJob:
+        """Return when a job would start and end if it were submitted now, and why, with its plan. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
 
         Raises:
             DoesNotFit: when the node does not have enough memory.
@@ -116,8 +121,8 @@ class AsyncJobs:
         try:
             answer = await self._connection.unary(self._connection.calls.sharing.SimulateJob, request)
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
-        return from_message(Outlook, answer.outlook)
+            raise await self._with_similar(problem) from None
+        return from_message(SimulatedJob, answer)
 
     async def queue(self) -> list[QueueEntry]:
         """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and when."""
@@ -134,7 +139,7 @@ class AsyncJobs:
         try:
             return await self._answered(self._connection.calls.jobs.GetJob, request)
         except NotFound as problem:
-            raise await suggested(problem, "job", job, self._names) from None
+            raise await self._with_similar(problem) from None
 
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
@@ -267,14 +272,10 @@ class AsyncJobs:
         jobs = await self.list(limit=_SEARCHED_JOBS)
         return [text for job in jobs for text in (job.name, job.job_id)]
 
-    async def _missing_input(self, problem: NotFound, spec: job_pb2.JobSpec) -> NotFound:
-        """Return the error for a model or dataset that does not exist, with similar names."""
-        if problem.message.startswith("model "):
-            return await suggested(problem, "model", spec.model, self._models.names)
-        for name in (spec.dataset, spec.eval_dataset, *spec.eval.sets.values()):
-            if name and problem.message.startswith("dataset ") and name in problem.message:
-                return await suggested(problem, "dataset", name, self._datasets.names)
-        return problem
+    async def _with_similar(self, problem: NotFound) -> NotFound:
+        """Return the error for a job, model or dataset that does not exist, with similar names."""
+        names_of = {"job": self._names, "model": self._models.names, "dataset": self._datasets.names}
+        return await suggested(problem, names_of)
 
     async def _wire_spec(
         self, spec: SpecLike, overrides: Sequence[str], push: bool, reporter: Reporter

@@ -210,6 +210,12 @@ class ProfileFile:
         login = "log in with: horizon login HOST:PORT --token-file FILE"
         raise NotFound(f"there is no profile {name!r}; {hint if by_name else login}")
 
+    def of_server(self, server: str, name: str) -> Profile | None:
+        """Return the profile of a server: `name`, else the one in use, else any; None when there is none."""
+        address, current = normal_address(server), self.current_name()
+        found = [profile for profile in self.profiles() if normal_address(profile.server) == address]
+        return min(found, key=lambda profile: (profile.name != name, profile.name != current), default=None)
+
     def save(self, profile: Profile) -> None:
         """Store `profile` with a copy of its CA file, and make it the current one."""
         if not _NAME.fullmatch(profile.name):

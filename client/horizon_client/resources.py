@@ -181,6 +181,8 @@ class LoraSpec:
     """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
     rslora: bool | None
     """Scale by alpha / sqrt(rank) instead; default false."""
+    dora: bool | None
+    """Train the length of each output's weights apart from their direction; default false."""
     base: str
     """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
 
@@ -272,19 +274,28 @@ class Job:
         """Whether it has succeeded, failed or been cancelled."""
         return self.state in ENDED_STATES
 
+    def __repr__(self) -> str:
+        """Return what tells it from others; spec, plan and evaluations are long."""
+        head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
+        return f"{head}, step={self.step}, num_steps={self.num_steps})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
     """Why a job that has not ended is where it is, and when it is expected to start and end."""
 
     why: str
-    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"."""
+    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"; to others than the job's owner, "its share
+    1/3"."""
     share: float
-    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory."""
+    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory. Of a simulated job,
+    the part that it has right after its start."""
     estimated_start_time: datetime | None
     """When its model is expected to be loaded, or was; None where nothing is known."""
     estimated_end_time: datetime | None
     """When it is expected to end while the present jobs share the node; None where nothing is known."""
+    place: int
+    """Place in the order in which waiting jobs are considered now, from 1; 0 for a job that does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +317,7 @@ class MemoryPlan:
     fits: bool
     """Whether both fit."""
     message: str
-    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise, or empty."""
+    """When it does not fit: the numbers and the smallest change that would make it fit; else empty."""
     num_parameters: int
     """Parameters of the model."""
     device: str
@@ -323,6 +334,12 @@ class MemoryPlan:
     """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
     references: ReferencePass | None
     """The pass over the data before the first step; None where the method needs none, or the node's speed has not been measured."""
+    warnings: tuple[str, ...]
+    """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+    num_steps: int | None
+    """Steps of the whole job; None while only its data decides and nothing is known of that."""
+    steps_estimated: bool
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,6 +471,8 @@ class StepEvent:
     little. Absent while unknown, as where steps are a single micro-batch."""
     method_figures: Mapping[str, float]
     """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
+    launching_s: float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,6 +552,8 @@ class EvalEvent:
     """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
     method_figures: Mapping[str, float]
     """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
+    launching_s: float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -674,12 +695,15 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer. One of both is set."""
+    """A text to continue, or a chat to answer. One of the three is set."""
 
     text: str
     """Continued as it is."""
     messages: tuple[SampleMessage, ...]
     """Rendered by the model's chat template, with the cue for an answer."""
+    chat_json: str
+    """A chat with what else a template prints, as JSON: an object with messages, and tools where it has them, as a row of the dataset
+    format messages. Rendered as that row is for training, with the cue for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1016,6 +1040,16 @@ class QueueEntry:
     """Number of optimizer steps in all, 0 while unknown; None for the jobs of other users."""
     outlook: Outlook | None
     """Why it is where it is, and when it is expected to start and end. For the jobs of other users without the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedJob:
+    """SimulateJobResponse holds the outlook."""
+
+    outlook: Outlook
+    """Why it would be where it is, and when it would start and end."""
+    plan: MemoryPlan
+    """Its memory plan, with what `job plan` and `job submit` warn of."""
 
 
 JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent

@@ -46,12 +46,21 @@ _OTHER_HOST = "OTHER_HOST"
 _NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 """How grpc begins the details where it could not connect: to no address of the host, or as the host has none."""
 _OTHER_SECURITY = ("andshake", "WRONG_VERSION", "Connection reset", "Socket closed", "GOAWAY")
+_PROBE_S = 5.0
 _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 
 
 async def explained(error: AioRpcError, endpoint: Endpoint) -> HorizonClientError:
-    """Return the error for a failed call; where the certificate is valid for other host names, with those names."""
+    """Return the error for a failed call, as `from_rpc`; what only the daemon's end of the connection can tell is asked there.
+
+    Where the certificate is valid for other host names, those names; without TLS, whether the daemon uses it.
+    """
     problem = from_rpc(error, endpoint.server)
+    if endpoint.ca_file is None and _was_cut(error) and await asyncio.to_thread(_speaks_tls, endpoint):
+        return BadEndpoint(
+            f"horizond at {endpoint.server} uses TLS, and no CA file is known for it; pass it with --ca, or save it once with: "
+            f"horizon login {endpoint.server} --token-file FILE --ca FILE"
+        )
     if problem.reason != _OTHER_HOST:
         return problem
     names = await asyncio.to_thread(_certificate_names, endpoint)
@@ -72,7 +81,7 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
     retry = _detail(status, error_details_pb2.RetryInfo())
     bad_request = _detail(status, error_details_pb2.BadRequest())
     kind = _BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
-    return kind(
+    problem = kind(
         status.message or f"horizond at {server} answered {error.code().name} without a message",
         reason=info.reason,
         violations=[
@@ -81,6 +90,10 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
         ],
         retry_after_s=None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9,
     )
+    named = _detail(status, error_details_pb2.ResourceInfo())
+    if named is not None and isinstance(problem, errors.NotFound):
+        problem.kind, problem.name = named.resource_type, named.resource_name
+    return problem
 
 
 def is_lost_status(error: AioRpcError) -> bool:
@@ -102,6 +115,11 @@ def nothing_answers(error: AioRpcError) -> bool:
     return (
         never_sent(error) and text.startswith(_NO_CONNECTION[0]) and not any(mark in text for mark in _OTHER_SECURITY)
     )
+
+
+def _was_cut(error: AioRpcError) -> bool:
+    """Whether something took the connection and cut it, before any call: such as a daemon that uses TLS, without TLS."""
+    return never_sent(error) and not nothing_answers(error)
 
 
 def _detail(status: status_pb2.Status | None, into: DetailT) -> DetailT | None:
@@ -166,6 +184,23 @@ def _hint(details: str) -> str:
     return details[:300] or "no connection"
 
 
+def _speaks_tls(endpoint: Endpoint) -> bool:
+    """Return whether the daemon answers a TLS handshake. Nothing is sent, so its certificate needs no check. Blocks for at most 5 s."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = endpoint.server.rpartition(":")
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as plain,
+            context.wrap_socket(plain, server_hostname=endpoint.host),
+        ):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
 def _certificate_names(endpoint: Endpoint) -> list[str]:
     """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at most 5 s."""
     context = ssl.create_default_context()
@@ -176,7 +211,7 @@ def _certificate_names(endpoint: Endpoint) -> list[str]:
         if (pem := endpoint.root_certificates()) is not None:
             context.load_verify_locations(cadata=pem.decode("ascii"))
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5) as plain,
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as plain,
             context.wrap_socket(plain, server_hostname=endpoint.host) as secure,
         ):
             held: Any = (secure.getpeercert() or {}).get("subjectAltName", ())

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from horizon_client.account import AsyncAccounts, CreatedToken
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
-from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, CheckpointPull
+from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, CheckpointPull, Prompt
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
 from horizon_client.housekeeping import AsyncHousekeeping
@@ -30,13 +30,13 @@ from horizon_client.resources import (
     JobEvent,
     Model,
     Node,
-    Outlook,
     PlannedJob,
     Project,
     ProjectMember,
     QueueEntry,
     SampledText,
     SampleFigures,
+    SimulatedJob,
     Token,
     Usage,
 )
@@ -262,7 +262,10 @@ class Jobs:
     def plan(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
     ) -> PlannedJob:
-        """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
+        """Return how much memory and time a job would take and whether it fits. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
+        """
         return self._loop.run(lambda: self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
 
     def plan_elsewhere(
@@ -300,8 +303,10 @@ class Jobs:
 
     def simulate(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
-    ) -> Outlook:
-        """Return when a job would start and end if it were submitted now, and why. Queues nothing; local files are pushed as by `submit`.
+    ) -> SimulatedJob:
+        """Return when a job would start and end if it were submitted now, and why, with its plan. Queues nothing.
+
+        Local files are pushed as by `submit`, and the same jobs are refused.
 
         Raises:
             DoesNotFit: when the node does not have enough memory.
@@ -391,7 +396,7 @@ class Checkpoints:
         self._loop = loop
 
     def list(self, job: str) -> list[Checkpoint]:
-        """Return the complete checkpoints of a job, oldest first."""
+        """Return the complete checkpoints of a job, oldest first; of `JOB@STEP`, `JOB@last` or `JOB@best` that one."""
         return self._loop.run(lambda: self._inner.list(job))
 
     def pull(
@@ -406,12 +411,12 @@ class Checkpoints:
     ) -> CheckpointPull:
         """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model folder.
 
-        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well. Of a job that trains adapters the folder
-        is one that PEFT loads; `merge` downloads the merged model.
+        `job` may name the checkpoint itself, as JOB@STEP. A pull that was interrupted continues. `with_trainer` downloads the trainer
+        state as well. Of a job that trains adapters the folder is one that PEFT loads; `merge` downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
-            FileConflict: when different files are in the way and `force` is not given.
+            FileConflict: when the folder holds another model, or different files are in the way and `force` is not given.
             CorruptDownload: when a file does not have the listed sha256.
         """
         return self._loop.run(
@@ -432,16 +437,19 @@ class Checkpoints:
     ) -> CheckpointMerge:
         """Have the node merge the adapter of a checkpoint into its base model, and download the result into the folder `out`.
 
-        The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
-        and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
-        `base` says what the adapter is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as
-        it was trained on and evaluated, source the model folder's own weights; None takes the job's checkpoint.merge_base.
+        The merged model stays with the checkpoint on the node until `remove` takes it away. One that is there already is not made again,
+        unless it was made with another `dtype` or `base` than you give: then the new one takes its place. A download that was interrupted
+        continues. `job` may name the checkpoint itself, as JOB@STEP. `dtype` is source, bf16, fp16 or fp32. `base` says what the adapter
+        is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as it was trained on and
+        evaluated, source the model folder's own weights. None takes what the merged model that is there was made with, else the job's
+        checkpoint.dtype and checkpoint.merge_base.
 
         Raises:
             NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
-            InvalidRequest: when the checkpoint does not hold an adapter, or has a merged model of the other `base` already.
+            InvalidRequest: when the checkpoint does not hold an adapter, or was written merged with another `dtype` or `base`.
+            InUse: when the merged model that would be replaced or removed is being downloaded.
             QuotaExceeded: when the job's owner would store more than an admin allows.
-            FileConflict: when different files are in the way and `force` is not given.
+            FileConflict: when `out` holds another model, or different files are in the way and `force` is not given.
             CorruptDownload: when a file does not have the listed sha256.
         """
         return self._loop.run(
@@ -453,7 +461,7 @@ class Checkpoints:
     def sample(
         self,
         job: str,
-        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        prompts: Prompt | Sequence[Prompt],
         *,
         at: int | str = "last",
         max_tokens: int = 256,
@@ -463,11 +471,14 @@ class Checkpoints:
     ) -> Iterator[SampledText | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
-        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders. With
-        `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders; or a row
+        as datasets have it, `{"prompt": ...}` or `{"messages": [...], "tools": [...]}`, whose messages may have `tool_calls` and
+        `tool_call_id`. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the
+        answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.
+            InvalidRequest: when something is not a prompt; `violations` name it.
             DoesNotFit: when the node's jobs leave too little memory.
             InvalidModel: when the architecture cannot generate; the message names it.
         """
@@ -477,8 +488,8 @@ class Checkpoints:
             )
         )
 
-    def delete(self, job: str, step: int) -> None:
-        """Delete one checkpoint."""
+    def delete(self, job: str, step: int | None = None) -> None:
+        """Delete one checkpoint: of a job and a step, or JOB@STEP."""
         self._loop.run(lambda: self._inner.delete(job, step))
 
 

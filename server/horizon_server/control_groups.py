@@ -72,6 +72,10 @@ class WorkerGroup:
         """
         return _written(self.path / "cgroup.procs", str(pid))
 
+    def set_cpu_weight(self, weight: int) -> str | None:
+        """Set its part of the processors beside other groups, of which the usual is 100; return why it was not possible, or None."""
+        return _written(self.path / "cpu.weight", str(weight))
+
     def oom_kills(self) -> int:
         """Return how many processes of this group the out-of-memory killer has ended."""
         return _counter(self.path / "memory.events", "oom_kill") or 0
@@ -115,6 +119,13 @@ def worker_group(
     return group, ""
 
 
+def own_worker_group(*, root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> WorkerGroup | None:
+    """Return the group of the worker that this process is, or None where it has none of its own."""
+    path = next((line[3:] for line in _read(own_cgroup).splitlines() if line.startswith("0::")), "")
+    folder = root / path.lstrip("/")
+    return WorkerGroup(path=folder, memory_bytes=0) if folder.name.startswith(_WORKER_PREFIX) else None
+
+
 def remove_empty_worker_groups(*, root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int:
     """Remove the groups of workers that have ended, such as those of a daemon that was killed; return how many."""
     parent, _ = _delegated_group(root, own_cgroup)
@@ -140,7 +151,11 @@ def _delegated_group(root: Path, own_cgroup: Path) -> tuple[Path | None, str]:
     parent = own.parent
     if "memory" not in _read(parent / "cgroup.controllers").split():
         return None, f"control group {parent} has no memory controller: the unit needs Delegate=yes"
-    if "memory" not in _read(parent / "cgroup.subtree_control").split():
+    passed_on = _read(parent / "cgroup.subtree_control").split()
+    if "cpu" not in passed_on and "cpu" in _read(parent / "cgroup.controllers").split():
+        # Without it a worker that is being loaded gets as much of the processors as one that trains (`cpu_priority`).
+        _written(parent / "cgroup.subtree_control", "+cpu")
+    if "memory" not in passed_on:
         why = _written(parent / "cgroup.subtree_control", "+memory")
         if why is not None:
             return None, why

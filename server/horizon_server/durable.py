@@ -16,8 +16,8 @@ from horizon_server.errors import AlreadyExists, DiskFull
 # A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it.
 PARTIAL_SUFFIX = ".partial"
 
-# EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
 _MAX_KEPT_FREE_BYTES = 2 * 2**30
+# EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -54,6 +54,12 @@ def remove_half_files(folder: Path) -> None:
         # A command that runs beside the daemon may be writing right now.
         if partial.is_file() and pid.isdecimal() and not Path("/proc", pid).exists():
             partial.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file durable."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -101,8 +107,7 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
             if path.is_dir():
                 sync_folder(path)
                 continue
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
+            sync_file(path)
             progress.advance()
         sync_folder(partial)
         partial.rename(target)

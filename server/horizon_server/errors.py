@@ -74,7 +74,20 @@ class RequestIdReused(HorizonError, ValueError, reason="REQUEST_ID_REUSED"):
 
 
 class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
-    """The resource does not exist, or the caller may not know that it does."""
+    """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has named, where
+    that is a job, dataset or model; else both are empty."""
+
+    kind = name = ""
+
+    @classmethod
+    def named(cls, kind: str, name: str) -> Self:
+        """Return the error of a job, dataset or model that the caller has named."""
+        error = cls(f"{kind} {name!r:.80} does not exist, or is not yours; see: horizon {kind} list")
+        error.kind, error.name = kind, name
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(type(self).named, self.kind, self.name), ()) if self.kind else super().__reduce__()
 
 
 class AlreadyExists(HorizonError, ValueError, reason="ALREADY_EXISTS"):
@@ -168,10 +181,10 @@ def in_words(message: str, names: Mapping[Path, str]) -> str:
     """
     # The innermost first: a folder may be inside another one that has a name too.
     for folder in sorted(names, key=lambda folder: len(str(folder)), reverse=True):
+        name = names[folder].replace("\\", r"\\")
         # The whole folder, not one whose name begins alike.
-        inside = re.compile(rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])")
-        message = inside.sub(lambda found, name=names[folder]: f"{found[1]} of {name}" if name else found[1], message)
         message = re.sub(
-            rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", lambda _, name=names[folder]: name or "the folder", message
+            rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])", rf"\1 of {name}" if name else r"\1", message
         )
+        message = re.sub(rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", name or "the folder", message)
     return message

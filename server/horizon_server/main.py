@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import sdnotify
@@ -27,6 +27,7 @@ from horizon_server.blobs.space import Space
 from horizon_server.blobs.store import BlobStore
 from horizon_server.control_groups import remove_empty_worker_groups
 from horizon_server.db.database import Database
+from horizon_server.db.existing import keep_before_migration
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
@@ -94,7 +95,6 @@ log = structlog.get_logger(__name__)
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
-_PREPARED = "prepared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,11 @@ def run_daemon(settings: Settings) -> int:
     """
     configure_logging(settings.log_level, settings.log_json)
     with (
-        disk_full_reported(f"free space for {settings.state_dir}, then start again"),
+        # Without the reserve nothing can be written, so nobody can delete through the daemon.
+        disk_full_reported(
+            f"free space on the disk of {settings.state_dir}, then start again; if nothing else can go, compiled/ and trash/ in it are not "
+            "needed, and prepared/ is made again (docs/housekeeping.md)"
+        ),
         held_state_dir(settings.state_dir),
     ):
         # Before the database is opened, which takes some space.
@@ -147,12 +151,15 @@ async def _serve(settings: Settings) -> None:
         stop.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    # Who presses Ctrl-C wants everything to end.
+    # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, *addresses)
     found = await find_accelerators()
+    kept = await asyncio.to_thread(keep_before_migration, settings.database_path)
+    if kept is not None:
+        log.info("the database is migrated; this copy of it is for going back", copy=str(kept))
     async with Database.opened(settings.database_path) as database:
         usable = await usable_accelerators(found, child_environment(), wanted=settings.gpu)
         parts = await wire(settings, database, found=found, usable=usable)
@@ -209,9 +216,7 @@ async def wire(
     database.when_full = space.give_up_reserve
     # A scripted worker trains no model, so that none is tried.
     trial = partial(try_model, environment=environment) if worker_module == WORKER_MODULE else None
-    uploads, datasets, models = _wire_data(
-        settings, database, store, metrics, quotas, space, digests=folders.digests, trial=trial
-    )
+    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders, trial)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     hold = SampleHold()
@@ -266,9 +271,15 @@ async def wire(
 
 
 def _wire_data(
-    settings: Settings, database: Database, store: JobStore, metrics: Metrics, quotas: Quotas, space: Space,
-    *, digests: Path, trial: ModelTrial | None,
-) -> tuple[Uploads, DatasetService, ModelService]:  # fmt: skip
+    settings: Settings,
+    database: Database,
+    store: JobStore,
+    metrics: Metrics,
+    quotas: Quotas,
+    space: Space,
+    folders: JobFolders,
+    trial: ModelTrial | None,
+) -> tuple[Uploads, DatasetService, ModelService]:
     """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
         BlobStore(settings.state_dir, space=space),
@@ -276,22 +287,19 @@ def _wire_data(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
-    prepared_root = settings.state_dir / _PREPARED
-    # Of preparations that ran when the last daemon was killed.
-    remove_all_partial(prepared_root)
     datasets = DatasetService(
         DatasetStore(database),
         uploads,
         max_bytes=settings.max_dataset_bytes,
         users_of=store.users_of,
         quotas=quotas,
-        prepared_root=prepared_root,
+        prepared_root=folders.prepared,
     )
     models = ModelService(
         ModelStore(database),
         uploads,
         root=settings.state_dir / "models",
-        digests=digests,
+        digests=folders.digests,
         trial=trial,
         max_bytes=settings.max_model_bytes,
         users_of=store.users_of,
@@ -310,7 +318,12 @@ def _wire_jobs(
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner.of_node(settings, rates, usable)
     rules = Rules(
-        time_slice_s=settings.time_slice_s, max_residence_s=settings.max_residence_s, max_wait_s=settings.max_wait_s
+        time_slice_s=settings.time_slice_s,
+        max_residence_s=settings.max_residence_s,
+        max_wait_s=settings.max_wait_s,
+        max_loading_jobs=settings.max_loading_jobs,
+        max_loading_jobs_of_user=settings.max_loading_jobs_of_user,
+        max_resident_jobs=settings.max_resident_jobs,
     )
     # On the host, what jobs hold on the device is part of their host memory.
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
@@ -330,14 +343,19 @@ def _wire_jobs(
     )  # fmt: skip
     meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()
 
+    def on_loaded(job_id: str) -> None:
+        metrics.on_loaded(job_id)
+        scheduler.wake()
+
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(settings.state_dir / _PREPARED, preparing, space), num_threads=num_threads, environment=environment,
+            preparation=Preparation(folders.prepared, preparing, space), num_threads=num_threads, environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
             stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
+            on_asked=functools.partial(on_loaded, job.job_id),
         )  # fmt: skip
 
     scheduler = Scheduler(
@@ -407,6 +425,8 @@ async def _listen(
 async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
     remove_empty_worker_groups()
+    # Of preparations that ran when the last daemon was killed.
+    remove_all_partial(parts.services.jobs.folders.prepared)
     await parts.scheduler.recover()
     await parts.scheduler.run()
 

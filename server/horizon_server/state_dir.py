@@ -52,6 +52,44 @@ def private_state_dir(path: Path) -> None:
         raise _unusable(path, error) from error
 
 
+def require_state(path: Path) -> None:
+    """Let pass a folder that a daemon has been started on. Raises BadSetting, so that a wrong --state-dir makes none."""
+    try:
+        is_there = (path / _DATABASE).exists()
+    except OSError as error:
+        raise _unusable(path, error) from error
+    if not is_there:
+        raise BadSetting(
+            f"{path} holds no daemon's state: give the daemon's own folder with --state-dir or --config, or start a daemon on it first: "
+            "horizond serve"
+        )
+
+
+def existing_state_dir(path: Path) -> None:
+    """Make the state folder of a daemon private. Raises BadSetting as `require_state` and `private_state_dir` do."""
+    require_state(path)
+    private_state_dir(path)
+
+
+@contextmanager
+def idle_state_dir(path: Path) -> Iterator[Path]:
+    """Keep daemons from starting on `path` until the end of the block, for one who only looks. Raises InUse: one runs on it."""
+    try:
+        descriptor = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # no daemon has run since it was restored or copied
+        yield path
+        return
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield path
+    except BlockingIOError as error:
+        raise InUse(f"state folder {path} is held by a running horizond") from error
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def held_state_dir(path: Path, *, may_be_unfinished: bool = False) -> Iterator[Path]:
     """Make `path` private and hold it against other daemons until the end of the block.

@@ -42,7 +42,12 @@ def test_the_alerts_that_are_tested_exist_as_they_are_described() -> None:
         for expected in case["exp_alerts"]:
             rule = rules[case["alertname"]]
             assert expected["exp_labels"].items() >= rule["labels"].items()
-            assert expected["exp_annotations"]["description"] == rule["annotations"]["description"]
+            described = rule["annotations"]["description"]
+            for name, value in expected["exp_labels"].items():
+                described = described.replace(f"{{{{ $labels.{name} }}}}", value)
+            assert expected["exp_annotations"]["description"] == described
+    fires = {case["alertname"] for case in tested if case["exp_alerts"]}
+    assert (fires, {case["alertname"] for case in tested if not case["exp_alerts"]}) == (set(rules), set(rules))
 
 
 def test_both_scrape_the_job_that_the_dashboard_selects() -> None:
@@ -122,7 +127,7 @@ def test_the_unit_stops_slower_than_the_daemon_drains() -> None:
     # Workers outlive the daemon.
     assert (service["Type"], service["KillMode"]) == ("notify", "process")
     assert "Environment=HORIZOND_ON_SIGTERM=leave" in (DEPLOY / "horizond.service").read_text("utf-8")
-    assert (service["Delegate"], service["DelegateSubgroup"]) == ("memory", DAEMON_GROUP)
+    assert (service["Delegate"], service["DelegateSubgroup"]) == ("cpu memory", DAEMON_GROUP)
     assert int(service["OOMScoreAdjust"]) < 0
     assert (service["LimitMEMLOCK"], service["OOMPolicy"]) == ("infinity", "continue")
     assert service["StateDirectory"] == "horizond"

@@ -31,6 +31,7 @@ horizon_host_memory_available_bytes{} horizon_device_memory_bytes{job_id,device,
 horizon_device_memory_planned_bytes{job_id,device,component} horizon_transfer_bytes_total{device,direction}
 horizon_transfer_seconds_total{device,direction} horizon_transfer_exposed_seconds_total{device,direction}
 horizon_transfer_overlap_ratio{job_id,direction} horizon_compute_seconds_total{device} horizon_optimizer_seconds_total{}
+horizon_compute_launching_seconds_total{device}
 horizon_optimizer_exposed_seconds_total{} horizon_tokens_total{project} horizon_tokens_per_second{job_id}
 horizon_model_flops_utilization_ratio{job_id}
 horizon_step_duration_seconds{} horizon_train_loss{job_id} horizon_eval_loss{job_id} horizon_grad_norm{job_id}
@@ -44,6 +45,7 @@ grpc_server_handling_seconds{grpc_service,grpc_method} http_request_duration_sec
 horizon_device_seconds_total{project,user,device} horizon_device_turns_total{device} horizon_device_turn_wait_seconds{device}
 horizon_device_handover_seconds{device} horizon_resident_jobs{device} horizon_job_share_ratio{job_id}
 horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user} horizon_turn_overruns_total{}
+horizon_job_loading_since_timestamp_seconds{job_id,state}
 horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{} horizon_node_open{}
 """
 

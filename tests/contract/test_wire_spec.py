@@ -59,6 +59,7 @@ lora_specs = st.builds(
     dropout=floats(0, 0.999),
     targets=st.sampled_from([("all-linear",), ("q_proj", "!mlp")]),
     rslora=st.booleans(),
+    dora=st.booleans(),
     base=st.sampled_from(["source", "int8", "nf4"]),
 )
 with_lora = st.fixed_dictionaries({"trainable": st.just(("lora",)), "lora": lora_specs})

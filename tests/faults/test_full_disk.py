@@ -146,7 +146,7 @@ def test_a_start_on_a_full_disk_works_with_the_reserve_and_is_one_message_withou
 
     ballast = fill(small_disk, leave_bytes=0)
     done = run_horizond("serve", "--state-dir", str(daemon.state_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert (done.returncode, len(errors)) == (2, 1), done.stderr
     assert "full" in errors[0]
     assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
 from tests.support.node import Node, node_of, quick_spec
@@ -164,6 +165,33 @@ def added_by_restart(node: Node, how: str, name: str) -> float:
     # Not one of them waited for the daemon, which was away for many steps.
     assert max(alone + again) < max(usual) + step_s, (step_s, usual, alone, again)
     return max(added)
+
+
+def test_the_series_of_a_running_job_are_the_same_after_a_restart(leaving_node: MakeNode) -> None:
+    node = leaving_node()
+    spec = quick_spec("long", max_steps=1_000_000, checkpoint={"every_steps": 3}, **STEP)
+    with node.client() as client:
+        spec |= {"eval_dataset": "demo-chats", "eval_every_steps": 3}
+        job_id = client.jobs.submit(spec).job_id
+
+    def series() -> set[str]:
+        """Every series of the job that its owner sees."""
+        headers = {"Authorization": f"Bearer {node.token}"}
+        text = httpx.get(f"http://{node.daemon.endpoints['http']}/metrics", headers=headers, timeout=30).text
+        return {line.rpartition(" ")[0] for line in text.splitlines() if f'job_id="{job_id}"' in line}
+
+    wanted: tuple[str, ...] = ("horizon_job_info", "horizon_job_share_ratio", "horizon_eval_loss", "horizon_train_loss")
+    wanted += ("horizon_checkpoint_last_success_timestamp_seconds", "horizon_job_progress_ratio")
+    wait_for(lambda: all(any(one.startswith(name) for one in series()) for name in wanted), LONG_S)
+    before = series()
+    node.daemon.terminate()
+    node.daemon.start()
+    # At once, but for the share, which is worked out when the queue is first looked at.
+    assert {one for one in before if "share" not in one} <= series()
+    wait_for(lambda: before <= series(), LONG_S)
+    with reconnected(node, job_id) as client:
+        assert client.jobs.get(job_id).attempt == 1
+        client.jobs.cancel(job_id)
 
 
 def test_a_job_that_ends_while_the_daemon_is_away_has_ended_well(leaving_node: MakeNode) -> None:

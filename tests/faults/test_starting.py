@@ -15,6 +15,9 @@ import pytest
 from tests.support.daemon_process import DaemonProcess, wait_for
 from tests.support.node import HORIZOND, Node, Shell, run_horizond
 
+from horizon_server.db.database import migrate
+from horizon_server.db.database_file import known_schemas, opened_file
+
 
 def refused(state: Path, *flags: str, code: int = 2) -> str:
     """Start a daemon that must not come up, and return its sentence."""
@@ -58,7 +61,7 @@ def test_a_state_folder_that_is_a_file(tmp_path: Path) -> None:
     assert "cannot be used" in refused(tmp_path / "file")
     listed = run_horizond("user", "list", "--state-dir", str(tmp_path / "file"))
     assert (listed.returncode, "Traceback" in listed.stderr) == (2, False)
-    assert f"state folder {tmp_path / 'file'} cannot be used" in listed.stderr
+    assert f"{tmp_path / 'file'} holds no daemon's state" in listed.stderr
 
 
 def test_a_state_folder_whose_database_is_none(tmp_path: Path) -> None:
@@ -122,21 +125,52 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
         assert (state / "tls" / name).stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("first", [("user", "add", "ada"), ("user", "list")])
-def test_whichever_command_makes_the_state_folder_makes_it_private(tmp_path: Path, first: tuple[str, ...]) -> None:
+def test_the_state_folder_that_a_daemon_makes_is_private(tmp_path: Path) -> None:
     state = tmp_path / "state"
     before = os.umask(0o022)
     try:
-        assert run_horizond(*first, "--state-dir", str(state)).returncode == 0
+        daemon = DaemonProcess(state)
+        daemon.start()
+        try:
+            daemon.admin("user", "add", "ada")
+        finally:
+            daemon.close()
     finally:
         os.umask(before)
-    assert [oct(path.stat().st_mode & 0o077) for path in (state, *state.rglob("*"))] == ["0o0", "0o0"]
+    found = {
+        path.name: path.stat().st_mode & 0o077
+        for path in (state, *state.rglob("*"))
+        if not path.name.startswith("test.")
+    }
+    assert "horizon.db" in found
+    assert not any(found.values()), found
+
+
+def test_a_daemon_copies_the_database_before_it_migrates_it(tmp_path: Path) -> None:
+    """The copy, in the place of the database, is the way back to the version before."""
+    state = tmp_path / "state"
+    state.mkdir()
+    newest = known_schemas()[-1]
+    migrate(state / "horizon.db", known_schemas()[-2])
+    daemon = DaemonProcess(state)
+    daemon.start()
+    try:
+        copy = state / f"before-migration-{known_schemas()[-2]}.db"
+        assert f"copy={copy}" in daemon.log()
+        for path, schema in ((copy, known_schemas()[-2]), (state / "horizon.db", newest)):
+            with opened_file(path) as file:
+                assert (file.schema, file.damage()) == (schema, [])
+        daemon.terminate()
+        daemon.start()
+        assert daemon.log().count("copy=") == 1
+    finally:
+        daemon.close()
 
 
 @pytest.mark.parametrize("command", [("serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"), ("user", "list")])
 def test_a_database_of_a_newer_version(tmp_path: Path, command: tuple[str, ...]) -> None:
     state = tmp_path / "state"
-    assert run_horizond("user", "add", "ada", "--state-dir", str(state)).returncode == 0
+    migrate(state / "horizon.db")
     with sqlite3.connect(state / "horizon.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '0099'")
     connection.close()

@@ -87,9 +87,9 @@ def of_model(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "phi3", "llama", BASE_CLASS])
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("lora", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
 def test_peft_and_transformers_compute_what_the_store_computes(
-    tmp_path: Path, of_store: Any, model_type: str, rslora: bool
+    tmp_path: Path, of_store: Any, model_type: str, lora: dict[str, bool]
 ) -> None:
     write_inputs(tmp_path, model_type.partition(",")[0])
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -97,7 +97,7 @@ def test_peft_and_transformers_compute_what_the_store_computes(
         shutil.rmtree(tmp_path / "model")
         base.transformer.save_pretrained(tmp_path / "model")
     # A square projection of Conv1D is one that no shape tells from its transpose.
-    spec = spec_of(rslora=rslora)
+    spec = spec_of(**lora)
     checkpoint = trained(tmp_path, spec)
     wanted = of_store(tmp_path, spec, checkpoint)
 

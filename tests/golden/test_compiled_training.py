@@ -35,6 +35,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
+from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.compilation import Compilation, CompileRequest
@@ -244,17 +245,21 @@ def test_layers_that_are_frozen_in_part_or_whole_compile_as_kinds_of_their_own(
     assert compiled.compiled_calls == num_rows * (num_layers + 2) + 3 * num_layers
 
 
+@pytest.mark.parametrize("dora", [False, True])
 def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
+    dora: bool,
     folder: Path,
     batches: list[list[MicroBatch]],
     tiny_model: Callable[..., TinyModel],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    lora = LoraSpec(rank=4, alpha=6.0)
+    lora = LoraSpec(rank=4, alpha=6.0, dora=dora)
     layout = open_for_training(folder, TrainSpec(trainable=LORA, lora=lora)).layout
     generator = torch.Generator().manual_seed(3)
     added = {t.name: 0.1 * torch.randn(t.shape, generator=generator) for _, t in layout.tensors() if t.adapts}
+    # Magnitudes of about the norms that the model's weights have.
+    added |= {name: values + 1 for name, values in added.items() if name.endswith(MAGNITUDE)}
     tiny = tiny_model(MODEL)
     template = Template.from_folder(folder, layout=layout)
     template.adapter_scale = lora.scale

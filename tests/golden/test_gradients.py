@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.double import check_gradients, check_numbers, gradients_of, plain_and_exact
 from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor
 
@@ -17,19 +19,39 @@ from horizon_server.engine.step_pass import StepKey
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
 
+    from horizon_server.figures import StepFigures
+
 Pack = Callable[[list[Tensor]], MicroBatch]
 
 
-def worst_error(run: Run, reference: torch.nn.Module) -> tuple[float, str]:
-    """The largest relative error of any parameter's gradient, and whose it is; a gradient that is nothing but rounding counts as 0."""
-    errors = []
-    for name, parameter in reference.named_parameters():
-        got = run.gradient(name)
-        wanted = torch.zeros_like(got) if parameter.grad is None else parameter.grad
-        norm = float(wanted.norm())
-        error = float((got - wanted).norm())
-        errors.append((error / norm if norm > 1e-7 else error, name))
-    return max(errors)
+@dataclass
+class Outcome:
+    """Loss and gradients of plain autograd."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def of_autograd(model: TinyModel, plain_loss: Callable[..., Tensor], rows: list[MicroBatch]) -> tuple[Outcome, Outcome]:
+    """Plain autograd of the rows, one after the other, in fp32 and in float64."""
+    num_targets = sum(row.num_targets for row in rows)
+
+    def autograd(reference: torch.nn.Module) -> Outcome:
+        loss = 0.0
+        for row in rows:
+            part = plain_loss(reference, row) / num_targets
+            torch.autograd.backward(part)
+            loss += part.item()
+        return Outcome(loss, gradients_of(reference))
+
+    return plain_and_exact(model.reference, autograd)
+
+
+def check(report: StepFigures, run: Run, wanted: tuple[Outcome, Outcome]) -> None:
+    """Check loss and gradients of a step."""
+    plain, exact = wanted
+    check_numbers(report.loss, plain.loss, exact.loss)
+    check_gradients({name: run.gradient(name) for name in exact.gradients}, plain.gradients, exact.gradients)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -49,13 +71,7 @@ def test_packed_documents_give_the_gradients_of_plain_autograd(
     report = run.trainer.train_step([row])
 
     assert run.trainer.supports_packing
-    apart = model.reference()
-    for document in both:
-        torch.autograd.backward(plain_loss(apart, pack([document])) / row.num_targets)
-    loss = sum(plain_loss(apart, pack([document])).item() for document in both) / row.num_targets
-    assert report.loss == pytest.approx(loss, rel=1e-6)
-    error, name = worst_error(run, apart)
-    assert error <= 2e-6, f"gradient of {name} is off by {error:.1e} from that of separate documents"
+    check(report, run, of_autograd(model, plain_loss, [pack([document]) for document in both]))
 
 
 @pytest.mark.parametrize("architecture", MIXES_DOCUMENTS)
@@ -76,12 +92,7 @@ def test_a_model_that_mixes_packed_documents_is_found_out_and_fed_single_ones(
     report = run.trainer.train_step([row])
 
     assert not run.trainer.supports_packing
-    reference = model.reference()
-    losses = [plain_loss(reference, pack([document])) / row.num_targets for document in both]
-    torch.autograd.backward(losses)
-    assert report.loss == pytest.approx(sum(loss.item() for loss in losses), rel=1e-6)
-    error, name = worst_error(run, reference)
-    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+    check(report, run, of_autograd(model, plain_loss, [pack([document]) for document in both]))
 
 
 @pytest.mark.parametrize("num_rows", [2, 5])
@@ -93,6 +104,7 @@ def test_the_split_into_micro_batches_does_not_matter(
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
     pack: Pack,
+    plain_loss: Callable[..., Tensor],
 ) -> None:
     model = tiny_model(architecture)
     five = documents(9, 12, 5, 17, 8)
@@ -102,11 +114,10 @@ def test_the_split_into_micro_batches_does_not_matter(
     in_one = whole.trainer.train_step([pack(five)])
     in_parts = parts.trainer.train_step([pack(row) for row in split])
 
-    assert in_parts.loss == pytest.approx(in_one.loss, rel=1e-6)
-    assert in_parts.grad_norm == pytest.approx(in_one.grad_norm, rel=1e-6)
     assert in_parts.h2d.bytes == in_one.h2d.bytes
-    one, other = whole.gradients(), parts.gradients()
-    assert float((one - other).norm() / one.norm()) <= 1e-6
+    wanted = of_autograd(model, plain_loss, [pack([document]) for document in five])
+    for report, run in ((in_one, whole), (in_parts, parts)):
+        check(report, run, wanted)
 
 
 @pytest.fixture
@@ -131,6 +142,7 @@ def test_rows_are_joined_where_that_changes_nothing(
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
     pack: Pack,
+    plain_loss: Callable[..., Tensor],
     computed: list[list[tuple[int, ...]]],
 ) -> None:
     model = tiny_model(architecture)
@@ -141,12 +153,11 @@ def test_rows_are_joined_where_that_changes_nothing(
 
     tokens = [[sum(lengths) for lengths in step] for step in computed]
     assert tokens == [[9, 12, 25, 17, 8], [21, 25, 25] if is_joined else [9, 12, 25, 17, 8]]
-    assert other.loss == pytest.approx(one.loss, rel=1e-6)
     assert (other.num_tokens, other.model_flops) == (one.num_tokens, one.model_flops)
-    first, second = apart.store.plane("grad"), joined.store.plane("grad")
-    assert float((first - second).norm() / first.norm()) <= 2e-6
-    ours, theirs = joined.trainer.evaluate(rows), apart.trainer.evaluate(rows)
-    assert ours.eval_loss == pytest.approx(theirs.eval_loss, rel=1e-6)
+    plain, exact = wanted = of_autograd(model, plain_loss, rows)
+    for report, run in ((one, apart), (other, joined)):
+        check(report, run, wanted)
+        check_numbers(run.trainer.evaluate(rows).eval_loss, plain.loss, exact.loss)
 
 
 def test_long_rows_of_short_documents_are_divided_between_documents(
@@ -154,6 +165,7 @@ def test_long_rows_of_short_documents_are_divided_between_documents(
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
     pack: Pack,
+    plain_loss: Callable[..., Tensor],
     computed: list[list[tuple[int, ...]]],
 ) -> None:
     model = tiny_model("qwen3")
@@ -164,9 +176,14 @@ def test_long_rows_of_short_documents_are_divided_between_documents(
 
     # Across the rows, and the document that is longer than a micro-batch alone.
     assert computed == [[(9, 12, 8, 17), (4, 30)], [(9, 12), (8, 17), (4,), (30,)]]
-    assert other.loss == pytest.approx(one.loss, rel=1e-6)
-    first, second = whole.store.plane("grad"), divided.store.plane("grad")
-    assert float((first - second).norm() / first.norm()) <= 2e-6
+    apart = [
+        pack([document])
+        for seed, lengths in enumerate(([9, 12, 8, 17], [4, 30]))
+        for document in documents(*lengths, seed=seed)
+    ]
+    wanted = of_autograd(model, plain_loss, apart)
+    for report, run in ((one, whole), (other, divided)):
+        check(report, run, wanted)
 
 
 def test_untrained_positions_have_no_part_in_the_loss(
@@ -183,13 +200,8 @@ def test_untrained_positions_have_no_part_in_the_loss(
 
     report = run.trainer.train_step([row])
 
-    reference = model.reference()
-    loss = plain_loss(reference, row) / 9
-    torch.autograd.backward(loss)
     assert row.num_targets == 9
-    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
-    error, name = worst_error(run, reference)
-    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+    check(report, run, of_autograd(model, plain_loss, [row]))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -204,13 +216,9 @@ def test_the_embedding_of_the_padding_token_gets_the_gradient_of_plain_autograd(
     rows = [pack([torch.tensor([3, 7, 7, 9, 7, 11])]), pack([torch.tensor([5, 9, 3])])]
     run = start(model)
 
-    run.trainer.train_step(rows)
+    report = run.trainer.train_step(rows)
 
-    reference = model.reference()
-    num_targets = sum(row.num_targets for row in rows)
-    torch.autograd.backward([plain_loss(reference, row) / num_targets for row in rows])
-    error, name = worst_error(run, reference)
-    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+    check(report, run, of_autograd(model, plain_loss, rows))
     # Where the table is not the projection too, nothing else can give the row a gradient.
     row_of_padding = run.gradient("model.embed_tokens.weight")[model.config.pad_token_id]
     assert bool(row_of_padding.any()) == model.template.tied

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tests.support.tiny_models import config_of, template_of
-from tests.support.traced_layers import FP32, ROWS, TRACED, greatest_difference, trace
+from tests.support.traced_layers import FP32, ROWS, TRACED, TRACED_FOR, greatest_difference, trace
 
-from horizon_server.engine.compiled.call_pattern import NotCompilable
+from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
 from horizon_server.engine.compiled.layers import call_patterns
 
 EXPERTS = "torch traces no grouped product in fp32"
@@ -23,6 +23,8 @@ EAGER = {
     "olmo_hybrid": ({0}, RECURRENT),
 }
 """Kinds of layers, by the first of each, that run eagerly, and why."""
+# Of a recurrent layer: more than one of its chunks of 64 tokens, because the code for one of them holds for every shorter row.
+LENGTHS = {"olmo_hybrid": (60, 68)}
 
 
 @pytest.mark.parametrize("architecture", sorted(TRACED | EAGER.keys()))
@@ -32,7 +34,7 @@ def test_a_traced_layer_computes_what_the_layer_computes(architecture: str) -> N
         try:
             if isinstance(pattern, NotCompilable):
                 raise pattern
-            graphs = trace(template, group, pattern)
+            graphs = trace(template, group, pattern, LENGTHS.get(architecture, TRACED_FOR))
         except NotCompilable:
             eager.add(group)
             continue
@@ -42,3 +44,12 @@ def test_a_traced_layer_computes_what_the_layer_computes(architecture: str) -> N
             assert difference <= 5e-6, (lengths, worst)
     # A kind that a later torch can trace moves out of the list.
     assert eager == EAGER.get(architecture, (set(), ""))[0]
+
+
+def test_a_loop_over_chunks_of_tokens_is_refused_without_following_it() -> None:
+    template = template_of(config_of("olmo_hybrid"))
+    pattern = call_patterns(template, FP32)[0]
+    assert isinstance(pattern, CallPattern)
+    # 1,024 chunks, whose 64 rounds each would take an hour.
+    with pytest.raises(NotCompilable, match="differs for every number of tokens"):
+        trace(template, 0, pattern, (1 << 16,))

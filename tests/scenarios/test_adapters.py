@@ -84,6 +84,11 @@ def test_an_adapter_is_trained_sampled_merged_and_started_from(daemon: DaemonPro
         with torch.no_grad():
             assert (merged(ids).logits - model(input_ids=ids).logits).abs().max() <= 1e-5
         assert answer_of(client, first.job_id) == wanted, "now of the merged model"
+        # The base lists <|endoftext|> alone; the job has trained on answers that end with <|im_end|>.
+        listed = [
+            json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("adapter", "merged")
+        ]
+        assert [config["eos_token_id"] for config in listed] == [[0, 2]] * 2
         again = client.checkpoints.pull(first.job_id, tmp_path / "again")
         assert set(again.files) == set(pulled.files)
         removed = client.checkpoints.merge(first.job_id, remove=True)
@@ -128,14 +133,11 @@ def test_after_training_on_fewer_bits_the_command_says_and_chooses_the_base(
 
         for asked, wanted in ((), ("trained", "nf4")), (("--base", "source"), ("source", "source")):
             out = tmp_path / wanted[0]
+            # The second takes the place of the first
             done = horizon("merge", job.job_id, "--out", str(out), *asked)
             assert done.returncode == 0, done.stderr
             origin = json.loads((out / "horizon_merge.json").read_bytes())
             assert (origin["base_model"], origin["base"], origin["base_format"]) == ("demo-model", *wanted)
-            if not asked:
-                refused = horizon("merge", job.job_id, "--base", "source")
-                assert refused.returncode and "has a merged model of base trained already" in refused.stderr
-            horizon("merge", job.job_id, "--remove")
 
         pulled = client.checkpoints.pull(job.job_id, tmp_path / "adapter")
         client.models.push(pulled.folder, name="nf4-adapter")

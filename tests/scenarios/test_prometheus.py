@@ -173,6 +173,14 @@ def test_no_panel_stays_empty(
             wait_for(all_filled, 200, every_s=1.0)
         finally:
             assert not empty, empty
+        # A daemon that is killed and started again under both: as many panels have data, from when it is there again.
+        daemon.kill()
+        daemon.start()
+        since_s, empty = time.time(), panels(spec["name"])
+        try:
+            wait_for(all_filled, 200, every_s=1.0)
+        finally:
+            assert not empty, empty
         shown = prometheus.get("/label/job_id/values", **{"match[]": "horizon_job_progress_ratio"})
         assert sorted(shown) == sorted([job_id, other_id])
         _says_the_truth(prometheus, client, job_id)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, AdapterConfig
+from horizon_server.store.adapters import LORA_B, MAGNITUDE
 from horizon_server.store.base_digest import model_digest
 from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
 from horizon_server.store.checkpoint_parts import Export, MergeBase
@@ -71,6 +72,9 @@ def write_adapter(folder: Path, model: Path, **options: Any) -> Path:
         for _, place in store.layout.tensors()
         if place.adapts
     }
+    if options.get("use_dora"):
+        outputs = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_B)}
+        tensors |= {name.removesuffix(LORA_B) + MAGNITUDE: tensor[:, 0].clone() for name, tensor in outputs.items()}
     store.close()
     save_file(tensors, folder / ADAPTER_FILE)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}

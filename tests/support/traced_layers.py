@@ -19,9 +19,9 @@ TRACED = {"qwen3", "gemma2", "gemma3_text", "olmo2", "cohere2", "gpt2", "gptj", 
 """Architectures of which every kind of layer can be traced."""
 
 
-def trace(template: Template, group: int, pattern: CallPattern) -> LayerGraphs:
-    example = template.probe_calls(TRACED_FOR, FP32)[group]
-    return trace_layer(template, group, pattern, example, num_tokens=sum(TRACED_FOR), dtype=FP32, device=CPU)
+def trace(template: Template, group: int, pattern: CallPattern, lengths: tuple[int, ...] = TRACED_FOR) -> LayerGraphs:
+    example = template.probe_calls(lengths, FP32)[group]
+    return trace_layer(template, group, pattern, example, num_tokens=sum(lengths), dtype=FP32, device=CPU)
 
 
 def greatest_difference(

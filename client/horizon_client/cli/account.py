@@ -10,7 +10,14 @@ import click
 from horizon_client.cli.output import View, clean, output_option, print_list, print_one
 from horizon_client.cli.root import Commands
 from horizon_client.errors import BadConfig
-from horizon_client.profiles import SYSTEM_CA, Endpoint, Profile, ProfileFile, ProfileSummary, read_token_file
+from horizon_client.profiles import (
+    SYSTEM_CA,
+    Profile,
+    ProfileFile,
+    ProfileSummary,
+    read_token_file,
+    resolve_endpoint,
+)
 
 _FIRST_CONTACT_S = 5.0
 _VIEW: View[ProfileSummary] = View(
@@ -47,7 +54,7 @@ Example:
     "--ca",
     type=click.Path(),
     metavar="FILE",
-    help="The daemon's CA file, or 'system' for a public certificate. Not needed for a daemon on this machine.",
+    help="The daemon's CA file, or 'system' for a public certificate. Not needed where an earlier login has saved it, nor without TLS.",
 )
 @click.option(
     "--client-cert",
@@ -67,9 +74,21 @@ def login(
 ) -> None:
     """Log in to a daemon: check the token, then save it as the profile in use."""
     token = _read_token(token_file)
-    ca_file = None if ca is None else Path(ca) if ca == SYSTEM_CA else Path(ca).expanduser().absolute()
-    cert, key = (path and Path(path).expanduser().absolute() for path in (client_cert, client_key))
-    endpoint = Endpoint(server=server, token=token, ca_file=ca_file, client_cert=cert or None, client_key=key or None)
+    ca_file, cert, key = (
+        path if path in (None, SYSTEM_CA) else str(Path(path).expanduser().absolute())
+        for path in (ca, client_cert, client_key)
+    )
+    earlier = ProfileFile().of_server(server, profile_name)
+    endpoint = resolve_endpoint(
+        server,
+        token=token,
+        ca_file=ca_file,
+        client_cert=cert,
+        client_key=key,
+        profile=None if earlier is None else earlier.name,
+    )
+    if earlier is not None and endpoint.ca_file is not None and endpoint.ca_file == earlier.ca_file:
+        click.echo(f"using the CA of profile {earlier.name}", err=True)
     from horizon_client.connection import RetryPolicy
     from horizon_client.sync_client import Client
 
@@ -77,7 +96,7 @@ def login(
     with Client(
         endpoint.server,
         token=token,
-        ca_file=None if ca_file is None else str(ca_file),
+        ca_file=endpoint.ca_file,
         client_cert=endpoint.client_cert,
         client_key=endpoint.client_key,
         # At the first contact a mistyped address is more likely than a restart of the daemon
@@ -89,7 +108,7 @@ def login(
             name=profile_name,
             server=endpoint.server,
             token=token,
-            ca_file=ca_file,
+            ca_file=endpoint.ca_file,
             client_cert=endpoint.client_cert,
             client_key=endpoint.client_key,
         )

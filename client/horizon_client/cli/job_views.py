@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from datetime import UTC, datetime
+from fractions import Fraction
 from typing import IO, TYPE_CHECKING
 
 from horizon_client.cli.evaluation_views import evaluation_facts, evaluation_text, method_figures_text
@@ -16,6 +18,7 @@ from horizon_client.cli.output import (
     clean,
     details,
     duration_text,
+    rough_text,
     table,
     time_text,
     to_plain,
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
         StepEvent,
     )
 
+_NOW_S = 5.0
+# Of moments nearer than this, seconds are shown too
+_SOON_S = 600.0
 _PLAIN_INTERVAL_S = 1.0
 # A limit from here on means that none was given
 _NO_LIMIT_BYTES = 1 << 60
@@ -116,7 +122,8 @@ def _memory_page(plan: MemoryPlan) -> str:
     rows.append(["limit", host_limit, _amount(plan.device_limit_bytes or None)])
     amounts = table(headers, [row[: len(headers)] for row in rows])
     fits = "it fits" if plan.fits else "it does not fit"
-    message = f"; {clean(plan.message)}" if plan.message else ""
+    message = f"; {clean(plan.message)}" if plan.message and not plan.fits else ""
+    warnings = "".join(f"\n{line}" for line in warning_lines(plan))
     where = clean(plan.device) or "the node"
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
@@ -124,7 +131,22 @@ def _memory_page(plan: MemoryPlan) -> str:
     parameters = f"{plan.num_parameters:,} parameters"
     if 0 < plan.num_trained_parameters < plan.num_parameters:
         parameters += f" ({plan.num_trained_parameters:,} trained, the others frozen)"
-    return f"{amounts}\n\n{parameters}, computed on {where}: {fits}{message}{kept}"
+    return f"{amounts}\n\n{parameters}, computed on {where}: {fits}{message}{kept}{warnings}"
+
+
+def warning_lines(plan: MemoryPlan) -> list[str]:
+    """Return each warning of a plan as a line of its own."""
+    return [f"warning: {clean(warning)}" for warning in plan.warnings]
+
+
+def total_text(plan: MemoryPlan) -> str:
+    """Return how many steps the whole job has and how long they take; empty while nothing is known of its data."""
+    if plan.num_steps is None:
+        return ""
+    steps = f"{'about ' if plan.steps_estimated else ''}{plan.num_steps:,} step{'' if plan.num_steps == 1 else 's'}"
+    total_s = plan.prediction.total_s if plan.prediction else None
+    time = "" if total_s is None else f", about {rough_text(total_s)}"
+    return f"{steps}{time}{', estimated from the size of the files' if plan.steps_estimated else ''}"
 
 
 def _kept_text(kept: KeptMemory) -> str:
@@ -140,16 +162,16 @@ def _kept_text(kept: KeptMemory) -> str:
 
 
 def plan_page(plan: MemoryPlan) -> str:
-    """Return the memory by component, whether the job fits, and its predicted speed."""
+    """Return the memory by component, whether the job fits, its predicted speed, and how long it takes."""
     memory = _memory_page(plan)
+    total = f"\ntotal: {total_text(plan)}" if total_text(plan) else ""
     if plan.prediction is None:
-        return f"{memory}\nno prediction yet: the node measures its speed when no job is running"
-    step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
+        return f"{memory}\nno prediction yet: the node measures its speed when no job is running{total}"
+    step_s = plan.prediction.step_s
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
-    total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
     hint = f"\nhint: {clean(plan.hint)}" if plan.hint else ""
     before = f"\nbefore step 1: {references_text(plan)}" if plan.references else ""
-    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{total}{before}{hint}"
+    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{before}{total}{hint}"
 
 
 def prediction_page(planned: PlannedJob, machine: str) -> str:
@@ -190,6 +212,31 @@ def times_of(outlook: Outlook) -> list[tuple[str, str]]:
     return [("why", outlook.why), ("starts", start), ("ends", end)]
 
 
+def when_text(outlook: Outlook, now: datetime | None = None) -> str:
+    """Return when a job starts and ends, in a sentence: starts now, ends in about 2 min (12:59:10), share 1/2."""
+    now = now or datetime.now(UTC)
+    start, end = outlook.estimated_start_time, outlook.estimated_end_time
+
+    def at(moment: datetime) -> str:
+        left_s = max((moment - now).total_seconds(), 0.0)
+        return f"in about {rough_text(left_s)} ({about_text(moment, now, seconds=left_s < _SOON_S)})"
+
+    if start is None:
+        return "its start and its end are not known yet"
+    is_now = (start - now).total_seconds() < _NOW_S
+    parts = ["starts now" if is_now else f"starts {at(start)}"]
+    parts.append("its end is not known yet" if end is None else f"ends {at(end)}")
+    if outlook.share:
+        parts.append(f"share {fraction_text(outlook.share)}")
+    return ", ".join(parts)
+
+
+def fraction_text(share: float) -> str:
+    """Return a share as a fraction where it is a simple one, else in percent."""
+    near = Fraction(share).limit_denominator(12)
+    return str(near) if abs(near - share) < 1e-6 else f"{share:.0%}"
+
+
 def outlook_facts(job: Job) -> list[tuple[str, str]]:
     """Return where a job stands; nothing for one that has ended."""
     if job.outlook is None:
@@ -200,7 +247,8 @@ def outlook_facts(job: Job) -> list[tuple[str, str]]:
     return [("why", job.outlook.why), ("share", share), ("ends", end)]
 
 
-def _steps(job: Job) -> str:
+def steps_text(job: Job | QueueEntry) -> str:
+    """Return the steps done of all; '-' while their number is not known, or not the caller's to see."""
     return f"{job.step}/{job.num_steps}" if job.num_steps else "-"
 
 
@@ -220,7 +268,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("priority", str(job.priority) if job.priority else ""),
         ("model", str(job.spec.get("model", ""))),
         ("dataset", str(job.spec.get("dataset", ""))),
-        ("step", _steps(job)),
+        ("step", steps_text(job)),
         ("attempt", str(job.attempt) if job.attempt else ""),
         ("submitted", time_text(job.create_time)),
         ("started", time_text(job.start_time) if job.start_time else ""),
@@ -253,6 +301,8 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         facts.append(("predicted speed", speed_text(plan)))
         if not job.num_steps:  # until the pass is done
             facts.append(("before step 1", references_text(plan)))
+            facts.append(("total", total_text(plan)))
+        facts += [("warning", clean(warning)) for warning in plan.warnings]
     return [(label, value) for label, value in facts if value]
 
 
@@ -263,7 +313,7 @@ JOB_VIEW: View[Job] = View(
         ("STATE", state_text),
         ("MODEL", lambda j: str(j.spec.get("model") or "-")),
         ("DATASET", lambda j: str(j.spec.get("dataset") or "-")),
-        ("STEP", _steps),
+        ("STEP", steps_text),
         ("LOSS", lambda j: f"{j.last_step.loss:.4f}" if j.last_step else "-"),
         ("ETA", lambda j: duration_text(j.eta) if not j.ended else "-"),
         ("OWNER", lambda j: j.owner),

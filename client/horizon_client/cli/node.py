@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import click
@@ -20,7 +20,7 @@ from horizon_client.cli.output import (
 )
 from horizon_client.cli.root import Commands, connection_options
 from horizon_client.cli.session import connected, open_client
-from horizon_client.cli.times import duration, moment
+from horizon_client.cli.times import duration, length_text, moment
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import NO_SERVER
 
@@ -54,17 +54,19 @@ def _facts(node: Node) -> list[tuple[str, str]]:
 
 
 def _state_text(node: Node) -> str:
-    """Return whether jobs start, and the admin's message."""
+    """Return whether jobs start, and the admin's message where it belongs to that; of a window ahead, the window has it."""
     modes = {"cordoned": "cordoned: no job starts", "drained": "drained: jobs are unloaded and wait"}
     state = "the daemon is shutting down" if node.draining else modes.get(node.mode, "open")
     message = node.condition.message if node.condition else ""
-    return f"{state} ({clean(message)})" if message else state
+    is_open = node.mode == "open" and not node.draining
+    return f"{state} ({clean(message)})" if message and not is_open else state
 
 
 def _maintenance_text(condition: NodeCondition | None) -> str:
     if condition is None or condition.window_start_time is None:
         return ""
-    return f"{time_text(condition.window_start_time)} to {time_text(condition.window_end_time)}"
+    message = f" ({clean(condition.message)})" if condition.message else ""
+    return f"{time_text(condition.window_start_time)} to {time_text(condition.window_end_time)}{message}"
 
 
 def _turn_text(device: DeviceStatus) -> str:
@@ -145,6 +147,11 @@ def maintenance(
     if cancel and start is None and length is None:
         _print_set(client.node.cancel_maintenance(), output)
     elif not cancel and start is not None and length is not None:
+        if start + length <= datetime.now(UTC):
+            raise click.UsageError(
+                f"--from {start:%Y-%m-%dT%H:%M} --for {length_text(length)} has ended already ({start + length:%H:%M}); give a window that "
+                "ends in the future"
+            )
         _print_set(client.node.set_maintenance(start, start + length, message=message), output)
     else:
         raise click.UsageError("give --from and --for, or only --cancel")

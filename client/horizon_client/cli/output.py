@@ -19,6 +19,8 @@ from typing import Any, Generic, TypeVar
 
 import click
 
+from horizon_formats.problems import writable
+
 ItemT = TypeVar("ItemT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -161,7 +163,7 @@ def _is_figure(text: str) -> bool:
 
 def clean(text: str) -> str:
     """Return `text` on one line and without control characters, so that the server cannot control the terminal."""
-    spaced = " ".join(text.split())
+    spaced = " ".join(writable(text).split())
     # Cf too: marks that turn the direction of text can make a name look like another
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf"))
 
@@ -185,6 +187,20 @@ def duration_text(seconds: float | None) -> str:
     return f"{days}d {clock}" if days else clock
 
 
+def rough_text(seconds: float) -> str:
+    """Return a duration as people say it: 45 s, 16 min, 3 h 20 min, 2 d 5 h."""
+    if seconds < 90:
+        return f"{max(round(seconds), 1)} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minute = divmod(minutes, 60)
+    if hours < 36:
+        return f"{hours} h {minute} min" if minute else f"{hours} h"
+    days, hour = divmod(round(minutes / 60), 24)
+    return f"{days} d {hour} h" if hour else f"{days} d"
+
+
 def age_text(moment: datetime | None, now: datetime | None = None) -> str:
     """Return the time since `moment` in its largest unit; '-' when unknown."""
     if moment is None:
@@ -197,13 +213,14 @@ def age_text(moment: datetime | None, now: datetime | None = None) -> str:
     return f"{int(seconds)}s"
 
 
-def about_text(moment: datetime | None, now: datetime | None = None) -> str:
-    """Return an estimated moment in local time, to the minute: the time alone within a day; '-' when unknown."""
+def about_text(moment: datetime | None, now: datetime | None = None, *, seconds: bool = False) -> str:
+    """Return an estimated moment in local time, to the minute or second: the time alone within a day; '-' when unknown."""
     if moment is None:
         return "-"
     local = moment.astimezone()
     is_near = abs((moment - (now or datetime.now(UTC))).total_seconds()) < 12 * 3600
-    return local.strftime("%H:%M" if is_near else "%Y-%m-%d %H:%M")
+    clock = "%H:%M:%S" if seconds else "%H:%M"
+    return local.strftime(clock if is_near else f"%Y-%m-%d {clock}")
 
 
 def time_text(moment: datetime | None) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.job_views import share_text, times_of
+from horizon_client.cli.job_views import share_text, steps_text, total_text, warning_lines, when_text
 from horizon_client.cli.jobs import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.output import (
     View,
@@ -26,7 +26,7 @@ from horizon_client.cli.session import TransferReporter, connected, open_client
 from horizon_client.cli.times import duration
 
 if TYPE_CHECKING:
-    from horizon_client.resources import AllowanceUse, QueueEntry, Usage
+    from horizon_client.resources import AllowanceUse, QueueEntry, SimulatedJob, Usage
     from horizon_client.sync_client import Client
 
 _OUTCOMES = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -39,6 +39,7 @@ _QUEUE_VIEW: View[QueueEntry] = View(
         ("OWNER", lambda e: e.owner),
         ("STATE", lambda e: e.state),
         ("PRIORITY", lambda e: "-" if e.priority is None else str(e.priority)),
+        ("STEP", steps_text),
         ("SHARE", share_text),
         ("START", lambda e: about_text(e.outlook.estimated_start_time) if e.outlook else "-"),
         ("END", lambda e: about_text(e.outlook.estimated_end_time) if e.outlook else "-"),
@@ -104,10 +105,16 @@ def simulate(client: Client, spec: str, overrides: tuple[str, ...], no_push: boo
     The daemon simulates itself with the present jobs and shares. Queues nothing.
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
-        outlook = client.jobs.simulate(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
-    facts = [(label, "not known yet" if value == "-" else value) for label, value in times_of(outlook)]
-    start = outlook.estimated_start_time
-    print_result(outlook, output, names=[start.isoformat() if start else "-"], page=lambda: details(facts))
+        found = client.jobs.simulate(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
+    start = found.outlook.estimated_start_time
+    names = [start.isoformat() if start else "-"]
+    print_result(found, output, names=names, page=lambda: _simulated_page(found))
+
+
+def _simulated_page(found: SimulatedJob) -> str:
+    """Return when the job would start and end, why, with what share, and what it would warn of."""
+    facts = [("why", found.outlook.why), ("when", when_text(found.outlook)), ("total", total_text(found.plan))]
+    return "\n".join([details([fact for fact in facts if fact[1]]), *warning_lines(found.plan)])
 
 
 @click.command(
@@ -138,7 +145,7 @@ def usage(client: Client, since: timedelta, output: str) -> None:
 @output_option
 @connected
 def quota(client: Client, output: str) -> None:
-    """Show your weight and quotas and those of your project, and what frees them."""
+    """Show your weight and quotas, those of your projects, and what frees them."""
     allowances = client.sharing.quota()
     names = [f"{allowance.holder}/{allowance.name}" for allowance in allowances]
     print_result(allowances, output, names=names, page=lambda: _quota_page(allowances))
@@ -163,4 +170,7 @@ def _quota_page(allowances: list[AllowanceUse]) -> str:
 def _amount(quota: str, amount: float | None) -> str:
     if amount is None:
         return "-"  # no limit
-    return bytes_text(amount) if quota.endswith("_bytes") else f"{amount:,.1f}".removesuffix(".0")
+    if quota.endswith("_bytes"):
+        return bytes_text(amount)
+    # Of hours the first digits count: 0.011 hours are 38 s
+    return f"{amount:,.0f}" if amount == int(amount) or amount >= 100 else f"{amount:.3g}"

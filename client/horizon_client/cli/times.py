@@ -23,6 +23,14 @@ def duration(text: str) -> timedelta:
     return number * _UNITS[found[2]]
 
 
+def length_text(length: timedelta) -> str:
+    """Return a duration as `duration` takes it."""
+    for name, unit in reversed(_UNITS.items()):
+        if length >= unit and not length % unit:
+            return f"{length // unit}{name}"
+    return f"{length / _UNITS['m']:g}m"
+
+
 def moment(text: str) -> datetime:
     """Return a moment in ISO 8601, with its offset; without one it is local time."""
     try:

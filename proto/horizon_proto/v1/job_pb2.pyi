@@ -1154,6 +1154,7 @@ class LoraSpec(google.protobuf.message.Message):
     DROPOUT_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
     RSLORA_FIELD_NUMBER: builtins.int
+    DORA_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rows of A and columns of B; from 1 to 4096; default 16."""
@@ -1163,6 +1164,8 @@ class LoraSpec(google.protobuf.message.Message):
     """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
     rslora: builtins.bool
     """Scale by alpha / sqrt(rank) instead; default false."""
+    dora: builtins.bool
+    """Train the length of each output's weights apart from their direction; default false."""
     base: global___LoraBase.ValueType
     """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE."""
     @property
@@ -1177,12 +1180,15 @@ class LoraSpec(google.protobuf.message.Message):
         dropout: builtins.float | None = ...,
         targets: collections.abc.Iterable[builtins.str] | None = ...,
         rslora: builtins.bool | None = ...,
+        dora: builtins.bool | None = ...,
         base: global___LoraBase.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "base", b"base", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora", "targets", b"targets"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dora", b"_dora", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "dora", b"dora", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dora", b"_dora", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "base", b"base", "dora", b"dora", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora", "targets", b"targets"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_alpha", b"_alpha"]) -> typing.Literal["alpha"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dora", b"_dora"]) -> typing.Literal["dora"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_dropout", b"_dropout"]) -> typing.Literal["dropout"] | None: ...
     @typing.overload
@@ -1470,10 +1476,15 @@ class Outlook(google.protobuf.message.Message):
     SHARE_FIELD_NUMBER: builtins.int
     ESTIMATED_START_TIME_FIELD_NUMBER: builtins.int
     ESTIMATED_END_TIME_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     why: builtins.str
-    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"."""
+    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"; to others than the job's owner, "its share 1/3"."""
     share: builtins.float
-    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory."""
+    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory. Of a simulated job, the
+    part that it has right after its start.
+    """
+    place: builtins.int
+    """Place in the order in which waiting jobs are considered now, from 1; 0 for a job that does not wait."""
     @property
     def estimated_start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its model is expected to be loaded, or was; unset where nothing is known."""
@@ -1489,9 +1500,10 @@ class Outlook(google.protobuf.message.Message):
         share: builtins.float = ...,
         estimated_start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         estimated_end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        place: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "share", b"share", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "place", b"place", "share", b"share", "why", b"why"]) -> None: ...
 
 global___Outlook = Outlook
 
@@ -1549,6 +1561,9 @@ class MemoryPlan(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     NUM_TRAINED_PARAMETERS_FIELD_NUMBER: builtins.int
     REFERENCES_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    STEPS_ESTIMATED_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1560,7 +1575,7 @@ class MemoryPlan(google.protobuf.message.Message):
     fits: builtins.bool
     """Whether both fit."""
     message: builtins.str
-    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise, or empty."""
+    """When it does not fit: the numbers and the smallest change that would make it fit; else empty."""
     num_parameters: builtins.int
     """Parameters of the model."""
     device: builtins.str
@@ -1571,6 +1586,10 @@ class MemoryPlan(google.protobuf.message.Message):
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     num_trained_parameters: builtins.int
     """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
+    num_steps: builtins.int
+    """Steps of the whole job; unset while only its data decides and nothing is known of that."""
+    steps_estimated: builtins.bool
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -1591,6 +1610,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def references(self) -> global___ReferencePass:
         """The pass over the data before the first step; unset where the method needs none, or the node's speed has not been measured."""
 
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+
     def __init__(
         self,
         *,
@@ -1610,9 +1633,13 @@ class MemoryPlan(google.protobuf.message.Message):
         kept: global___KeptMemory | None = ...,
         num_trained_parameters: builtins.int = ...,
         references: global___ReferencePass | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        num_steps: builtins.int | None = ...,
+        steps_estimated: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kept", b"kept", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
 
@@ -1866,6 +1893,7 @@ class StepEvent(google.protobuf.message.Message):
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
     NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
+    LAUNCHING_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -1906,6 +1934,8 @@ class StepEvent(google.protobuf.message.Message):
     """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
     little. Absent while unknown, as where steps are a single micro-batch.
     """
+    launching_s: builtins.float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
     @property
     def h2d(self) -> global___TransferFigures:
         """Host to device."""
@@ -1952,9 +1982,10 @@ class StepEvent(google.protobuf.message.Message):
         model_flops: builtins.float = ...,
         noise_scale_tokens: builtins.float | None = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        launching_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent
@@ -2072,6 +2103,7 @@ class EvalEvent(google.protobuf.message.Message):
     JUDGED_FIELD_NUMBER: builtins.int
     NUM_CORRECT_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
+    LAUNCHING_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
@@ -2094,6 +2126,8 @@ class EvalEvent(google.protobuf.message.Message):
     """The figure that best_by of the spec names; unset where it was not measured."""
     num_correct: builtins.int
     """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
+    launching_s: builtins.float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
     @property
     def h2d(self) -> global___TransferFigures:
         """The link from host to device while it ran. What the queues did for an evaluation is not part of any step's figures."""
@@ -2132,9 +2166,10 @@ class EvalEvent(google.protobuf.message.Message):
         judged: builtins.float | None = ...,
         num_correct: builtins.int = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        launching_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_judged", b"_judged", "d2h", b"d2h", "h2d", b"h2d", "judged", b"judged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "method_figures", b"method_figures", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "launching_s", b"launching_s", "method_figures", b"method_figures", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_judged", b"_judged"]) -> typing.Literal["judged"] | None: ...
 
 global___EvalEvent = EvalEvent

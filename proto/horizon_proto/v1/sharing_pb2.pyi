@@ -263,7 +263,7 @@ class GetQuotaResponse(google.protobuf.message.Message):
     ALLOWANCES_FIELD_NUMBER: builtins.int
     @property
     def allowances(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AllowanceUse]:
-        """That of the calling user, then that of their project."""
+        """That of the calling user, then that of their own project, then those of the other projects that they may submit to."""
 
     def __init__(
         self,
@@ -334,16 +334,22 @@ class SimulateJobResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTLOOK_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     @property
     def outlook(self) -> horizon_proto.v1.job_pb2.Outlook:
         """Why it would be where it is, and when it would start and end."""
+
+    @property
+    def plan(self) -> horizon_proto.v1.job_pb2.MemoryPlan:
+        """Its memory plan, with what `job plan` and `job submit` warn of."""
 
     def __init__(
         self,
         *,
         outlook: horizon_proto.v1.job_pb2.Outlook | None = ...,
+        plan: horizon_proto.v1.job_pb2.MemoryPlan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["outlook", b"outlook"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["outlook", b"outlook"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["outlook", b"outlook", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["outlook", b"outlook", "plan", b"plan"]) -> None: ...
 
 global___SimulateJobResponse = SimulateJobResponse

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from horizon_server.api.limits import CallLimits, Rate, address_of
 from horizon_server.errors import TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
+from horizon_server.records.audit import AuditEntry
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.audit import Audit
 
@@ -83,5 +84,8 @@ class Logins:
         what = f"refused {number} wrong, expired or revoked tokens, the last from {address}"
         _log.warning("%s", what)
         await self._audit.write(
-            user="", token_id="", origin=address, action="login", resource="", outcome="UNAUTHENTICATED", detail=what
-        )
+            AuditEntry(
+                time_s=time.time(), user="", token_id="", origin=address, action="login", resource="",
+                outcome="UNAUTHENTICATED", detail=what,
+            )
+        )  # fmt: skip

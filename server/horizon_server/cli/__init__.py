@@ -13,14 +13,14 @@ from horizon_server.cli.audit import audit
 from horizon_server.cli.doctor import doctor
 from horizon_server.cli.housekeeping import gc
 from horizon_server.cli.maintenance import backup_command, check_command, restore_command
-from horizon_server.cli.options import with_settings_options
+from horizon_server.cli.options import Commands, with_settings_options
 from horizon_server.cli.plan import plan
 from horizon_server.errors import HorizonError, NotAllowed, NotFound, Unauthenticated
 from horizon_server.settings import load_settings, quiet_libraries
 from horizon_server.version import VERSION
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION, prog_name="horizond")
 def horizond() -> None:
     """Run and administer horizon on the machine with the GPU.
@@ -47,7 +47,8 @@ def horizond() -> None:
 def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...], **flags: str | bool | None) -> int:
     """Run the daemon in the foreground.
 
-    SIGTERM and Ctrl-C checkpoint the running job and end with exit code 0.
+    SIGTERM ends the daemon alone: workers train on, and the next daemon takes them over. Ctrl-C ends everything: running jobs are
+    checkpointed, and continue when the daemon is back. Exit code 0.
 
     Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every --tls-name, and prints
     the CA file that clients need.
@@ -103,7 +104,7 @@ def run() -> int:
         sys.stderr.write("interrupted\n")
         return 130
     except HorizonError as error:
-        sys.stderr.write(f"error: {error.message}\n")
+        sys.stderr.write(f"Error: {error.message}\n")
         # The first one is the message itself.
         for violation in error.violations[1:100]:
             sys.stderr.write(f"  {violation.description}\n")

@@ -6,16 +6,19 @@ import datetime
 import os
 import pwd
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from horizon_server.cli.allowances import allowance_row, allowance_text, change_allowance, with_allowance_options
-from horizon_server.cli.options import in_database, print_rows, with_output_option, with_settings_options
+from horizon_server.cli.options import Commands, in_database, print_rows, with_output_option, with_settings_options
 from horizon_server.db.database import Database
 from horizon_server.errors import BadSetting, NotFound
-from horizon_server.records.account import ROLES, SCOPES, ProjectMember, User
+from horizon_server.records.account import ROLES, SCOPES, Owned, ProjectMember, Token, User
 from horizon_server.records.sharing import Allowance
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.quotas import Allowances
@@ -23,9 +26,9 @@ from horizon_server.services.quotas import Allowances
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
 
 
-@click.group(name="user")
+@click.group(cls=Commands, name="user")
 def user_group() -> None:
-    """Create, list and remove users."""
+    """Create, change, list and remove users."""
 
 
 @user_group.command("add")
@@ -35,10 +38,17 @@ def user_group() -> None:
 @with_settings_options
 def user_add(name: str, role: str, project: str | None, config: Path | None, state_dir: Path | None) -> None:
     """Create a user. Example: horizond user add ada --role admin."""
-    user = in_database(config, state_dir, lambda db: Accounts(db).add_user(name, role=role, project=project))
+
+    async def add(database: Database) -> tuple[User, bool]:
+        accounts = Accounts(database)
+        is_known = (project or name) in await accounts.projects()
+        return await accounts.add_user(name, role=role, project=project), is_known
+
+    user, is_known = in_database(config, state_dir, add)
     where = "".join(f" {name} {path}" for name, path in (("--config", config), ("--state-dir", state_dir)) if path)
+    new = "" if is_known else "new "
     click.echo(
-        f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}{where}",
+        f"user {user.name} ({user.role}, {new}project {user.project}); next: horizond token create {user.name}{where}",
         err=True,
     )
     click.echo(user.name)
@@ -116,17 +126,33 @@ def user_set(
 
 @user_group.command("remove")
 @click.argument("name")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @with_settings_options
-def user_remove(name: str, config: Path | None, state_dir: Path | None) -> None:
+def user_remove(name: str, yes: bool, config: Path | None, state_dir: Path | None) -> None:
     """Remove a user with all their tokens, memberships, weight and quotas.
 
-    Their jobs, datasets and models stay. Running jobs continue: cancel them first if they should not.
+    Their jobs with checkpoints, datasets, models and projects stay. Running jobs continue: cancel them first if they should not. An admin
+    deletes what stays with: horizon job delete --owner NAME --older-than 0s; the same for dataset and model.
     """
+    owned = in_database(config, state_dir, lambda db: Accounts(db).owned(name), only_look=True)
+    click.echo(f"user {name} owns {_owned_text(owned)}", err=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise BadSetting(f"nobody can be asked here whether to remove user {name}; add --yes")
+        click.confirm(f"Remove user {name}?", abort=True, err=True)
     num_tokens = in_database(config, state_dir, lambda db: Accounts(db).remove_user(name))
     click.echo(f"user {name} is removed with {num_tokens} tokens", err=True)
 
 
-@click.group(name="token")
+def _owned_text(owned: Owned) -> str:
+    if not (owned.num_jobs or owned.num_datasets or owned.num_models):
+        return "no jobs, datasets or models"
+    running = f" ({owned.num_jobs_not_ended} not ended)" if owned.num_jobs_not_ended else ""
+    what = f"{owned.num_jobs} jobs{running}, {owned.num_datasets} datasets and {owned.num_models} models"
+    return f"{what}, which stay; horizond user remove --help says how to delete them"
+
+
+@click.group(cls=Commands, name="token")
 def token_group() -> None:
     """Create, list and revoke bearer tokens."""
 
@@ -142,21 +168,56 @@ def token_group() -> None:
     help="What it allows: read allows no changes, metrics only GET /metrics with the series of all users.",
 )
 @click.option("--label", default="", help="What it is for; at most 63 letters.")
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write it into this new file, which only you can read, instead of printing it.",
+)
 @with_settings_options
-def token_create(user: str, expires: str, scope: str, label: str, config: Path | None, state_dir: Path | None) -> None:
-    """Create a token for USER and print it; it cannot be shown again. Example: horizond token create ada > ada.token."""
+def token_create(
+    user: str, expires: str, scope: str, label: str, to: Path | None, config: Path | None, state_dir: Path | None
+) -> None:
+    """Create a token for USER and print it; it cannot be shown again. Example: horizond token create ada --to ada.token."""
     lifetime_s = parse_lifetime(expires)
-    token, secret = in_database(
-        config,
-        state_dir,
-        lambda db: Accounts(db).create_token(
+
+    async def create(database: Database) -> tuple[Token, str]:
+        return await Accounts(database).create_token(
             user, lifetime_s=lifetime_s, scope=scope, label=label, created_by=_system_account()
-        ),
-    )
+        )
+
+    if to is None:
+        token, secret = in_database(config, state_dir, create)
+    else:
+        # Before the token is made: one that could not be written would be lost.
+        with _new_private_file(to) as file:
+            token, secret = in_database(config, state_dir, create)
+            file.write(f"{secret}\n")
     end = "never expires" if token.expires_s is None else f"expires {_day(token.expires_s)}"
-    click.echo(f"token {token.token_id} of {user}, scope {scope}, {end}; it cannot be shown again:", err=True)
+    made = f"token {token.token_id} of {user}, scope {scope}, {end}"
+    if to is not None:
+        click.echo(f"{made}; it is in {to}, and cannot be shown again", err=True)
+        return
+    click.echo(f"{made}; it cannot be shown again:", err=True)
     # Alone on stdout, so that it can be redirected into a file.
     click.echo(secret)
+
+
+@contextmanager
+def _new_private_file(path: Path) -> Iterator[TextIO]:
+    """Make a file that only its owner can read, for the block; it is removed where the block fails. Raises BadSetting."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise BadSetting(f"--to {path} exists already; choose another file, or remove it first") from error
+    except OSError as error:
+        raise BadSetting(f"--to {path} cannot be written: {error.strerror}; choose another file") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yield file
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @token_group.command("list")

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from horizon_server.cli.options import in_database, print_rows, with_output_option, with_settings_options
+from horizon_server.cli.options import Commands, in_database, print_rows, with_output_option, with_settings_options
 from horizon_server.db.database import Database
-from horizon_server.errors import BadSetting
+from horizon_server.errors import AlreadyExists, BadSetting, NotFound
 from horizon_server.records.account import PROJECT_ROLES, ProjectMember
 from horizon_server.records.sharing import Allowance, Holder
 from horizon_server.services.accounts import Accounts
@@ -59,9 +59,35 @@ def with_allowance_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.group(name="project")
+@click.group(cls=Commands, name="project")
 def project_group() -> None:
-    """List projects, set their weights and quotas, and manage their members."""
+    """Add and list projects, set their weights and quotas, and manage their members."""
+
+
+@project_group.command("add")
+@click.argument("name")
+@click.option("--admin", "admins", multiple=True, metavar="USER", help="A member with the role admin (repeatable).")
+@with_settings_options
+def project_add(name: str, admins: tuple[str, ...], config: Path | None, state_dir: Path | None) -> None:
+    """Create a project, which users can then be members of.
+
+    A user who was created without --project has one of their own name already. Example: horizond project add lab --admin ada
+    """
+
+    async def add(database: Database) -> None:
+        known = [user.name for user in await Accounts(database).users()]
+        for user in admins:
+            if user not in known:
+                raise NotFound(f"user {user} does not exist; see: horizond user list")
+        if name in await Accounts(database).projects():
+            raise AlreadyExists(f"project {name} exists already; see: horizond project list")
+        await Allowances(database).add_project(name)
+        for user in admins:
+            await Accounts(database).add_member(name, user, "admin")
+
+    in_database(config, state_dir, add)
+    told = f" with {', '.join(admins)} as admin" if admins else f"; next: horizond project member add {name} USER"
+    click.echo(f"new project {name}{told}", err=True)
 
 
 @project_group.command("set")
@@ -77,16 +103,11 @@ def project_set(name: str, config: Path | None, state_dir: Path | None, **change
     Example: horizond project set lab --weight 3 --max-queued-jobs 50 --max-stored 2TiB
     """
 
-    async def change(database: Database) -> tuple[Allowance, bool]:
-        known = await Allowances(database).projects()
-        return await change_allowance(database, "project", name, changes), name in known
+    async def change(database: Database) -> Allowance:
+        await Accounts(database).require_project(name)
+        return await change_allowance(database, "project", name, changes)
 
-    allowance, is_known = in_database(config, state_dir, change)
-    click.echo(allowance_text(allowance), err=True)
-    if not is_known:
-        click.echo(
-            f"no user or job is in project {name} yet; add one with: horizond user add USER --project {name}", err=True
-        )
+    click.echo(allowance_text(in_database(config, state_dir, change)), err=True)
 
 
 @project_group.command("list")
@@ -95,8 +116,8 @@ def project_set(name: str, config: Path | None, state_dir: Path | None, **change
 def project_list(output: str, config: Path | None, state_dir: Path | None) -> None:
     """List projects with their users, members, weights and quotas.
 
-    Projects are those that a user is in, a job was charged to, or 'horizond project set' has named. Users are charged there; members see
-    the project's jobs.
+    Projects are those that 'horizond project add' has made, that a user is charged to, or that a job was. Users are charged there; members
+    see the project's jobs.
     """
 
     async def read(database: Database) -> tuple[dict[str, list[str]], list[ProjectMember], list[Allowance]]:
@@ -117,7 +138,7 @@ def project_list(output: str, config: Path | None, state_dir: Path | None) -> No
     print_rows(rows, output, name_key="name")
 
 
-@project_group.group(name="member")
+@project_group.group(cls=Commands, name="member")
 def member_group() -> None:
     """Add, remove and list the members of projects: they see its jobs."""
 

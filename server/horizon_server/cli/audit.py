@@ -23,6 +23,7 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
     "--since", default="7d", show_default=True, help="Since when: 30m, 12h, 90d, or a day such as 2026-01-31."
 )
 @click.option("--action", help="Only actions that contain this text, such as CancelJob or 'token create'.")
+@click.option("--outcome", help="Only changes that ended so: OK, UNKNOWN, or a reason such as NOT_ALLOWED.")
 @click.option(
     "--limit", type=click.IntRange(1, 100_000), default=200, show_default=True, help="Maximum number to list."
 )
@@ -32,6 +33,7 @@ def audit(
     user: str | None,
     since: str,
     action: str | None,
+    outcome: str | None,
     limit: int,
     output: str,
     config: Path | None,
@@ -40,6 +42,8 @@ def audit(
     """Show the audit log: who changed what, when, from where, and how it ended. The newest entry is last.
 
     It has every change through gRPC and by horizond commands, refused ones too, and failed logins. Contents of uploads are left out.
+    An entry is written before the change. Its outcome is UNKNOWN until the change has ended, and stays so where the daemon was killed
+    meanwhile: look whether the change was made.
 
     Example: horizond audit --user ada --since 30d -o json
     """
@@ -47,7 +51,7 @@ def audit(
     entries = in_database(
         config,
         state_dir,
-        lambda db: AuditStore(db).entries(user=user, since_s=since_s, action=action, limit=limit),
+        lambda db: AuditStore(db).entries(user=user, since_s=since_s, action=action, outcome=outcome, limit=limit),
     )
     rows = []
     for entry in entries:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 import yaml
 
-from horizon_server.cli.options import note_command, with_settings_options
+from horizon_server.cli.options import audited, with_settings_options
+from horizon_server.db.database_file import opened_file
+from horizon_server.db.existing import database_to_change, database_to_read
 from horizon_server.errors import InUse
 from horizon_server.records.housekeeping import Garbage
 from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, load_settings
-from horizon_server.state_dir import held_state_dir
+from horizon_server.state_dir import existing_state_dir, held_state_dir, idle_state_dir
 from horizon_server.telemetry.logs import configure_logging
 
 
@@ -45,18 +48,11 @@ def gc(dry_run: bool, timeout_s: float, output: str, config: Path | None, state_
     Example: horizond gc --dry-run
     """
     settings = load_settings(config, state_dir=state_dir)
-    try:
-        with held_state_dir(settings.state_dir):
-            configure_logging(settings.log_level, settings.log_json)
-            found, problem = asyncio.run(_sweep(settings, dry_run=dry_run))
-    except InUse:
-        # Only here: the other commands answer sooner without these imports.
-        from horizon_server.services.housekeeping.requests import ask_daemon
-
-        click.echo("the running daemon sweeps ...", err=True)
-        found, problem = ask_daemon(settings.state_dir, dry_run=dry_run, timeout_s=timeout_s)
-    if not dry_run:
-        note_command(config, state_dir)
+    existing_state_dir(settings.state_dir)
+    with opened_file(settings.database_path):  # refused where a newer version made it
+        pass
+    with nullcontext() if dry_run else audited(settings.database_path):
+        found, problem = _swept(settings, dry_run=dry_run, timeout_s=timeout_s)
     if problem:
         click.echo(f"nothing is removed: {problem}", err=True)
         return 1
@@ -69,11 +65,25 @@ def gc(dry_run: bool, timeout_s: float, output: str, config: Path | None, state_
     return 0
 
 
+def _swept(settings: Settings, *, dry_run: bool, timeout_s: float) -> tuple[list[Garbage], str]:
+    """Sweep, or let the running daemon do it; return what was found, and why nothing may be removed."""
+    try:
+        with idle_state_dir(settings.state_dir) if dry_run else held_state_dir(settings.state_dir):
+            configure_logging(settings.log_level, settings.log_json)
+            return asyncio.run(_sweep(settings, dry_run=dry_run))
+    except InUse:
+        # Only here: the other commands answer sooner without these imports.
+        from horizon_server.services.housekeeping.requests import ask_daemon
+
+        click.echo("the running daemon sweeps ...", err=True)
+        return ask_daemon(settings.state_dir, dry_run=dry_run, timeout_s=timeout_s)
+
+
 async def _sweep(settings: Settings, *, dry_run: bool) -> tuple[list[Garbage], str]:
-    from horizon_server.db.database import Database
     from horizon_server.main import wire
 
-    async with Database.opened(settings.database_path) as database:
+    path = settings.database_path
+    async with database_to_read(path, always_copy=True) if dry_run else database_to_change(path) as database:
         parts = await wire(settings, database, found=(), usable=())
         return await parts.sweep.run(dry_run=dry_run)
 

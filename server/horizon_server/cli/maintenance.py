@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import click
 
-from horizon_server.cli.options import note_command, print_rows, with_output_option, with_settings_options
+from horizon_server.cli.options import print_rows, this_command, with_output_option, with_settings_options
+from horizon_server.db.existing import complete_entry, insert_entry
+from horizon_server.errors import HorizonError
 from horizon_server.maintenance.backup import CHECKPOINTS, make_backup
 from horizon_server.maintenance.backup_folder import BackupFolder
 from horizon_server.maintenance.check import Report, check_backups, check_state_dir
 from horizon_server.maintenance.restore import restore
 from horizon_server.records.plan import size_text
 from horizon_server.settings import load_settings
+from horizon_server.state_dir import existing_state_dir, private_state_dir, require_state
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 _report = partial(click.echo, err=True)
@@ -50,6 +54,7 @@ def backup_command(
     Exit code 1 when a file is missing or damaged; the backup then has everything else. Example: horizond backup /mnt/backup/horizon
     """
     settings = load_settings(config, state_dir=state_dir)
+    existing_state_dir(settings.state_dir)
     result = make_backup(
         settings.state_dir,
         backup_dir,
@@ -58,11 +63,11 @@ def backup_command(
         hard_links=hard_links,
         on_progress=_report,
     )
-    # After it: the entry is the first change that the backup does not have.
-    note_command(config, state_dir)
+    # After it, as it changes nothing here: the entry is the first change that the backup does not have.
+    insert_entry(settings.database_path, replace(this_command(), outcome="OK"))
     backup = result.backup
     for problem in backup.problems:
-        click.echo(f"error: {problem}", err=True)
+        click.echo(f"Error: {problem}", err=True)
     removed = f", {size_text(result.removed_bytes)} of older backups removed" if result.removed_bytes else ""
     click.echo(
         f"{len(backup.entries)} files of {size_text(backup.size_bytes)}; {result.num_copied} were new, "
@@ -80,6 +85,7 @@ def backup_command(
 @click.option("--backup", "name", metavar="NAME", help="Which backup; --list shows them. [default: the newest]")
 @click.option(
     "--replace",
+    "replaces",
     is_flag=True,
     help="Also into a state folder with contents: replace its database, put back lost and damaged files.",
 )
@@ -89,7 +95,7 @@ def backup_command(
 def restore_command(
     backup_dir: Path,
     name: str | None,
-    replace: bool,
+    replaces: bool,
     list_only: bool,
     output: str,
     config: Path | None,
@@ -114,8 +120,20 @@ def restore_command(
         print_rows(rows, output, name_key="name")
         return
     settings = load_settings(config, state_dir=state_dir)
-    result = restore(backup_dir, settings.state_dir, name=name, replace=replace, on_progress=_report)
-    note_command(config, state_dir)
+    entry = this_command()
+    if settings.database_path.exists():
+        private_state_dir(settings.state_dir)
+        entry = replace(entry, number=insert_entry(settings.database_path, entry))
+    try:
+        # The restored database takes its place with the entry in it.
+        result = restore(
+            backup_dir, settings.state_dir, name=name, replace=replaces, entry=replace(entry, outcome="OK"), on_progress=_report
+        )  # fmt: skip
+    except HorizonError as error:
+        complete_entry(settings.database_path, replace(entry, outcome=error.reason, detail=error.message))
+        raise
+    if result.old_database is not None:
+        complete_entry(result.old_database, replace(entry, outcome="OK"))
     click.echo(
         f"backup {result.backup.name} is restored to {settings.state_dir}: {result.num_restored} files put back, "
         f"{result.num_kept} were there; {result.num_requeued} jobs that ran then are queued again", err=True,
@@ -141,7 +159,9 @@ def check_command(full: bool, backup_dir: Path | None, output: str, config: Path
     if backup_dir is not None:
         report = check_backups(backup_dir, full=full)
     else:
-        report = check_state_dir(load_settings(config, state_dir=state_dir).state_dir, full=full)
+        settings = load_settings(config, state_dir=state_dir)
+        require_state(settings.state_dir)
+        report = check_state_dir(settings.state_dir, full=full)
     _print(report, output)
     read = f", {size_text(report.num_bytes_read)} read" if full else "; --full reads every byte"
     click.echo(f"{'good' if report.is_good else 'NOT good'}: {report.num_files} files checked{read}", err=True)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +16,35 @@ import click
 import yaml
 
 from horizon_server.db.database import Database
+from horizon_server.db.existing import complete_entry, database_to_change, database_to_read, insert_entry
 from horizon_server.errors import HorizonError
-from horizon_server.services.audit import Audit, command_account
+from horizon_server.records.audit import UNKNOWN, AuditEntry
+from horizon_server.services.audit import command_account
 from horizon_server.settings import load_settings
-from horizon_server.state_dir import private_state_dir
+from horizon_server.state_dir import existing_state_dir
 
 Result = TypeVar("Result")
+
+
+class Commands(click.Group):
+    """A group of commands that suggests a similar name for an unknown one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that `args` names."""
+        name = args[0]
+        if ctx.resilient_parsing or name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        known = self.list_commands(ctx)
+        hint = did_you_mean(name, known) or f"commands: {', '.join(known)}"
+        raise click.UsageError(f"{name!r} is not a command of {ctx.command_path}; {hint}", ctx)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean X?` with the most similar of these names, or nothing when none is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def with_settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,38 +65,55 @@ def with_settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 _READING = frozenset({"audit", "check", "doctor", "list", "plan", "show"})
 
 
-def in_database(config: Path | None, state_dir: Path | None, call: Callable[[Database], Awaitable[Result]]) -> Result:
-    """Return what `call` returns of the daemon's database, whether or not the daemon runs. A command that changes something is audited."""
+def in_database(
+    config: Path | None,
+    state_dir: Path | None,
+    call: Callable[[Database], Awaitable[Result]],
+    *,
+    only_look: bool = False,
+) -> Result:
+    """Return what `call` returns of the daemon's database, whether or not the daemon runs.
+
+    A command that changes something is audited; with `only_look`, `call` is the look of such a command before its change.
+
+    Raises BadSetting: the state folder holds no daemon's state; or the command changes something and the database is of another version.
+    """
     settings = load_settings(config, state_dir=state_dir)
-    # The first command on a machine may be this one, before the daemon has made its folder.
-    private_state_dir(settings.state_dir)
+    existing_state_dir(settings.state_dir)
 
     async def run() -> Result:
-        async with Database.opened(settings.database_path) as database:
-            try:
-                result = await call(database)
-            except HorizonError as error:
-                await _audit(database, error)
-                raise
-            await _audit(database, None)
-            return result
+        if is_reading():
+            async with database_to_read(settings.database_path) as database:
+                return await call(database)
+        async with database_to_change(settings.database_path) as database:
+            with nullcontext() if only_look else audited(settings.database_path):
+                return await call(database)
 
     return asyncio.run(run())
 
 
-def note_command(config: Path | None, state_dir: Path | None) -> None:
-    """Write the command that is running into the audit log, for those that do not work in the database themselves."""
-
-    async def nothing_else(_database: Database) -> None:
-        return None
-
-    in_database(config, state_dir, nothing_else)
-
-
-async def _audit(database: Database, error: HorizonError | None) -> None:
+def is_reading() -> bool:
+    """Whether the command that is running changes nothing."""
     context = click.get_current_context(silent=True)
-    if context is None or context.info_name in _READING:
-        return
+    return context is None or context.info_name in _READING
+
+
+@contextmanager
+def audited(database: Path) -> Iterator[None]:
+    """Write the command that is running into the audit log before the block, which makes its change, and how it ended after it."""
+    entry = this_command()
+    entry = replace(entry, number=insert_entry(database, entry))
+    try:
+        yield
+    except HorizonError as error:
+        complete_entry(database, replace(entry, outcome=error.reason, detail=error.message))
+        raise
+    complete_entry(database, replace(entry, outcome="OK"))
+
+
+def this_command() -> AuditEntry:
+    """Return what the audit log says of the command that is running, before it is known how it ends."""
+    context = click.get_current_context()
     words: list[str] = []
     level: click.Context | None = context
     # The first one is the program, which has another name when it is run as a module.
@@ -81,16 +125,17 @@ async def _audit(database: Database, error: HorizonError | None) -> None:
     # What stands alone in a command is what it is about; the rest are options.
     arguments = [parameter.name for parameter in context.command.params if isinstance(parameter, click.Argument)]
     resource = " ".join(str(given.pop(name)) for name in arguments if name in given)
-    for name in ("config", "state_dir", "output"):
+    for name in ("config", "state_dir", "output", "yes"):
         given.pop(name, None)
-    await Audit(database).write(
+    return AuditEntry(
+        time_s=time.time(),
         user=account,
         token_id="",
         origin=origin,
         action=" ".join(["horizond", *words]),
         resource=resource,
-        outcome=error.reason if error else "OK",
-        detail=error.message if error else json.dumps(given, default=str) if given else "",
+        outcome=UNKNOWN,
+        detail=json.dumps(given, default=str) if given else "",
     )
 
 

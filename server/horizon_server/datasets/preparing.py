@@ -9,7 +9,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +27,7 @@ from horizon_server.children.entry import EventWriter, end_with_parent, serve
 from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.datasets.tokens.documents import LabelledAnswer, MismatchedAnswers
+from horizon_server.datasets.tokens.documents import AnswerEnds, LabelledAnswer, MismatchedAnswers
 from horizon_server.datasets.tokens.rendering import is_held_out
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, split_text, text_blocks
 from horizon_server.errors import InvalidData, WorkerDied
@@ -86,7 +86,7 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
         with_evaluation = options.eval_fraction > 0
         folder = stack.enter_context(PreparedFolder(request.output_dir, with_evaluation=with_evaluation, kind=kind))
         train, held_out = MismatchedAnswers(options.sequence_length), MismatchedAnswers(options.sequence_length)
-        codec = TextCodec.from_folder(request.model_dir)
+        codec, ends = TextCodec.from_folder(request.model_dir), AnswerEnds()
         for batch in _token_batches(request.dataset_files, codec, options, num_processes):
             rows += batch.num_rows
             eval_rows += batch.num_eval_rows
@@ -94,6 +94,7 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
             cut_tokens += batch.num_cut_tokens
             bad.add(batch.violations)
             left_out.add(batch.left_out)
+            ends.add(batch.closed_by)
             folder.train.add(batch.train if kind is not DataKind.KTO else train.add(batch.train_answers))
             if folder.evaluation is not None:
                 evaluated = batch.evaluation if kind is not DataKind.KTO else held_out.add(batch.evaluation_answers)
@@ -120,6 +121,7 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
             sequence_length=options.sequence_length,
             errors=tuple(violation.description for violation in left_out.kept),
             kind=kind.value,
+            answer_ends={codec.token_text(token): token for token in ends.tokens},
         )
         # Joining the planes of a large dataset takes minutes; without progress the parent could take it for a hang.
         folder.publish(dataclasses.asdict(report), on_bytes=lambda: on_progress(rows))
@@ -166,6 +168,7 @@ class _TokenBatch:
     num_eval_rows: int = 0
     num_truncated_rows: int = 0
     num_cut_tokens: int = 0
+    closed_by: Counter[int | None] = field(default_factory=Counter)
     violations: list[FieldViolation] = field(default_factory=list)
     left_out: list[FieldViolation] = field(default_factory=list)
 
@@ -200,6 +203,8 @@ def _tokenized(tokenizer: RowTokenizer, parse: Callable[[Any], Iterable[Row]], g
         batch.num_truncated_rows += row.num_cut_tokens > 0
         batch.num_cut_tokens += row.num_cut_tokens
         batch.num_eval_rows += row.held_out and bool(row.documents)
+        if not row.held_out:
+            batch.closed_by.update(row.closed_by)
         if row.answer is not None:
             (batch.evaluation_answers if row.held_out else batch.train_answers).append(row.answer)
             continue
@@ -313,4 +318,4 @@ def _apply(item: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the data preparation"))
+    sys.exit(serve(work, who="the data preparation", is_loading=True))

@@ -21,7 +21,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store import prepared
 
 # Raised whenever the same request would give other tokens, masks or counts, so that no old result is found again.
-PREPARATION_VERSION = 3
+PREPARATION_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,11 @@ class PrepareOptions:
     sequence_length: int = 1024
     train_on: str = "assistant"
     eval_fraction: float = 0.0
+
+    @property
+    def trains_everything(self) -> bool:
+        """Whether every token of a text or a chat is trained."""
+        return self.method == "pretrain" or self.train_on == "all"
 
     @property
     def kind(self) -> DataKind:
@@ -80,6 +85,7 @@ class PrepareReport:
     `documents`, `tokens` and `trained_tokens` are those to train on; `eval_*` are those held out. Trained tokens are targets: the first
     token of a document is never one. `error_rows` were left out, as nothing of them is trained within the sequence length;
     `errors` says so of the first hundred. `longest_document` is of both sides.
+    `answer_ends` are the tokens that end trained answers (`AnswerEnds`), with their ids.
     """
 
     rows: int
@@ -97,6 +103,7 @@ class PrepareReport:
     sequence_length: int
     errors: tuple[str, ...] = ()
     kind: str = DataKind.TEXT
+    answer_ends: Mapping[str, int] = field(default_factory=dict)
 
 
 def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: PrepareOptions) -> Path:

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, bindparam, delete, exists, select, union, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, select, union, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database, parts
-from horizon_server.db.tables import AllowanceRow, GrantRow, JobRow, MemberRow, TokenRow, UserRow
+from horizon_server.db.tables import AllowanceRow, DatasetRow, GrantRow, JobRow, MemberRow, ModelRow, TokenRow, UserRow
 from horizon_server.errors import AlreadyExists, NotFound, QuotaExceeded
-from horizon_server.records.account import Principal, ProjectMember, Token, User
+from horizon_server.records.account import Owned, Principal, ProjectMember, Token, User
+from horizon_server.records.job import ENDED
 
 RecordT = TypeVar("RecordT", User, Token, ProjectMember)
 MAX_TOKENS = 100
@@ -83,6 +84,25 @@ class AccountStore:
             await session.execute(delete(AllowanceRow).where(*allowance))
             await session.delete(row)
             return len(tokens.all())
+
+    async def owned(self, name: str) -> Owned:
+        """Return what a user owns. Raises NotFound when there is no such user."""
+        ended = JobRow.job_state.in_(sorted(ENDED))
+        async with self._database.reading() as session:
+            await _user(session, name)
+
+            async def number(row: type[Any], *conditions: Any) -> int:
+                return (
+                    await session.scalar(select(func.count()).select_from(row).where(row.owner == name, *conditions))
+                    or 0
+                )
+
+            return Owned(
+                num_jobs=await number(JobRow),
+                num_jobs_not_ended=await number(JobRow, ~ended),
+                num_datasets=await number(DatasetRow),
+                num_models=await number(ModelRow),
+            )
 
     async def insert_token(self, token: Token, sha256: str) -> None:
         """Store a token by its hash. Raises NotFound when the user does not exist, QuotaExceeded when they have too many."""

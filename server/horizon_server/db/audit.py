@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 
 from horizon_server.db.database import Database
 from horizon_server.db.tables import AuditRow
@@ -20,18 +21,34 @@ class AuditStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def insert(self, entry: AuditEntry) -> None:
-        """Add an entry at the end."""
+    async def insert(self, entry: AuditEntry) -> int:
+        """Add an entry at the end and return its number."""
         values = dataclasses.asdict(entry)
         del values["number"]
-        for name, max_chars in MAX_CHARS.items():
-            # What a caller has chosen is shown on an admin's terminal.
-            values[name] = "".join(one if one.isprintable() else "?" for one in values[name][:max_chars])
         async with self._database.session() as session:
-            session.add(AuditRow(**values))
+            row = AuditRow(**printable(values))
+            session.add(row)
+            await session.flush()
+            return row.number
+
+    async def change(self, number: int, **values: str) -> None:
+        """Set fields of an entry."""
+        async with self._database.session() as session:
+            await session.execute(update(AuditRow).where(AuditRow.number == number).values(**printable(values)))
+
+    async def remove(self, number: int) -> None:
+        """Delete an entry."""
+        async with self._database.session() as session:
+            await session.execute(delete(AuditRow).where(AuditRow.number == number))
 
     async def entries(
-        self, *, user: str | None = None, since_s: float = 0.0, action: str | None = None, limit: int
+        self,
+        *,
+        user: str | None = None,
+        since_s: float = 0.0,
+        action: str | None = None,
+        outcome: str | None = None,
+        limit: int,
     ) -> list[AuditEntry]:
         """Return the newest entries, oldest first; `action` is a part of the action's name."""
         query = select(AuditRow).where(AuditRow.time_s >= since_s)
@@ -39,6 +56,8 @@ class AuditStore:
             query = query.where(AuditRow.user == user)
         if action is not None:
             query = query.where(AuditRow.action.icontains(action, autoescape=True))
+        if outcome is not None:
+            query = query.where(AuditRow.outcome == outcome)
         async with self._database.reading() as session:
             rows = (await session.scalars(query.order_by(AuditRow.number.desc()).limit(limit))).all()
             names = [field.name for field in dataclasses.fields(AuditEntry)]
@@ -54,3 +73,13 @@ class AuditStore:
                 .returning(AuditRow.number)
             )
             return len(gone.all())
+
+
+def printable(values: dict[str, Any]) -> dict[str, Any]:
+    """Cut what a caller has chosen, and make it printable: it is shown on an admin's terminal."""
+    return {
+        name: "".join(one if one.isprintable() else "?" for one in value[: MAX_CHARS[name]])
+        if name in MAX_CHARS
+        else value
+        for name, value in values.items()
+    }

@@ -19,7 +19,7 @@ from horizon_server.db.database import BUSY_TIMEOUT_MS, MIGRATIONS
 from horizon_server.errors import BadSetting
 from horizon_server.events import StateChanged, encode
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.job import ENDED, ORDERED, RESIDENT, JobState, Wanted
+from horizon_server.records.job import ENDED, RESIDENT, JobState, Wanted, ordered
 
 RESTORED = "RESTORED"
 """Reason of a job that a restore has queued again."""
@@ -84,11 +84,12 @@ def requeue_resident(path: Path, is_left: Callable[[str, int], bool], message: s
     with _explained(path), contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("PRAGMA journal_mode=MEMORY")
         marks = ", ".join("?" * len(RESIDENT))
-        query = f"SELECT job_id, attempt, wanted, last_sequence FROM jobs WHERE job_state IN ({marks})"
+        query = f"SELECT job_id, attempt, wanted, last_sequence, name FROM jobs WHERE job_state IN ({marks})"
         found = [row for row in database.execute(query, sorted(RESIDENT)).fetchall() if not is_left(*row[:2])]
         now_s = time.time()
-        for job_id, attempt, wanted, last_sequence in found:
-            state, reason, text = ORDERED.get(Wanted(wanted), (JobState.QUEUED, RESTORED, message))
+        for job_id, attempt, wanted, last_sequence, name in found:
+            order = Wanted(wanted)
+            state, reason, text = ordered(order, name) if order else (JobState.QUEUED, RESTORED, message)
             event = StateChanged(job_state=state.value, reason=reason, message=text, attempt=attempt)
             database.execute(
                 "INSERT INTO events (job_id, sequence, time_s, body) VALUES (?, ?, ?, ?)",

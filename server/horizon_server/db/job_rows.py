@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from horizon_server.events import EvalDone, decode, encode
-from horizon_server.records.job import JobRecord, JobState, Wanted
+from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted
 from horizon_server.records.plan import JobPlan, KeptMemory, ReferencePass, StepPrediction
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -23,8 +23,10 @@ _PLAIN = (
 )  # fmt: skip
 STORED_FIELDS = (*_PLAIN, "plan", "data_report", "last_step", "wanted", "eval_set_ids")
 """Fields of a record that can be set."""
-# The largest page. A record takes some 20 kB with its row and its message (see `records.kept`).
+# The largest page. A record takes some 20 kB with its row and its message (see `api.kept`).
 _KEPT_RECORDS = 1000
+# The first pages of twenty users.
+_KEPT_ENDED = 2000
 
 
 def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
@@ -85,12 +87,44 @@ class Records:
         return dataclasses.replace(record, queue_position=queue_position) if queue_position else record
 
 
+class EndedRecords:
+    """The records of ended jobs that were listed last, by the number of their rows.
+
+    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, or its files are kept or deleted. So a page reads the
+    stamps, and whole rows only of jobs that go on. Thread: any.
+    """
+
+    STAMP = ("job_state", "last_sequence", "deletion_s", "keep_files")
+
+    def __init__(self, most: int = _KEPT_ENDED) -> None:
+        self._most = most
+        self._kept: OrderedDict[int, tuple[tuple[Any, ...], JobRecord]] = OrderedDict()
+
+    def of(self, row: Row[Any]) -> JobRecord | None:
+        """Return the record of a row, of which only number and stamp were read; None where it is not kept, or another by now."""
+        kept = self._kept.get(row.number)
+        if kept is None or kept[0] != tuple(getattr(row, name) for name in self.STAMP):
+            return None
+        with contextlib.suppress(KeyError):  # another thread has dropped it
+            self._kept.move_to_end(row.number)
+        return kept[1]
+
+    def keep(self, row: Row[Any], record: JobRecord) -> None:
+        """Keep the record of a whole row where its job has ended."""
+        if record.job_state in ENDED:
+            self._kept[row.number] = tuple(getattr(row, name) for name in self.STAMP), record
+            while len(self._kept) > self._most:
+                with contextlib.suppress(KeyError):  # another thread was faster
+                    self._kept.popitem(last=False)
+
+
 def record_of(row: Row[Any]) -> JobRecord:
     """Return the record of a row of the table of jobs, whose JSON is text."""
     plan: dict[str, Any] = json.loads(row.plan or "null") or {}
     if plan:  # one of an earlier version has none of these
         prediction, kept = plan.get("prediction"), plan.get("kept")
         plan["prediction"] = StepPrediction(**prediction) if prediction else None
+        plan["warnings"] = tuple(plan.get("warnings", ()))
         plan["kept"] = KeptMemory(**kept) if kept else None
         plan["references"] = ReferencePass(**references) if (references := plan.get("references")) else None
     evaluations = json.loads(row.evaluations) if row.evaluations else {}

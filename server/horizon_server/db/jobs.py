@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from bisect import bisect_right
@@ -21,12 +22,13 @@ from sqlalchemy import (
     or_,
     select,
     type_coerce,
+    union,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database, parts
-from horizon_server.db.job_rows import STORED_FIELDS, Records, columns_of, evaluations_after, record_of
+from horizon_server.db.job_rows import STORED_FIELDS, EndedRecords, Records, columns_of, evaluations_after, record_of
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
@@ -52,6 +54,9 @@ _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
 _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
 # Jobs of a page that is read on the event loop: about a millisecond. The service asks for one more than are shown.
 _LOOKED_UP = 101
+_BY_NUMBERS = _JOBS.where(JobRow.number.in_(bindparam("numbers", expanding=True)))
+# Beyond, one query over all of a user's projects is sorted as a whole.
+_MOST_UNITED = 100
 _ALIVE = [state.value for state in JobState if state not in ENDED]
 # More than one is only named in a message: "several jobs have an id that starts so".
 _MAX_NAMED = 10
@@ -63,6 +68,7 @@ class JobStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._records = Records()
+        self._ended = EndedRecords()
 
     async def create(self, job: JobRecord, *, request_id: str, admit: AdmitJob | None = None) -> tuple[JobRecord, bool]:
         """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
@@ -137,24 +143,23 @@ class JobStore:
         Those of `owner` and all in `projects`; all jobs where `owner` is None.
         """
 
+        named = sorted(projects)
+        query = _newest(owner is None, len(named), tuple(state.value for state in states), bool(before))
+        whose_ids = {} if owner is None else {"owner": owner, **{f"project_{i}": name for i, name in enumerate(named)}}
+
         def read(connection: Connection) -> list[tuple[int, JobRecord]]:
-            query = _JOBS.order_by(JobRow.number.desc()).limit(limit)
-            if owner is not None:
-                query = query.where(_visible(owner, projects))
-            if states:
-                query = query.where(JobRow.job_state.in_([s.value for s in states]))
-            if before:
-                query = query.where(JobRow.number < before)
-            rows = connection.execute(query).all()
+            rows = connection.execute(query, {**whose_ids, "before": before, "most": limit}).all()
+            found = {row.number: record for row in rows if (record := self._ended.of(row)) is not None}
+            others = [row.number for row in rows if row.number not in found]
             queue: Sequence[int] = ()
             # One read of the whole queue for all rows of the page: counting for each would read it hundreds of times.
             if any(row.job_state == JobState.QUEUED for row in rows):
                 queue = connection.scalars(_queue(JobRow.queue_order)).all()
-            places = (bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0 for row in rows)
-            return [
-                (row.number, self._records.of(row, queue_position=place))
-                for row, place in zip(rows, places, strict=True)
-            ]
+            for row in connection.execute(_BY_NUMBERS, {"numbers": others}).all() if others else ():
+                place = bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
+                found[row.number] = record = self._records.of(row, queue_position=place)
+                self._ended.keep(row, record)
+            return [(row.number, found[row.number]) for row in rows if row.number in found]
 
         # The newest jobs are what everybody looks at. What is further back may have to come from the disk.
         if before or limit > _LOOKED_UP:
@@ -375,9 +380,31 @@ class JobStore:
     async def counts(self) -> dict[str, int]:
         """Return the number of jobs by state, every state named."""
         query = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
-        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        rows = await self._database.look_up("counts", lambda connection: connection.execute(query).all())
         found = {job_state: number for job_state, number in rows}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
         return {state.value: found.get(state.value, 0) for state in JobState}
+
+
+@functools.lru_cache(maxsize=256)
+def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after: bool) -> Any:
+    """Return the query of the newest jobs: their numbers and what tells whether they have changed. It takes owner and projects by name."""
+    columns = [getattr(JobRow, name) for name in ("number", "queue_order", *EndedRecords.STAMP)]
+
+    def of(which: Any) -> Any:
+        query = select(*columns).order_by(JobRow.number.desc()).limit(bindparam("most"))
+        for condition in (which, JobRow.job_state.in_(states) if states else None):
+            query = query if condition is None else query.where(condition)
+        return query.where(JobRow.number < bindparam("before")) if is_after else query
+
+    if everyone:
+        return of(None)
+    whose = [JobRow.owner == bindparam("owner")]
+    whose += [JobRow.project == bindparam(f"project_{i}") for i in range(num_projects)]
+    if num_projects == 0 or num_projects > _MOST_UNITED:
+        return of(or_(*whose))
+    # Each with its own index, which has the order of the list: over all together every row of them would be read and sorted.
+    united = union(*(select(of(one).subquery()) for one in whose)).subquery()
+    return select(united).order_by(united.c.number.desc()).limit(bindparam("most"))
 
 
 async def _queued_ids(session: AsyncSession, owner: str, project: str) -> tuple[list[str], list[str]]:

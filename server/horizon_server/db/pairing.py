@@ -25,8 +25,11 @@ class Pairing:
         self._state_dir = state_dir
         self._file = state_dir / STATE_ID_FILE
 
-    async def problem(self) -> str | None:
-        """Return why the database may be the wrong one and what to do about it, or None when they belong together."""
+    async def problem(self, *, only_look: bool = False) -> str | None:
+        """Return why the database may be the wrong one and what to do about it, or None when they belong together.
+
+        With `only_look` the check is not counted, and nothing is written.
+        """
         async with self._database.session() as session:
             row = (await session.scalars(select(StateFolderRow))).one()
             is_empty = not await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
@@ -36,6 +39,8 @@ class Pairing:
                     f"{why}; put the right horizon.db back and start again, or accept this one (what it does not list goes to the trash) "
                     f"with: {accept}"
                 )
+            if only_look:
+                return None
             row.num_checks += 1
             state_id, num_checks = row.state_id, row.num_checks
         # After the commit: a crash in between leaves the database ahead of the folder, which is harmless.

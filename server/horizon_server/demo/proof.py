@@ -1,6 +1,7 @@
 """The demo's proof, in a process of its own: plain torch and transformers, and not a line of the engine.
 
-Reads {before, after, held_out, prompts} as JSON from standard input and writes {loss_before, loss_after, samples} to standard output.
+Reads {before, after, held_out, prompts} as JSON from standard input and writes {loss_before, loss_after, samples, num_ended} to standard
+output.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(request["after"])
     chats = [json.loads(line)["messages"] for line in Path(request["held_out"]).read_text("utf-8").splitlines()]
     before, after = _load(request["before"]), _load(request["after"])
-    samples = [
-        {"prompt": prompt, "before": _answer(before, tokenizer, prompt), "after": _answer(after, tokenizer, prompt)}
-        for prompt in request["prompts"]
-    ]
+    samples, num_ended = [], 0
+    for prompt in request["prompts"]:
+        answer, has_ended = _answer(after, tokenizer, prompt)
+        samples.append({"prompt": prompt, "before": _answer(before, tokenizer, prompt)[0], "after": answer})
+        num_ended += has_ended
     result = {
         "loss_before": held_out_loss(before, tokenizer, chats),
         "loss_after": held_out_loss(after, tokenizer, chats),
         "samples": samples,
+        "num_ended": num_ended,
     }
     json.dump(result, sys.stdout)
     return 0
@@ -61,14 +64,16 @@ def held_out_loss(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]])
 
 
 @torch.no_grad()
-def _answer(model: Any, tokenizer: Any, prompt: str) -> str:
+def _answer(model: Any, tokenizer: Any, prompt: str) -> tuple[str, bool]:
+    """Return the answer, and whether it ended by itself: at a token of the folder's own generation_config.json."""
     encoded = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    output = model.generate(**encoded, max_new_tokens=_NEW_TOKENS, do_sample=False, eos_token_id=end)
-    text: str = tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text.strip()
+    output = model.generate(**encoded, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    tokens = output[0, encoded["input_ids"].shape[1] :].tolist()
+    listed = model.generation_config.eos_token_id
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.strip(), tokens[-1] in (listed if isinstance(listed, list) else [listed])
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ _CONFIG: dict[str, Any] = {
     "attention_dropout": 0.0,
     "bos_token_id": None,
     "dtype": "bfloat16",
-    "eos_token_id": 2,
+    "eos_token_id": 0,
     "head_dim": _HEAD_DIM,
     "hidden_act": "silu",
     "hidden_size": _HIDDEN,
@@ -90,11 +90,12 @@ _CONFIG: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": _VOCABULARY,
 }
-_GENERATION_CONFIG = {"eos_token_id": [0, 2], "pad_token_id": 3, "do_sample": False}
+# As many base models: they end texts with another token than their template ends turns with, which training teaches.
+_GENERATION_CONFIG = {"eos_token_id": 0, "pad_token_id": 3, "do_sample": False}
 _TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": None,
-    "eos_token": "<|im_end|>",
+    "eos_token": "<|endoftext|>",
     "pad_token": "<|pad|>",
     "model_max_length": 1024,
     "clean_up_tokenization_spaces": False,

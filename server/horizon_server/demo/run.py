@@ -210,6 +210,8 @@ def _prove(model: Path, tuned: Path, held_out: Path, figures: dict[str, Any]) ->
     ours, theirs = figures["evaluations"][-1]["eval_loss"], proof["loss_after"]
     if abs(ours - theirs) > 0.01 * theirs:
         raise DemoFailed(f"the exported model's loss is {theirs:.4f} in transformers, but {ours:.4f} in horizon")
+    if not proof["num_ended"]:
+        raise DemoFailed("no answer of the exported model ends; its generation_config.json should name <|im_end|>")
     if not theirs < 0.7 * proof["loss_before"]:
         raise DemoFailed(f"the loss did not fall clearly: {proof['loss_before']:.4f} to {theirs:.4f}")
 
@@ -224,6 +226,7 @@ def _print_figures(figures: dict[str, Any], proof: dict[str, Any]) -> None:
         "training loss": f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {steps[-1]['step']} steps",
         "held-out loss": f"{evaluations[0]['eval_loss']:.4f} -> {evaluations[-1]['eval_loss']:.4f} (horizon)",
         "same, transformers": f"{proof['loss_before']:.4f} -> {proof['loss_after']:.4f}",
+        "answers that end": f"{proof['num_ended']} of {len(proof['samples'])}, at the token that ends the chats' turns",
         "tokens/s": f"{statistics.fmean(step['tokens_per_second'] for step in tail):,.0f}",
         "parameter memory": f"{parameters / 2**20:,.0f} MiB (12 bytes per parameter and 4 of gradients)",
         "host memory": f"{sum(used.values()) / 2**20:,.0f} MiB in use of {int(plan.get('host_total_bytes', 0)) / 2**20:,.0f} MiB planned, "

@@ -1,19 +1,20 @@
 """Adapters of low rank on the linear maps of a layer, whatever its code looks like.
 
 A model's own code calls `torch.nn.functional.linear`, `torch.addmm` where it is GPT-2's, or `x @ weight.T` where it is Falcon's. Inside
-`AdaptedMaps` such a call, where the weight is one that has an adapter, gives x W' + b + scale * dropout(x) A' B'. The weight is known by
-identity, so every use of it that is not such a call would miss the adapter: `check_uses` runs a layer and refuses the weight by name.
+`AdaptedMaps` such a call, where the weight is one that has an adapter, gives x W' + b + scale * dropout(x) A' B'. With magnitudes m and
+the norms n of W + scale * B A (DoRA) it gives x W' + b + (m / n - 1) dropout(x) W' + m / n scale * dropout(x) A' B'. The weight is known
+by identity, so every use of it that is not such a call would miss the adapter: `check_uses` runs a layer and refuses the weight by name.
 
 Shapes: T = tokens, I = inputs of a map, O = its outputs, K = rank.
 Thread: a mode belongs to the thread that enters it.
-Source: LoRA (arXiv 2106.09685), as in PEFT.
+Sources: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353), as in PEFT.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,22 +27,43 @@ from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
 from horizon_server.engine.linear import linear_without_value
 from horizon_server.errors import InvalidModel
-from horizon_server.store.adapters import LORA_A, LORA_B
+from horizon_server.store.adapters import LORA_A, LORA_B, MAGNITUDE
 from horizon_server.store.layout import StoreLayout
 
 _WEIGHT = ".weight"
 # Of the attribute a new object is made each time, so that it is compared by value.
 _TRANSPOSE = torch.Tensor.T.__get__
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_ENDS = (LORA_A, LORA_B, MAGNITUDE)
+_NORMS = ".lora_norms"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-    """The parameters of one adapted map, by their names in the layer."""
+    """The parameters of one adapted map, by their names in the layer. `magnitude` and `norms` are empty in plain LoRA; the norms, along
+    `norm_dim` of the weight, are no parameter: they are computed of the others.
+    """
 
     weight: str
     a: str
     b: str
+    magnitude: str = ""
+    norms: str = ""
+    norm_dim: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Adapter:
+    """One adapted map; plain LoRA has no magnitude and no norms.
+
+    Shapes: weight [O, I] (or [I, O] for `addmm`), a [K, I], b [O, K], magnitude and norms [O].
+    """
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+    norms: Tensor | None = None
 
 
 def adapter_places(layout: StoreLayout, bound: Sequence[Place]) -> list[Place]:
@@ -64,10 +86,10 @@ def adapter_places(layout: StoreLayout, bound: Sequence[Place]) -> list[Place]:
         if is_shared or place.piece != Strided.contiguous(base.offset, base.shape) or not place.name.endswith(_WEIGHT):
             what = f"as {place.name} of shape {list(place.piece.shape)}, which is not one tensor of its own"
             raise _refused(tensor.adapts, f"the model computes with it {what}")
-        half = LORA_A if tensor.name.endswith(LORA_A) else LORA_B
+        end = next(end for end in _ENDS if tensor.name.endswith(end))
         places.append(
             Place(
-                name=place.name.removesuffix(_WEIGHT) + half,
+                name=place.name.removesuffix(_WEIGHT) + end,
                 unit_index=unit.index,
                 piece=Strided.contiguous(tensor.offset, tensor.shape),
                 stored_names=(tensor.name,),
@@ -79,24 +101,32 @@ def adapter_places(layout: StoreLayout, bound: Sequence[Place]) -> list[Place]:
     return places
 
 
-def adapters_among(names: Collection[str]) -> list[AdapterNames]:
-    """The adapters among the names of a unit's parameters."""
-    bases = [name.removesuffix(LORA_A) for name in names if name.endswith(LORA_A)]
-    found = [AdapterNames(weight=base + _WEIGHT, a=base + LORA_A, b=base + LORA_B) for base in bases]
-    return [adapter for adapter in found if adapter.weight in names]
+def adapters_among(places: Sequence[Place], layout: StoreLayout) -> list[AdapterNames]:
+    """The adapters among the parameters of a unit."""
+    found = []
+    for place in places:
+        if not place.adapts or not place.name.endswith(LORA_A):
+            continue
+        base = place.name.removesuffix(LORA_A)
+        magnitude = next((other for other in places if other.name == base + MAGNITUDE), None)
+        norm_dim = None if magnitude is None else layout.find(magnitude.stored_names[0])[1].norm_dim
+        names = AdapterNames(weight=base + _WEIGHT, a=place.name, b=base + LORA_B)
+        if magnitude is not None and norm_dim is not None:
+            names = replace(names, magnitude=magnitude.name, norms=base + _NORMS, norm_dim=norm_dim)
+        found.append(names)
+    return found
 
 
 class AdaptedMaps(TorchFunctionMode):
     """Inside the block, linear maps with these weights have adapters; `dropout` is the share of an adapter's inputs that is dropped.
 
-    `adapters` are triples of a weight, [O, I] (or [I, O] for `addmm`), its A, [K, I], and its B, [O, K]. The random numbers are those of
-    torch's default generator. Its own products reach the modes around it, such as `AccumulatedProducts`.
+    The random numbers are those of torch's default generator. Its own products reach the modes around it, such as `AccumulatedProducts`.
     """
 
-    def __init__(self, adapters: Iterable[tuple[Tensor, Tensor, Tensor]], *, scale: float, dropout: float) -> None:
+    def __init__(self, adapters: Iterable[Adapter], *, scale: float, dropout: float) -> None:
         super().__init__()
         # With the weight itself, so that no other tensor can get its id meanwhile.
-        self._adapters = {id(weight): (weight, a_KI, b_OK) for weight, a_KI, b_OK in adapters}
+        self._adapters = {id(adapter.weight): adapter for adapter in adapters}
         self._scale, self._dropout = scale, dropout
         self._transposed = _Transposes()
 
@@ -111,19 +141,26 @@ class AdaptedMaps(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _TRANSPOSE and id(args[0]) in self._adapters:
             return self._transposed.made_of(args[0])
-        if (used := _map_of(func, args, kwargs, self._transposed)) is not None and (
-            found := self._adapters.get(id(used[1]))
-        ) is not None:
-            inputs, (_, a_KI, b_OK) = used[0], found
+        used = _map_of(func, args, kwargs, self._transposed)
+        if used is not None and (found := self._adapters.get(id(used[1]))) is not None:
             # As in PEFT: what is computed in fp32 next to adapters in bf16, such as a router, is cast for them.
-            dropped = (
-                functional.dropout(inputs.to(a_KI.dtype), self._dropout) if self._dropout else inputs.to(a_KI.dtype)
-            )
+            inputs = used[0].to(found.a.dtype)
+            dropped = functional.dropout(inputs, self._dropout) if self._dropout else inputs
             # Scaled where it is narrow. Before the map itself, so that the last product of a layer, which a recompute leaves out, stays
             # the last.
-            change = functional.linear(functional.linear(dropped, a_KI) * self._scale, b_OK)
+            change = functional.linear(functional.linear(dropped, found.a) * self._scale, found.b)
+            if found.magnitude is None or found.norms is None:
+                output = func(*args, **kwargs)
+                return output + change.to(output.dtype)
+            gain_O = found.magnitude / found.norms
+            # Less 1 before it is rounded to the dtype: that difference is small, and keeps its digits.
+            more_O, gain_O = (gain_O - 1).to(change.dtype), gain_O.to(change.dtype)
+            base = _without_bias(func, args, kwargs, dropped) if self._dropout else None
             output = func(*args, **kwargs)
-            return output + change.to(output.dtype)
+            if base is None:
+                bias = _bias_of(func, args, kwargs)
+                base = output if bias is None else output - bias
+            return output + (more_O * base + gain_O * change).to(output.dtype)
         return func(*args, **kwargs)
 
 
@@ -247,6 +284,23 @@ def _map_of(
         weight = transposed.weight_of(args[1])
         return (args[0], weight) if weight is not args[1] else None
     return None
+
+
+def _bias_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a linear map adds to its product."""
+    bias: Tensor | None = args[0] if func is torch.addmm else args[2] if len(args) > 2 else kwargs.get("bias")
+    return bias
+
+
+def _without_bias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Tensor) -> Tensor:
+    """The product of a linear map for other inputs."""
+    if func is torch.addmm:
+        product: Tensor = inputs @ args[2]
+        return product
+    if func in _PRODUCTS:
+        product = inputs @ args[1]
+        return product
+    return functional.linear(inputs, args[1] if len(args) > 1 else kwargs["weight"])
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -8,10 +8,8 @@ of a selection.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,13 +23,10 @@ from torch import Tensor
 
 from horizon_formats.formats import DataKind
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
-from horizon_server.engine.row_packing import PackedRows, SingleRows, permutation_keys, permuted
 from horizon_server.errors import InvalidData
 from horizon_server.store.prepared import WEIGHTS, group_size_of, open_prepared
+from horizon_server.store.row_packing import DOCUMENTS, EpochSteps, permutation_keys, rows_of_groups
 
-# What is permuted; part of the key of its permutation.
-_ROWS, _DOCUMENTS = 1, 2
-_ROWS_AT_ONCE = 1 << 16
 # Of a run's order: its first steps, and as many over a whole epoch.
 _DIGESTED_STEPS = 64
 
@@ -126,6 +121,11 @@ class PreparedDataset:
         if self._advantages_M is None:
             raise self._lacks("advantages", DataKind.SAMPLES)
         return self._of_targets(self._advantages_M, documents)
+
+    @property
+    def answer_ends(self) -> dict[str, int]:
+        """The tokens that end its trained answers, with their ids."""
+        return dict(self.report.get("answer_ends", {}))
 
     @property
     def is_weighted(self) -> bool:
@@ -258,7 +258,7 @@ class StepPlan:
                 f"the dataset was prepared with documents of up to {longest} tokens, train.sequence_length is "
                 f"{sequence_length}; prepare the dataset again with this sequence_length"
             )
-        self._dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
+        self.dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
         row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         if len(lengths) % group_size:
@@ -267,30 +267,36 @@ class StepPlan:
             )
         # What is packed and permuted are groups; the rows that they are in are taken apart again by `documents_of`.
         self._group_size, self._row_limit, self._packs = group_size, row_limit, packing
-        group_lengths = lengths.reshape(-1, group_size).sum(1)
-        self._rows = PackedRows(group_lengths, row_limit) if packing else SingleRows(group_lengths)
+        self._rows, group_lengths = rows_of_groups(lengths, group_size=group_size, packing=packing, limit=row_limit)
         self.num_rows = self._rows.num_rows
         self.packing_efficiency = dataset.num_tokens / (self.num_rows * max(row_limit, int(group_lengths.max())))
-        self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
-        self._epoch: tuple[int, list[int]] | None = None  # the one at hand, and the first row of each of its steps
-        if max_steps is not None:
-            self.num_steps = max_steps
-        else:
-            fraction, whole = math.modf(epochs or 0)
-            self.num_steps = self._steps_before(int(whole))
-            if fraction:
-                self.num_steps += math.ceil(fraction * self._steps_in(int(whole)))
+        self._steps = EpochSteps(self._rows, tokens_per_step=tokens_per_step, seed=seed, shuffle=shuffle)
+        self.num_steps = max_steps if max_steps is not None else self._steps.number(epochs or 0)
+
+    @property
+    def identity(self) -> str:
+        """What decides which documents are in which row, and which rows in which step, of a dataset."""
+        seed = self._seed if self._shuffle else None
+        rows = f"rows {self._row_limit} {self._packs} groups {self._group_size}"
+        return f"order {self.ORDER} {rows} steps {self._tokens_per_step} seed {seed}"
 
     def step(self, i: int) -> list[MicroBatch]:
         """Return the micro-batches of step i (from 0); the same in any order of calls and in any process."""
-        return [self._dataset.micro_batch(documents) for documents in self.documents_of(i)]
+        return [self.dataset.micro_batch(documents) for documents in self.documents_of(i)]
 
     def documents_of(self, i: int) -> list[list[int]]:
         """Return the document numbers of step i, row by row."""
         epoch, within = self._locate(i)
-        starts = self._step_starts(epoch)
-        rows = self._row_order(epoch, starts[within], starts[within + 1])
-        keys = permutation_keys(self._seed, epoch, _DOCUMENTS) if self._shuffle else None
+        return self._documents(epoch, within)
+
+    def first_epoch(self) -> Iterator[list[list[int]]]:
+        """The document numbers of each step of the first epoch, row by row: every document once, also where the run ends before."""
+        for within in range(self._steps.within(0)):
+            yield self._documents(0, within)
+
+    def _documents(self, epoch: int, within: int) -> list[list[int]]:
+        rows = self._steps.rows_of(epoch, within)
+        keys = permutation_keys(self._seed, epoch, DOCUMENTS) if self._shuffle else None
         found = self._rows.documents_of(rows, keys)
         return found if self._group_size == 1 else self._ungrouped(found)
 
@@ -299,7 +305,7 @@ class StepPlan:
         parts: list[list[int]] = []
         for groups in rows:
             documents = [self._group_size * group + member for group in groups for member in range(self._group_size)]
-            fits = int(self._dataset.document_lengths[documents].sum()) <= self._row_limit
+            fits = int(self.dataset.document_lengths[documents].sum()) <= self._row_limit
             parts += [documents] if self._packs and fits else [[document] for document in documents]
         return parts
 
@@ -308,7 +314,7 @@ class StepPlan:
 
         Later epochs are ordered in the same way. Steps are looked at, and not only `ORDER`: what gives the same order is the same.
         """
-        num_steps = min(self.num_steps, self._steps_in(0))
+        num_steps = min(self.num_steps, self._steps.within(0))
         chosen = sorted(
             {*range(min(num_steps, _DIGESTED_STEPS)), *range(0, num_steps, -(-num_steps // _DIGESTED_STEPS))}
         )
@@ -320,49 +326,8 @@ class StepPlan:
     def epoch_of(self, i: int) -> float:
         """Epochs done once step i is done: 0.25 after a quarter of the first epoch's steps, 1.0 at its end."""
         epoch, within = self._locate(i)
-        return epoch + (within + 1) / self._steps_in(epoch)
+        return epoch + (within + 1) / self._steps.within(epoch)
 
     def _locate(self, i: int) -> tuple[int, int]:
         assert 0 <= i < self.num_steps, f"step {i} is outside 0..{self.num_steps - 1}"
-        while self._first_steps[-1] <= i:
-            self._steps_before(len(self._first_steps))
-        epoch = bisect.bisect_right(self._first_steps, i) - 1
-        return epoch, i - self._first_steps[epoch]
-
-    def _steps_before(self, epoch: int) -> int:
-        while len(self._first_steps) <= epoch:
-            self._first_steps.append(self._first_steps[-1] + self._steps_in(len(self._first_steps) - 1))
-        return self._first_steps[epoch]
-
-    def _steps_in(self, epoch: int) -> int:
-        return len(self._step_starts(epoch)) - 1
-
-    def _step_starts(self, epoch: int) -> list[int]:
-        """Return the first row of each step of an epoch, and the number of its rows."""
-        # One epoch is kept: a run asks for its steps one after the other.
-        if self._epoch is not None and self._epoch[0] == epoch:
-            return self._epoch[1]
-        starts, filled = [0], 0
-        # In parts, so that the order of ten million rows is never in memory as a whole.
-        for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
-            order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
-            ends = np.cumsum(self._rows.tokens_of(order))
-            # Negative where the last part left a step open.
-            before = -filled
-            while (row := int(np.searchsorted(ends, before + self._tokens_per_step, side="right"))) < len(ends):
-                if begin + row == starts[-1]:
-                    # The row alone is longer than a step.
-                    row += 1
-                    if row == len(ends):
-                        break
-                starts.append(begin + row)
-                before = int(ends[row - 1]) if row else 0
-            filled = int(ends[-1]) - before
-        self._epoch = (epoch, [*starts, self.num_rows])
-        return self._epoch[1]
-
-    def _row_order(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
-        places = np.arange(begin, end)
-        if not self._shuffle:
-            return places
-        return permuted(places, self.num_rows, permutation_keys(self._seed, epoch, _ROWS))
+        return self._steps.locate(i)

@@ -32,7 +32,7 @@ from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.step_pass import StepKey, StepPass, charged
-from horizon_server.engine.template import Template
+from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS
 
@@ -255,10 +255,10 @@ class ForwardBackward:
 
     def _enqueue_layer(self, current: StepPass, layer: int, source: int, output: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
-        visit = self._fp8_visit(layer, for_backward=False)
+        visit, norms = self._fp8_visit(layer, for_backward=False), VisitNorms(template, layer)
 
         def forward(index: int, span: slice) -> None:
-            parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
+            parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
             hidden_1TD = activations.layer_input(source)[span][None]
             current.seed(layer + 1, index)
             call = current.calls[index][layer]
@@ -294,7 +294,7 @@ class ForwardBackward:
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         gradients = self._sink.open(layer + 1)
-        visit = self._fp8_visit(layer, for_backward=True)
+        visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)
         kept_input, is_last = layer - self._num_skipped, layer + 1 == self._first_trained
 
         def backward(index: int, span: slice) -> None:
@@ -303,7 +303,7 @@ class ForwardBackward:
             hidden_1TD = activations.layer_input(kept_input)[span][None].data
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
-                parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
+                parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
                 gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
                 return
             hidden_1TD.requires_grad_(not is_last)
@@ -315,7 +315,7 @@ class ForwardBackward:
                 self._charge_products(current, -kept.num_bytes)
             with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
                 with products, kept.taken() if kept is not None else nullcontext():
-                    output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, call)
+                    output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             if hidden_1TD.grad is not None:
                 gradient_TD.copy_(hidden_1TD.grad[0])

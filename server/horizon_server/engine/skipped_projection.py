@@ -25,12 +25,12 @@ from horizon_server.engine.linear import linear_without_value
 class SkippedProjection:
     """Replaces a projection's forward: it computes, except inside `skipped`.
 
-    `num_parameters` are the elements of its weight; skipping it saves twice as many operations per token.
+    `weight` is its weight's name in the layer, `num_parameters` are its elements; skipping it saves twice as many operations per token.
     """
 
-    def __init__(self, projection: nn.Module) -> None:
+    def __init__(self, projection: nn.Module, name: str) -> None:
         assert isinstance(projection, nn.Linear)
-        self._projection, self._skips = projection, False
+        self._projection, self._skips, self.weight = projection, False, f"{name}.weight"
         self.num_parameters = projection.weight.numel()
         # Replaced on the instance: a hook would come too late, when the value has been computed.
         projection.forward = self._forward  # type: ignore[assignment]
@@ -83,4 +83,4 @@ def find_skipped_projection(layer: nn.Module, call: LayerCall, *, hidden_size: i
     if not called or saves_after_it or called.count(called[-1]) > 1:
         return None
     name = {module: name for name, module in trial.named_modules()}[called[-1]]
-    return SkippedProjection(layer.get_submodule(name))
+    return SkippedProjection(layer.get_submodule(name), name)

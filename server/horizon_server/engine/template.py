@@ -28,7 +28,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from horizon_server.engine.adapters import AdaptedMaps, adapter_places, adapters_among, check_uses
+from horizon_server.engine.adapters import AdaptedMaps, Adapter, adapter_places, adapters_among, check_uses
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
 from horizon_server.engine.layer_stubs import (
@@ -52,9 +52,11 @@ from horizon_server.engine.meta_model import (
 )
 from horizon_server.engine.own_forward import check_own_forward
 from horizon_server.engine.packing_limit import find_packing_limit
-from horizon_server.engine.skipped_projection import find_skipped_projection
+from horizon_server.engine.skipped_projection import SkippedProjection, find_skipped_projection
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.store.adapter_norms import adapted_norms
+from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.layout import TENSOR_ALIGN_ELEMENTS, StoreLayout, UnitLayout, build_layout
 
 # More than recurrent layers compute at once: shorter rows take another way through their code.
@@ -147,7 +149,7 @@ class Template:
         self.embedding_parameter = f"{next(name for name, module in model.named_modules() if module is table)}.weight"
         self.projection_name = f"{next(n for n, m in model.named_modules() if m is projection)}.weight"
         self.places = [self._unit_places(unit, bound) for unit in units]
-        self._adapters = [adapters_among({place.name for place in places}) for places in self.places[1:-1]]
+        self._adapters = [adapters_among(places, self.layout) for places in self.places[1:-1]]
         local_name = self.embedding_parameter.removeprefix(self._prefixes["embedding"])
         found = next((place for place in self.places[0] if place.name == local_name), None)
         if found is None:
@@ -179,14 +181,18 @@ class Template:
         return [replace(place, name=place.name.removeprefix(prefix)) for place in places]
 
     def _kept_exact(self, places: list[Place]) -> list[Place]:
-        """With the parameters that transformers keeps in fp32 where it loads a model in bf16 (a router's correction bias) as exact."""
-        if self._kept_names is None:
-            return places
+        """With magnitudes of adapters as exact, and what transformers keeps in fp32 where it loads a model in bf16 (a router's correction
+        bias).
+        """
         found, before_end = [], 0
         for place in places:
             # Of the table only some rows are on the device.
             is_table = place.name == self.embedding_parameter
-            if isinstance(place.piece, (Strided, Joined)) and not is_table and self._kept_names.search(place.name):
+            # A magnitude moves by far less in a step than bf16 has digits.
+            is_kept = bool(place.adapts) and place.name.endswith(MAGNITUDE)
+            if self._kept_names is not None and not is_table:
+                is_kept = is_kept or self._kept_names.search(place.name) is not None
+            if isinstance(place.piece, (Strided, Joined)) and is_kept:
                 before_end += -(-math.prod(place.piece.shape) // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
                 place = replace(place, piece=Exact(piece=place.piece, before_end=before_end))
             found.append(place)
@@ -205,6 +211,7 @@ class Template:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
         self._own_attention: OwnAttention | None = None
+        self.keeps_masks = ""
         self._buffer_device = torch.device("cpu")
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
@@ -220,9 +227,13 @@ class Template:
         # Dropout in attention shows in training mode alone, and after a layer's last projection it saves its mask.
         self.train(True)
         if own_attention:
-            self._own_attention = find_own_attention(
+            found = find_own_attention(
                 self._model, self._layers, self.layer_groups, calls_of, hidden_size=self.hidden_size
             )
+            if isinstance(found, OwnAttention):
+                self._own_attention = found
+            else:
+                self.keeps_masks = found
         if self._own_attention:
             calls = calls_of(torch.arange(NUM_TRIAL_TOKENS))
         self._skipped_projections = {
@@ -230,7 +241,7 @@ class Template:
             for group in groups
         }
         self.train(False)
-        skipped = [projection for group in self.layer_groups if (projection := self._skipped_projections[group])]
+        skipped = [projection for layer in range(self.num_layers) if (projection := self._skipped_by(layer))]
         self.num_skipped_parameters = sum(projection.num_parameters for projection in skipped)
         self._is_training = False
         # After the search above, which replaces a projection's forward for good.
@@ -251,7 +262,10 @@ class Template:
 
     @property
     def needs_masks(self) -> bool:
-        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means."""
+        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means.
+
+        `keeps_masks` says why, where that was tried.
+        """
         return self._own_attention is None
 
     @property
@@ -406,13 +420,49 @@ class Template:
         with torch.no_grad():
             return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries, cache=cache)[1]
 
+    def norm_sizes(self, index: int) -> dict[str, int]:
+        """The length of each of a layer's `norms`, by name."""
+        places = {place.name: place for place in self.places[index + 1]}
+        return {
+            names.norms: places[names.magnitude].piece.shape[0] for names in self._adapters[index] if names.magnitude
+        }
+
+    def norms(self, index: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a layer's magnitudes (DoRA) are divided by, for `layer`, by name; none where it has no magnitudes, or `parameters` has them.
+
+        They are those of the weights alone, so one visit of a layer needs them once, for all micro-batches. Shapes: [O] each, fp32.
+        """
+        return {
+            names.norms: adapted_norms(
+                parameters[names.weight],
+                parameters[names.a].detach(),
+                parameters[names.b].detach(),
+                scale=self.adapter_scale,
+                norm_dim=names.norm_dim,
+            )
+            for names in self._adapters[index]
+            if names.magnitude and names.norms not in parameters
+        }
+
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
-        """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
+        """One decoder layer. Shapes: [1, T, D] to [1, T, D].
+
+        `parameters` may have the `norms` of these values, which are computed if they are not there.
+        """
         args, kwargs = call.with_hidden(hidden_1TD)
-        own, adapters = dict(parameters), self._adapters[index]
-        triples = [(own[found.weight], own.pop(found.a), own.pop(found.b)) for found in adapters]
+        own = {**self.norms(index, parameters), **parameters}
+        adapters = [
+            Adapter(
+                weight=own[names.weight],
+                a=own.pop(names.a),
+                b=own.pop(names.b),
+                magnitude=own.pop(names.magnitude, None),
+                norms=own.pop(names.norms, None),
+            )
+            for names in self._adapters[index]
+        ]
         dropout = self.adapter_dropout if self._is_training else 0.0
-        adapted = AdaptedMaps(triples, scale=self.adapter_scale, dropout=dropout) if adapters else nullcontext()
+        adapted = AdaptedMaps(adapters, scale=self.adapter_scale, dropout=dropout) if adapters else nullcontext()
         with self._layer_states[self.layer_groups[index]].restored(), adapted:
             output = functional_call(self._layers[index], own, args, kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
@@ -425,13 +475,19 @@ class Template:
         self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
     ) -> Tensor:
         """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is exact."""
-        projection = self._skipped_projections.get(self.layer_groups[index])
+        projection = self._skipped_by(index)
         with projection.skipped() if projection else nullcontext():
             return self.layer(index, parameters, hidden_1TD, call)
 
     def skips_projection(self, index: int) -> bool:
         """Whether `layer_for_gradients` leaves out the layer's last projection."""
-        return self._skipped_projections.get(self.layer_groups[index]) is not None
+        return self._skipped_by(index) is not None
+
+    def _skipped_by(self, index: int) -> SkippedProjection | None:
+        """The projection whose value a layer's backward does not need. A magnitude's gradient is made of what it multiplies."""
+        found = self._skipped_projections[self.layer_groups[index]]
+        scaled = {names.weight for names in self._adapters[index] if names.magnitude}
+        return None if found is not None and found.weight in scaled else found
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
         """Final norm, projection and the scaling after it, for tokens that need not be neighbours. Shapes: [C, V]."""
@@ -454,6 +510,23 @@ class Template:
         if logits_CV.shape != (num_tokens, self.vocab_size):
             raise InvalidModel(f"logits of shape {tuple(output.logits.shape)} are not supported")
         return logits_CV
+
+
+class VisitNorms:
+    """The `Template.norms` of a layer while it is visited, computed when the first micro-batch comes.
+
+    Thread: compute's, after the driver made it.
+    """
+
+    def __init__(self, template: Template, layer: int) -> None:
+        self._template, self._layer = template, layer
+        self._norms: dict[str, Tensor] | None = None
+
+    def beside(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's parameters, and their norms."""
+        if self._norms is None:
+            self._norms = self._template.norms(self._layer, parameters)
+        return {**parameters, **self._norms}
 
 
 class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]

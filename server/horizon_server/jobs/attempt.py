@@ -44,7 +44,7 @@ from horizon_server.jobs.wanted import OF_USERS, ORDERS
 from horizon_server.jobs.worker_request import worker_request
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.planning.planner import Planner
-from horizon_server.records.job import ORDERED, REQUEUED, JobRecord, JobState, Wanted
+from horizon_server.records.job import REQUEUED, JobRecord, JobState, Wanted, ordered
 from horizon_server.spec import needs_references
 from horizon_server.worker_link.daemon_end import Worker, last_words
 from horizon_server.worker_link.orders import GIVE_UP
@@ -98,6 +98,8 @@ class Attempt:
     on_checkpoint: Callable[[CheckpointWritten], None]
     on_loaded: Callable[[JobRecord, float], None]
     """Called with the seconds from the start of the attempt until the job could take turns."""
+    on_asked: Callable[[], None] = lambda: None
+    """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
     numa_interleave: bool = True
     max_restarts: int = 0
@@ -123,7 +125,10 @@ class Attempt:
         self._reports = self._new_reports()
 
     def _new_reports(self, *, reached: int = -1) -> Reports:
-        return Reports(self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached)
+        return Reports(
+            self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached,
+            on_asked=self.on_asked,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
@@ -204,6 +209,17 @@ class Attempt:
         return self._reports.seat
 
     @property
+    def is_loading(self) -> bool:
+        """Whether the job is being prepared, or its worker has not asked for its first turn yet."""
+        is_before = self.job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
+        return is_before and not self._reports.has_asked
+
+    @property
+    def waits_for_first_turn(self) -> bool:
+        """Whether its worker has loaded the model and waits for the device, which it has not had yet."""
+        return self.seat is not None and self.seat.waits and not self.seat.had_turn
+
+    @property
     def has_worker(self) -> bool:
         """Whether a worker runs. It continues when this daemon ends without it: the caller cancels `run` or `adopt` for that."""
         return self._worker is not None
@@ -220,7 +236,7 @@ class Attempt:
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
         memory = await asyncio.to_thread(
             self.planner.worker_memory, self.job.spec, model,
-            longest_document=prepared.longest_document, num_tokens=prepared.num_tokens, other_bytes=self.other_bytes(), gpu=self.gpu,
+            longest_document=prepared.longest_document, data=prepared.size, other_bytes=self.other_bytes(), gpu=self.gpu,
         )  # fmt: skip
         if not memory.plan.fits:
             if not self.other_bytes():
@@ -453,11 +469,11 @@ class Attempt:
         if outcome == "succeeded":
             target = JobState.SUCCEEDED
         elif self._wanted is Wanted.CANCEL:
-            target, reason, message = ORDERED[Wanted.CANCEL]
+            target, reason, message = ordered(Wanted.CANCEL, self.job.spec.name)
         elif outcome == "failed" and self._wanted not in REQUEUED:
             target = JobState.FAILED
         elif self._wanted is Wanted.PAUSE:
-            target, reason, message = ORDERED[Wanted.PAUSE]
+            target, reason, message = ordered(Wanted.PAUSE, self.job.spec.name)
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 from horizon_server.errors import InUse, InvalidModel, NotFound, in_words
 from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord
 from horizon_server.store.adapter_files import BASE_SHA256_FILE, is_adapter_folder
-from horizon_server.store.checkpoint_parts import MERGED_FOLDER
+from horizon_server.store.checkpoint_parts import MERGED_FOLDER, NEW_MERGED_FOLDER
 from horizon_server.store.manifest import (
     MANIFEST_FILE,
     TRAINER_FOLDER,
@@ -30,6 +31,7 @@ from horizon_server.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from horizon_server.worker_link.protocol import REQUEST_FILE
 
 LOG_PIECE_BYTES = 64 * 1024
 _LOG_POLL_S = 0.3
@@ -50,6 +52,8 @@ class JobFolders:
         """The library of compiled layers, which all jobs share."""
         self.digests = state_dir / "digests"
         """The book of the digests of models (`store.base_digest.DigestBook`)."""
+        self.prepared = state_dir / "prepared"
+        """Prepared data, which all jobs share."""
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun; its other files are next to it."""
@@ -60,6 +64,17 @@ class JobFolders:
         folder = self.state_dir / "devices"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / f"{device}.lock"
+
+    def resident_since_s(self, job: JobRecord) -> float:
+        """Return about since when a job has been in memory that an earlier daemon began (Unix seconds)."""
+        if job.queued_s <= job.started_s:  # it left the queue once
+            return job.started_s
+        # The request of the first worker since then.
+        times = []
+        for attempt in self.attempts(job.job_id):
+            with contextlib.suppress(OSError):
+                times.append((self.log(job.job_id, attempt).parent / REQUEST_FILE).stat().st_mtime)
+        return min((time_s for time_s in times if time_s >= job.queued_s), default=time.time())
 
     def checkpoints(self, job_id: str) -> CheckpointFolder:
         """Return a job's checkpoints, whether or not there are any."""
@@ -148,12 +163,12 @@ class CheckpointFolder:
         return int(match.group(1))
 
     def all(self) -> list[CheckpointRecord]:
-        """Return the complete checkpoints, oldest first. Without evaluations the newest counts as the best."""
+        """Return the complete checkpoints, oldest first. Without evaluations none is the best."""
         found = [self._record(step) for step in self.steps()]
         if not found:
             return []
         judged = [(cost, record) for record in found if (cost := self._cost(record)) is not None]
-        best = min(judged, key=itemgetter(0))[1] if judged else found[-1]
+        best = min(judged, key=itemgetter(0))[1] if judged else None
         return [replace(record, last=record is found[-1], best=record is best) for record in found]
 
     def steps(self) -> list[int]:
@@ -222,11 +237,25 @@ class CheckpointFolder:
         """Remove the folder merged/ from a checkpoint. Blocking. Raises InUse while it is being downloaded."""
         folder = self.of_step(step)
         with _locked(folder, fcntl.LOCK_EX):
-            manifest = read_manifest(folder)
-            kept = {n: record for n, record in manifest.files.items() if not n.startswith(f"{MERGED_FOLDER}/")}
-            if len(kept) < len(manifest.files):
-                self._write_manifest(folder, replace(manifest, files=kept))
-            shutil.rmtree(folder / MERGED_FOLDER, ignore_errors=True)
+            self._unlist_merged(folder)
+
+    def replace_merged(self, step: int, files: Mapping[str, FileRecord]) -> None:
+        """Put the folder merged.new/ in the place of merged/. Blocking. Raises InUse while the checkpoint is being downloaded.
+
+        A cut leaves the old model, the new one, or a checkpoint without either.
+        """
+        folder = self.of_step(step)
+        with _locked(folder, fcntl.LOCK_EX):
+            self._unlist_merged(folder)
+            (folder / NEW_MERGED_FOLDER).rename(folder / MERGED_FOLDER)
+            self.add_merged(step, files)
+
+    def _unlist_merged(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        kept = {n: record for n, record in manifest.files.items() if not n.startswith(f"{MERGED_FOLDER}/")}
+        if len(kept) < len(manifest.files):
+            self._write_manifest(folder, replace(manifest, files=kept))
+        shutil.rmtree(folder / MERGED_FOLDER, ignore_errors=True)
 
     def delete(self, step: int) -> None:
         """Remove one checkpoint. Raises NotFound when there is no such one, InUse while it is being downloaded."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
+import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,11 @@ from horizon_server.datasets.recipe import (
 )
 from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
 from horizon_server.events import Message, PrepareProgress, WorkerLine
+from horizon_server.planning.data_size import DataSize, counted_steps, expanded_bytes
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.spec import EVAL_SET, JobSpec
-from horizon_server.store.prepared import REPORT_FILE, group_size_of, remove_partial
+from horizon_server.store.prepared import REPORT_FILE, document_lengths, group_size_of, remove_partial
 
 _MEMORY_GIB = 4
 # A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
@@ -65,14 +69,65 @@ class PreparedData:
 class PreparedJob:
     """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document of all.
 
-    `num_tokens` are those of all documents that are of the kind that the job learns from, trained and evaluated.
+    `size` is of all documents that are of the kind that the job learns from, trained and evaluated.
     """
 
     folder: Path
     evaluations: dict[str, Path]
     report: dict[str, int]
     longest_document: int
-    num_tokens: int
+    size: DataSize
+
+
+def known_size(
+    root: Path, spec: JobSpec, model: Path, dataset: DatasetRecord, eval_sets: Sequence[DatasetRecord]
+) -> DataSize:
+    """Return how much data a job has: counted where it was prepared with the same settings, else estimated from its files. Blocking.
+
+    `root` is the folder of all prepared data. Of the eval sets those count that the pass before the first step goes over.
+    """
+    sizes = [_size_of(root, spec, model, dataset, spec.eval_fraction)]
+    # Text is evaluated without references.
+    sizes += [_size_of(root, spec, model, one, 0.0) for one in eval_sets if one.data_kind == dataset.data_kind]
+    return DataSize.total(sizes)
+
+
+def _size_of(root: Path, spec: JobSpec, model: Path, record: DatasetRecord, eval_fraction: float) -> DataSize:
+    options, train = _options(spec, record, eval_fraction), spec.train
+    if (root / record.digest).is_dir():  # first, as the tokenizer's files take milliseconds to read
+        with contextlib.suppress(HorizonError, OSError, ValueError, KeyError):  # a damaged folder is prepared again
+            folder = prepared_folder(root, record.digest, tokenizer_digest(model), options)
+            if is_prepared(folder, options):
+                report = json.loads((folder / REPORT_FILE).read_text("utf-8"))
+                return _counted(folder, report, record, spec)
+    trained = DataSize.estimated(
+        num_bytes=round((1 - eval_fraction) * expanded_bytes((file.path, file.size_bytes) for file in record.files)),
+        num_rows=math.ceil((1 - eval_fraction) * record.num_rows),
+        documents_per_row=group_size_of(DataKind(record.data_kind)),
+        sequence_length=train.sequence_length,
+        train=train,
+        is_split=DatasetFormat(record.format) is DatasetFormat.TEXT,
+    )
+    return dataclasses.replace(trained, num_tokens=round(trained.num_tokens / (1 - eval_fraction)))
+
+
+def _counted(folder: Path, report: Mapping[str, Any], record: DatasetRecord, spec: JobSpec) -> DataSize:
+    group_size = group_size_of(DataKind(record.data_kind))
+    steps = None
+    if spec.train.epochs is not None:
+        steps = counted_steps(document_lengths(folder), spec.train, group_size=group_size)
+    return DataSize(num_tokens=report["tokens"] + report["eval_tokens"], num_steps=steps)
+
+
+def _options(spec: JobSpec, record: DatasetRecord, eval_fraction: float) -> PrepareOptions:
+    return PrepareOptions(
+        format=DatasetFormat(record.format),
+        field_map=record.field_map,
+        method=spec.method,
+        sequence_length=spec.train.sequence_length,
+        train_on=spec.train.train_on,
+        eval_fraction=eval_fraction,
+    )
 
 
 class Preparation:
@@ -100,7 +155,7 @@ class Preparation:
         if prepared is None:
             return None
         longest = prepared.report["longest_document"]
-        num_tokens = prepared.report["tokens"] + prepared.report["eval_tokens"]
+        size = await asyncio.to_thread(_counted, prepared.folder, prepared.report, dataset.record, spec)
         evaluations = {} if prepared.evaluation is None else {EVAL_SET: prepared.evaluation}
         for name, eval_set in eval_sets.items():
             one = await self.run(spec, model, eval_set, **how)
@@ -109,10 +164,9 @@ class Preparation:
             evaluations[name] = one.folder
             longest = max(longest, one.report["longest_document"])
             if eval_set.record.data_kind == dataset.record.data_kind:
-                num_tokens += one.report["tokens"]
+                size = DataSize.total([size, DataSize(num_tokens=one.report["tokens"])])
         return PreparedJob(
-            folder=prepared.folder, evaluations=evaluations, report=prepared.report, longest_document=longest,
-            num_tokens=num_tokens,
+            folder=prepared.folder, evaluations=evaluations, report=prepared.report, longest_document=longest, size=size
         )  # fmt: skip
 
     async def run(
@@ -134,14 +188,7 @@ class Preparation:
             WorkerDied: when the child was killed, or crashed.
         """
         record = dataset.record
-        options = PrepareOptions(
-            format=DatasetFormat(record.format),
-            field_map=record.field_map,
-            method=spec.method,
-            sequence_length=spec.train.sequence_length,
-            train_on=spec.train.train_on,
-            eval_fraction=eval_fraction,
-        )
+        options = _options(spec, record, eval_fraction)
         # In a thread, as it reads the tokenizer's files, which may be on a slow network disk.
         tokenizer = await asyncio.to_thread(tokenizer_digest, model)
         target = prepared_folder(self._root, record.digest, tokenizer, options)
@@ -172,6 +219,11 @@ class Preparation:
             head = f"{count} of {report['rows']} rows are left out{first}:"
             await publish(Message(level="warning", text="\n".join([head, *report["errors"]])))
         return PreparedData(folder=target, evaluation=evaluation_folder(target, options), report=counts)
+
+    @property
+    def waits(self) -> bool:
+        """Whether another attempt prepares, which this one waits for."""
+        return self._waiting is not None
 
     def stop(self) -> None:
         """End it; `run` removes what it has written so far."""

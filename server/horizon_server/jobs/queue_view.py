@@ -14,14 +14,14 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.events import CheckpointWritten
 from horizon_server.planning.gpus import PROCESS_BYTES
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import JobRecord
 from horizon_server.records.sharing import Allowance, Holder, NodeCondition, Outlook
 from horizon_server.scheduling.admission import kind_of
 from horizon_server.scheduling.loading import LoadTimes
-from horizon_server.scheduling.quotas import WEEK_S, why_not_resident
+from horizon_server.scheduling.quotas import WEEK_S, why_not_resident, with_defaults
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import outlooks
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
 from horizon_server.scheduling.texts import time_text
 
 # Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of others.
@@ -30,10 +30,12 @@ MOST_WAITING = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """Of a resident job: its device, and since when it is in memory."""
+    """Of a resident job: its device, since when it is in memory, and whether it is still being loaded."""
 
     device: str
     since_s: float
+    is_loading: bool = False
+    waits_to_prepare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +51,17 @@ class Situation:
     device_s_of_week: Mapping[tuple[Holder, str], float]
     ends: Mapping[str, float | None]
     """When resident jobs were last expected to end."""
+    max_resident_jobs: int | None = None
+    """Of a user for whom no admin has set another number."""
 
     def held(self, job: Job, residents: Sequence[Resident]) -> str:
         """Return why a quota keeps a job from being loaded now; nothing where none does."""
         holders: tuple[tuple[Holder, str], ...] = (("user", job.user), ("project", job.project))
         for holder, name in holders:
-            allowance = self.allowances.get((holder, name))
-            if allowance is None:
-                continue
+            allowance = with_defaults(
+                self.allowances.get((holder, name)) or Allowance(holder=holder, name=name),
+                max_resident_jobs=self.max_resident_jobs,
+            )
             theirs = [one for one in residents if getattr(one, holder) == name]
             used_s = self.device_s_of_week.get((holder, name), 0.0)
             why = why_not_resident(allowance, job, theirs, device_s=used_s, now_s=self.now_s, ends=self.ends)
@@ -120,11 +125,13 @@ class QueueView:
                 process_bytes=PROCESS_BYTES,
                 is_open=condition.at(now_s) == "open",
                 closed_why=_closed_why(condition, now_s),
+                window=_window(condition, now_s),
             ),
             condition=condition,
             allowances={(one.holder, one.name): one for one in allowances},
             device_s_of_week=_by_holder(await self.sharing.device_s_since(now_s - WEEK_S)),
             ends={job_id: one.estimated_end_s for job_id, one in self.outlooks.items()},
+            max_resident_jobs=self.rules.max_resident_jobs,
         )
         return situation, {job.job_id: job for job in queued}
 
@@ -137,9 +144,9 @@ class QueueView:
         situation, _ = await self.situation(residences)
         order = 1 + max((one.order for one in situation.waiting), default=0)
         waiting = [*situation.waiting, replace(self._waiting(job), order=order, since_s=situation.now_s)]
-        return (await asyncio.to_thread(self._outlooks, situation, waiting))[job.job_id]
+        return (await asyncio.to_thread(self._outlooks, situation, waiting, job.job_id))[job.job_id]
 
-    def _outlooks(self, situation: Situation, waiting: Iterable[Job]) -> Mapping[str, Outlook]:
+    def _outlooks(self, situation: Situation, waiting: Iterable[Job], asked: str = "") -> Mapping[str, Outlook]:
         return outlooks(
             tuple(waiting),
             situation.residents,
@@ -148,6 +155,7 @@ class QueueView:
             self.rules,
             situation.now_s,
             situation.held,
+            asked=asked,
         )
 
     def _waiting(self, job: JobRecord) -> Job:
@@ -172,13 +180,21 @@ class QueueView:
 
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
         waiting = self._waiting(job)
-        is_loading = job.job_state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING)
         return Resident(
             **{**vars(waiting), "device": residence.device, "since_s": residence.since_s},
             resident_since_s=residence.since_s,
-            ready_s=residence.since_s + (waiting.load_s if is_loading else 0.0),
+            ready_s=residence.since_s + (waiting.load_s if residence.is_loading else 0.0),
+            is_loading=residence.is_loading,
+            waits_to_prepare=residence.waits_to_prepare,
             is_stopping=job.job_state == "STOPPING",
         )
+
+
+def _window(condition: NodeCondition, now_s: float) -> Window | None:
+    start_s, end_s = condition.window_start_s, condition.window_end_s
+    if start_s is None or end_s is None or end_s <= now_s:
+        return None
+    return Window(start_s=start_s, end_s=end_s, message=condition.message, opens=condition.mode == "open")
 
 
 def _stored_bytes(job: JobRecord) -> int:

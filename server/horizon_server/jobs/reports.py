@@ -36,6 +36,7 @@ class Reports:
 
     Args:
         store: stores one report that is not about turns.
+        on_asked: called when the worker has asked for its first turn: it is loaded.
     """
 
     def __init__(
@@ -46,12 +47,15 @@ class Reports:
         turns: DeviceTurns,
         meter: UsageMeter,
         journal: Journal,
+        on_asked: Callable[[], None],
         reached: int = -1,
     ) -> None:
         self.seat: Seat | None = None
         self.reached = reached
+        self.has_asked = False
         self.overrun = ""
         self._job, self._turns, self._meter, self._journal = job, turns, meter, journal
+        self._on_asked = on_asked
         self._lines = LineStore(store)
         self._warning: asyncio.Task[None] | None = None
 
@@ -76,6 +80,13 @@ class Reports:
             step_s=plan.prediction.step_s if plan.prediction else 0.0,
         )
         self._turns.join(self.seat, turn=greeting.turn, holds_memory=greeting.holds_memory)
+        if greeting.turn != "none":
+            self._has_asked()
+
+    def _has_asked(self) -> None:
+        if not self.has_asked:
+            self.has_asked = True
+            self._on_asked()
 
     def leave_seat(self) -> None:
         """Free the worker's turn. Only once its process is gone: until then it may still compute."""
@@ -87,6 +98,7 @@ class Reports:
         if isinstance(line, TurnWanted | TurnEnded | MemoryReleased):
             assert self.seat is not None, "a worker says so on its connection only"
             self._turns.hear(self.seat, line)
+            self._has_asked()
             return
         if isinstance(line, WorkerProgress | ChildLine):  # that it came is all it says; no worker sends the other
             return

@@ -88,7 +88,10 @@ class Scheduler:
 
     def outlook(self, job_id: str) -> Outlook | None:
         """Return where a job stands that has not ended, as of the last look at the queue."""
-        return self.view.outlooks.get(job_id)
+        found, running = self.view.outlooks.get(job_id), self._running.get(job_id)
+        if found is not None and running is not None and running.attempt.waits_for_first_turn:
+            return replace(found, why=f"waits for its first turn on the device; {found.why}")
+        return found
 
     async def simulate(self, job: JobRecord) -> Outlook:
         """Return when a job would start and end if it were submitted now."""
@@ -230,7 +233,7 @@ class Scheduler:
 
     def _start(self, job: JobRecord, device: str, *, adopt: bool = False) -> None:
         attempt = self.make_attempt(job, self.turns[device], lambda: self.promised_bytes(but=job.job_id))
-        residence = Residence(device=device, since_s=time.time())
+        residence = Residence(device=device, since_s=self.folders.resident_since_s(job) if adopt else time.time())
         task = asyncio.create_task(self._carry_out(attempt, adopt=adopt), name=f"attempt {job.job_id}")
         self._running[job.job_id] = _Running(attempt=attempt, task=task, residence=residence)
 
@@ -258,7 +261,12 @@ class Scheduler:
             self.wake()
 
     def _residences(self) -> dict[str, Residence]:
-        return {job_id: running.residence for job_id, running in self._running.items()}
+        return {
+            job_id: replace(
+                one.residence, is_loading=one.attempt.is_loading, waits_to_prepare=one.attempt.preparation.waits
+            )
+            for job_id, one in self._running.items()
+        }
 
     def promised_bytes(self, *, but: str = "") -> int:
         """Return the planned host memory of all resident jobs, of all but one where that is named."""
@@ -281,11 +289,20 @@ class Scheduler:
         """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
             for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(RESIDENT))):
+                # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
+                self.metrics.take_over(job, checkpoint_s=await self._newest_checkpoint_s(job.job_id))
                 name = job.plan.device if job.plan is not None else ""
                 turns = self.turns.get(name) or next(iter(self.turns.values()))
                 self._start(job, turns.device, adopt=True)
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not taken over; the next daemon does it")
+
+    async def _newest_checkpoint_s(self, job_id: str) -> float | None:
+        """Return when the newest checkpoint of a job was written; None where there is none that can be read."""
+        with contextlib.suppress(OSError, ValueError, HorizonError):
+            found = await asyncio.to_thread(self.folders.checkpoints(job_id).all)
+            return found[-1].created_s if found else None
+        return None
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""

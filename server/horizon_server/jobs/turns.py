@@ -61,6 +61,9 @@ class Seat:
     waits: bool = field(init=False, default=False)
     since_s: float = field(init=False, default=0.0)
     """Since when it waits, while `waits`."""
+    had_turn: bool = field(init=False, default=False)
+    left_early: bool = field(init=False, default=False)
+    """Whether it gave its last turn back by itself: to write a checkpoint, or where it is done."""
     holds_memory: bool = field(init=False, default=False)
     asked_to_release: bool = field(init=False, default=False)
     idle_since_s: float = field(init=False, default=0.0)
@@ -167,6 +170,10 @@ class DeviceTurns:
             seat.waits, seat.since_s = True, self._clock()
             if seat.asked_to_release:  # in a turn that it gave back before it read that
                 self._expect_release(seat)
+            # It was next, and would be had it not written a checkpoint: it need not wait for the end of a slice that began meanwhile.
+            if seat.left_early and self.holder is not None and not self._is_asked_back:
+                self._cancel_timer()
+                self._slice_began_s = min(self._slice_began_s, self._clock() - self._rules.time_slice_s)
             self._look()
 
     def ended(self, seat: Seat, line: TurnEnded) -> None:
@@ -174,6 +181,7 @@ class DeviceTurns:
         self._released(seat, released=line.released)
         seat.waits = False
         if self.holder is seat:
+            seat.left_early = not self._is_asked_back
             if seat.idle_since_s and line.began_s:
                 self._metrics.on_handover(self.device, max(0.0, line.began_s - seat.idle_since_s))
             self._end_turn(line.ended_s)
@@ -236,6 +244,7 @@ class DeviceTurns:
 
     def _hold(self, seat: Seat) -> None:
         seat.waits, self.holder, self._is_asked_back = False, seat, False
+        seat.had_turn, seat.left_early = True, False
         self._charged_to_s = self._slice_began_s = self._clock()
 
     def _tell_company(self) -> None:

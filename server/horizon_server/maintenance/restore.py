@@ -13,11 +13,13 @@ from pathlib import Path, PurePosixPath
 
 from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.db.database_file import known_schemas, opened_file, requeue_resident
+from horizon_server.db.existing import insert_entry
 from horizon_server.db.pairing import STATE_ID_FILE, pair
 from horizon_server.durable import PARTIAL_SUFFIX, durable_folder, sync_folder
 from horizon_server.errors import BadSetting, DiskFull, InUse
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, Backup, BackupFolder, Entry, copy_hashed
+from horizon_server.records.audit import AuditEntry
 from horizon_server.records.plan import size_text
 from horizon_server.state_dir import UNFINISHED_RESTORE_FILE, held_state_dir
 from horizon_server.store.manifest import is_complete
@@ -47,12 +49,14 @@ def restore(
     *,
     name: str | None = None,
     replace: bool = False,
+    entry: AuditEntry | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RestoreResult:
     """Put the newest backup of `source`, or the named one, into `state_dir`.
 
     With `replace` the folder may have contents: its database is replaced and kept under another name, files that are missing or damaged
-    are put back, and everything else stays. The daemon moves what the restored database does not list to the trash.
+    are put back, and everything else stays. The daemon moves what the restored database does not list to the trash. `entry` is written
+    into the audit log of the restored database, where it has one.
 
     Raises:
         InUse: a daemon, or the worker of one, runs on the state folder.
@@ -80,7 +84,7 @@ def restore(
             )
         unfinished.write_text(f"{backup.name}\n", "ascii")
         sync_folder(state_dir)
-        restoring = _Restoring(folder, backup, state_dir, on_progress)
+        restoring = _Restoring(folder, backup, state_dir, entry, on_progress)
         restoring.files()
         # Last: until it is there, no daemon starts on the folder.
         old_database = restoring.database()
@@ -111,8 +115,14 @@ class _Restoring:
     """One backup while it is put into a state folder."""
 
     def __init__(
-        self, folder: BackupFolder, backup: Backup, state_dir: Path, on_progress: Callable[[str], None]
+        self,
+        folder: BackupFolder,
+        backup: Backup,
+        state_dir: Path,
+        entry: AuditEntry | None,
+        on_progress: Callable[[str], None],
     ) -> None:
+        self._entry = entry
         self._folder = folder
         self._backup = backup
         self._state_dir = state_dir
@@ -151,6 +161,8 @@ class _Restoring:
             identity = database.identity
         made = datetime.datetime.strptime(self._backup.name[:16], "%Y%m%dT%H%M%SZ")
         message = f"the node was restored from a backup of {made:%Y-%m-%d %H:%M:%S} UTC; it continues from its newest checkpoint"
+        if self._entry is not None:
+            insert_entry(partial, self._entry, is_in_place=False)
         self.num_requeued = requeue_resident(partial, self._has_reports, message)
         old_database = None
         # Its journals with it: SQLite would apply one that is left to the new database.

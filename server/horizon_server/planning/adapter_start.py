@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec, in_words
-from horizon_server.planning.lora import TRANSPOSED
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
+from horizon_server.store.adapters import TRANSPOSED
 from horizon_server.store.model_files import text_config
 
 _SHOWN = 3
@@ -49,6 +49,7 @@ def _differences(found: AdapterFolder, train: TrainSpec) -> list[tuple[str, str]
         ("rank", lora.rank, config.rank),
         ("alpha", lora.alpha, config.alpha),
         ("rslora", lora.rslora, config.rslora),
+        ("dora", lora.dora, config.dora),
     )
     return [
         (f"train.lora.{name}", f"is {_shown(asked)}, and the adapter has {_shown(has)}; write {name}: {_shown(has)}")

@@ -31,7 +31,7 @@ from horizon_server.planning.working_memory import (
     norm_input_elements,
     unpacking_bytes,
 )
-from horizon_server.store.adapters import adapter_elements
+from horizon_server.store.adapters import MAGNITUDE, adapter_elements, norm_bytes
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 ActivationPlacement = Literal["device", "host"]
@@ -174,7 +174,7 @@ def plan_memory(
         # The buffer in which packed weights arrive.
         device["weights"] += max(unit.packed_bytes for unit in layout.units)
         device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
-        device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout)
+        device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         host["other"] += CUDA_WORKER_BYTES
     else:
         device["workspace"] += max(layer_bytes, chunk_bytes(model, tokens_per_step, element_bytes))
@@ -182,7 +182,7 @@ def plan_memory(
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
-        host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout)
+        host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         if in_fp8:
             # Products that are emulated widen both factors again.
             host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
@@ -238,9 +238,12 @@ def _weight_slot_elements(layout: StoreLayout, kept: KeptOnDevice) -> int:
 
 def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> int:
     """What is at the end of those slots for parameters that stay in fp32 where the others are in bf16."""
-    if not model.kept_in_fp32:
+    names = [*model.kept_in_fp32, re.escape(MAGNITUDE)]
+    if not any(tensor.norm_dim is not None for _, tensor in layout.tensors()):
+        names.pop()
+    if not names:
         return 0
-    exact = re.compile("|".join(model.kept_in_fp32))
+    exact = re.compile("|".join(names))
     largest = {"layer": 0, "embedding": 0, "head": 0}
     for unit in layout.units:
         sizes = [tensor.num_elements for tensor in unit.tensors if exact.search(tensor.name)]

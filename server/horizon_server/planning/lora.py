@@ -13,14 +13,11 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.expressions import NOT, chosen_names
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.spec import ALL_LINEAR, BaseFormat, LoraSpec, TrainSpec
-from horizon_server.store.adapters import with_adapters
+from horizon_server.store.adapters import TRANSPOSED, with_adapters
 from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
 from horizon_server.store.model_files import text_config
 
 _FIELD = "train.lora.targets"
-
-TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
-"""Model types whose layers multiply with weights of shape [inputs, outputs], of class Conv1D (a test compares)."""
 
 # One of many networks of a mixture. The one that all tokens visit has a name of its own (shared_experts).
 _EXPERT = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
@@ -52,6 +49,8 @@ def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> Stor
         decay=train.decay,
         is_bfloat16=found.is_bfloat16,
         packing_of=lambda name: packed.get(name, "none"),
+        dora=train.lora.dora,
+        transposed=transposed,
     )
 
 

@@ -17,7 +17,6 @@ from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_dev
 from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import ActivationPlacement, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
-from horizon_server.planning.lora import left_out
 from horizon_server.planning.machine import (
     Accelerator,
     HostMemory,
@@ -30,6 +29,7 @@ from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.objective import with_objective
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
+from horizon_server.planning.spec_warnings import spec_warnings
 from horizon_server.planning.step_time import predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
@@ -102,6 +102,14 @@ class _Choice:
     data: DataSize | None = None
     """Of all documents, where something is known of them."""
 
+    def num_steps(self, spec: JobSpec) -> int | None:
+        """The steps of the whole job, as far as they are known."""
+        of_data = None if self.data is None else self.data.num_steps
+        # A limit alone says what the job has at most, not how long it takes.
+        if spec.train.max_steps is None and of_data is None:
+            return None
+        return min(steps for steps in (of_data, spec.most_steps) if steps is not None)
+
 
 class Planner:
     """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which a job may use any;
@@ -148,7 +156,7 @@ class Planner:
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> JobPlan:
         """Return the ledger of the job against the node's limit, whatever else is running; `data` is what its pass before the first
-        step goes over.
+        step goes over, and the steps of its epochs.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
@@ -201,7 +209,7 @@ class Planner:
         folder: Path,
         *,
         longest_document: int | None = None,
-        num_tokens: int | None = None,
+        data: DataSize | None = None,
         other_bytes: int = 0,
         gpu: Accelerator | None = None,
     ) -> WorkerMemory:
@@ -209,13 +217,12 @@ class Planner:
 
         Args:
             longest_document: that of the data, once prepared.
-            num_tokens: those of all its documents, which the pass before the first step goes over.
+            data: all its documents, which the pass before the first step goes over, and the steps that they make.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
             gpu: the one that the job is to use; None means the first.
         """
         free = self._memory().available_bytes - self._reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        data = None if num_tokens is None else DataSize(num_tokens=num_tokens)
         wanted = dataclasses.replace(self._choice(spec, gpu), longest_document=longest_document, data=data)
         plan, layout, choice = self._against(limit, spec, folder, wanted)
         return WorkerMemory(
@@ -263,12 +270,17 @@ class Planner:
             num_trained_parameters=found.layout.num_trained_parameters,
             device=choice.device_kind,
             compute_dtype=choice.compute_dtype,
-            message=self._why_not(spec, found, ledger, limit_bytes, choice) or self._warning(spec, found, choice),
+            message=self._why_not(spec, found, ledger, limit_bytes, choice),
+            warnings=tuple(self._warnings(spec, found, choice)),
             prediction=prediction,
             kept=kept,
         )
         plan = dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice))
-        return self._with_references(plan, spec, found, choice), found.layout, choice
+        plan = self._with_references(plan, spec, found, choice)
+        if (num_steps := choice.num_steps(spec)) is not None:
+            of_files = choice.data is not None and choice.data.is_estimated
+            plan = plan.with_steps(num_steps, estimated=of_files and num_steps != spec.most_steps)
+        return plan, found.layout, choice
 
     def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
         if choice.rates is None:
@@ -277,7 +289,6 @@ class Planner:
             _work(spec, found, choice),
             choice.rates,
             shares_processors=choice.device_kind == "host",
-            max_steps=spec.most_steps,
         )
 
     def _with_references(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> JobPlan:
@@ -293,8 +304,7 @@ class Planner:
             tokens_estimated=data is not None and data.is_estimated,
             total_s=None if data is None else data.num_tokens / rate,
         )
-        plan = dataclasses.replace(plan, references=references)
-        return plan if spec.most_steps is None else plan.with_steps(spec.most_steps)
+        return dataclasses.replace(plan, references=references)
 
     def _choice(self, spec: JobSpec, gpu: Accelerator | None = None) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:
@@ -433,21 +443,19 @@ class Planner:
             return f"{what}, which fits" if fits else f"only a smaller model fits; {what}"
         return "only a smaller model fits"
 
-    def _warning(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:
-        """What is likely not meant although it fits, or nothing."""
-        train, warnings = spec.train, []
-        if train.max_steps is not None and train.warmup_steps >= train.max_steps:
-            warnings.append(
-                f"train.warmup_steps is {train.warmup_steps} and train.max_steps is {train.max_steps}, so the learning rate never reaches "
-                f"train.learning_rate; use a train.warmup_steps well below {train.max_steps}"
-            )
+    def _warnings(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> list[str]:
+        """What is likely not meant although it fits."""
+        warnings = spec_warnings(
+            spec,
+            found,
+            num_steps=choice.num_steps(spec),
+            estimated=choice.data is not None and choice.data.is_estimated,
+        )
         if (choice.device_kind, choice.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
             warnings.append(
                 "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than float32"
             )
-        if train.trainable == LORA and (experts := left_out(found.layout, train.lora)):
-            warnings.append(experts)
-        return "; ".join(warnings)
+        return warnings
 
     def _hint(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:
         if plan.prediction is None or choice.device_kind != "host" or spec.train.compute_dtype != "auto":

@@ -19,6 +19,7 @@ from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_un
 from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.working_memory import logits_chunk_tokens
+from horizon_server.store.adapters import scaled_sizes
 
 _FP32 = 4
 _FORWARD_SHARE = 1 / 3
@@ -30,6 +31,12 @@ LOGIT_BYTES, FUSED_LOGIT_BYTES = 44.0, 8.2
 _NORM_AND_CAST_BYTES: Mapping[DeviceKind, int] = {"host": 0, "cuda": 5}
 # Of one embedding row's element per micro-batch: its gradient is cleared, written, rounded and added up, in units of the element.
 _ROW_GRADIENT_PASSES = 9
+
+
+# Of a weight's element while its norms are computed, besides reading it: written in fp32, the adapter's product added, squared.
+_NORM_BYTES = 4 * _FP32
+# Of an output of a map with magnitudes: both products read, scaled, added up, and added to the output; then their gradients.
+_SCALED_ACCESSES, _SCALED_BACKWARD_ACCESSES = 11, 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +238,12 @@ class _Counter:
         trained = sum(u.trained_elements for u in layers) / sum(u.num_elements for u in layers)
         elementwise = elementwise_bytes(model, self.element, fused=self.facts.fused)
         forward, recompute, backward = (part * num_tokens for part in elementwise)
+        # DoRA: norms once a visit, whatever the micro-batches, and what is done with each output of an adapted map.
+        normed, scaled = (size / len(layers) for size in scaled_sizes(self.folder.layout))
+        norm_bytes, output_bytes = normed * (self.element + _NORM_BYTES), scaled * num_tokens * self.element
+        forward += norm_bytes + _SCALED_ACCESSES * output_bytes
+        recompute += norm_bytes + _SCALED_ACCESSES * output_bytes
+        backward += _SCALED_BACKWARD_ACCESSES * output_bytes
         return LayerWork(
             forward_flops=own_flops * _FORWARD_SHARE,
             recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices),

@@ -32,6 +32,16 @@ class Principal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Owned:
+    """What a user owns, which stays when the user is removed."""
+
+    num_jobs: int
+    num_jobs_not_ended: int
+    num_datasets: int
+    num_models: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class User:
     """A person or a script that calls. `project` is charged for its jobs."""
 

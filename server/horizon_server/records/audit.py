@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNKNOWN = "UNKNOWN"
+"""The outcome of a change that is being made, or that was cut."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AuditEntry:
@@ -22,5 +25,6 @@ class AuditEntry:
     """A method such as JobService.CancelJob, or a command such as horizond user add."""
     resource: str
     outcome: str
-    """OK, or the reason of the error."""
+    """OK, or the reason of the error; UNKNOWN from before the change until it is known how it ended, so also where the daemon was killed
+    in between."""
     detail: str

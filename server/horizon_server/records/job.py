@@ -37,11 +37,6 @@ class Wanted(StrEnum):
     UNLOAD = "unload"
 
 
-# Where a user's order leads a job, whether or not an attempt was running: state, reason and message.
-ORDERED = {
-    Wanted.CANCEL: (JobState.CANCELLED, "CANCELLED", "cancelled by a user"),
-    Wanted.PAUSE: (JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume JOB"),
-}
 # Where the daemon's own orders leave a job: queued, for this reason and with this message.
 REQUEUED = {
     Wanted.DRAIN: ("DRAINED", "the daemon shut down; it continues when the daemon is back"),
@@ -54,6 +49,15 @@ REQUEUED = {
         "checkpointed, as an admin drained the node; it continues when the node is open again",
     ),
 }
+
+
+def ordered(wanted: Wanted, name: str) -> tuple[JobState, str, str]:
+    """Where a user's order leads a job of that name, whether or not an attempt was running: state, reason and message."""
+    if wanted is Wanted.CANCEL:
+        return JobState.CANCELLED, "CANCELLED", "cancelled by a user"
+    assert wanted is Wanted.PAUSE, wanted
+    return JobState.PAUSED, "PAUSED", f"paused by a user; resume it with: horizon job resume {name}"
+
 
 BEING_DELETED = -1.0
 """As `deletion_s`: the job is being deleted. A deletion that a killed daemon has begun is finished by the next one."""
@@ -161,7 +165,7 @@ class JobRecord:
         """Seconds of a device's time that the job still needs; None while nothing is known of its steps' number or time."""
         if self.last_step is not None:
             return self.last_step.eta_s
-        num_steps = self.num_steps or self.spec.most_steps
+        num_steps = self.num_steps or (self.plan and self.plan.num_steps) or self.spec.most_steps
         if not num_steps or self.plan is None or self.plan.prediction is None:
             return None
         # A worker reports the number of steps once the pass before the first one is done.

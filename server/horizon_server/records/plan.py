@@ -93,7 +93,7 @@ class KeptMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
+    """The memory ledger of a job against the node's limits. Units: bytes; components by name, such as weights and moments."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
@@ -104,7 +104,7 @@ class JobPlan:
     compute_dtype: str = ""
     """What layers are computed in; empty in the plan of an earlier version."""
     message: str = ""
-    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise its user, or nothing."""
+    """When it does not fit: the numbers and the smallest change that would make it fit; else nothing."""
     hint: str = ""
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     prediction: StepPrediction | None = None
@@ -115,6 +115,12 @@ class JobPlan:
     """None where the device has nothing to spare, or it would save nothing."""
     references: ReferencePass | None = None
     """None where the method needs no reference log-probabilities, or the machine's speed has not been measured."""
+    num_steps: int | None = None
+    """Steps of the whole job; None while nothing is known of its data, where only that decides."""
+    steps_estimated: bool = False
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
+    warnings: tuple[str, ...] = ()
+    """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
 
     @property
     def host_total_bytes(self) -> int:
@@ -142,12 +148,13 @@ class JobPlan:
             return self
         return dataclasses.replace(self, references=dataclasses.replace(self.references, done_share=share))
 
-    def with_steps(self, num_steps: int) -> JobPlan:
+    def with_steps(self, num_steps: int, *, estimated: bool = False) -> JobPlan:
         """The plan of a job whose number of steps has become known."""
+        known = dataclasses.replace(self, num_steps=num_steps, steps_estimated=estimated)
         if self.prediction is None:
-            return self
+            return known
         total_s = num_steps * self.prediction.step_s + self.references_s
-        return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, total_s=total_s))
+        return dataclasses.replace(known, prediction=dataclasses.replace(self.prediction, total_s=total_s))
 
     @property
     def summary(self) -> str:

@@ -33,10 +33,14 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer, which the model's chat template renders. One of both is set."""
+    """A text to continue, or a chat to answer, which the model's chat template renders. One of the three is set.
+
+    `chat_json` is a chat with tools, or with more in its messages: a row of the dataset format `messages`, as JSON.
+    """
 
     text: str = ""
     messages: tuple[SampleMessage, ...] = ()
+    chat_json: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,9 @@ class SampleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFigures:
-    """What answering took. `load_s` is until the weights were in memory and tried; `duration_s` is from there to the last token."""
+    """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included; `duration_s` is from
+    there to the last token.
+    """
 
     num_prompt_tokens: int
     num_tokens: int
@@ -78,7 +84,9 @@ class SampleAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One call of the child. `folder` holds the model; of an adapter, its base."""
+    """One call of the child. `folder` holds the model; of an adapter, its base. `answers` is the folder whose generation_config.json says
+    where answers end: that of the checkpoint, or where it is None, `folder`.
+    """
 
     folder: Path
     prompts: tuple[SamplePrompt, ...]
@@ -86,6 +94,7 @@ class SampleRequest:
     num_threads: int
     cache_bytes: int
     adapter: SampleAdapter | None = None
+    answers: Path | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
@@ -99,14 +108,17 @@ class SampleRequest:
                 "spec": None if spec is None else spec.to_mapping(),
             }
         plain = dataclasses.asdict(replace(self, adapter=None))
-        return plain | {"folder": str(self.folder), "adapter": adapter}
+        answers = None if self.answers is None else str(self.answers)
+        return plain | {"folder": str(self.folder), "adapter": adapter, "answers": answers}
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
         """Return the request that `to_mapping` has made plain."""
         prompts = tuple(
             SamplePrompt(
-                text=prompt["text"], messages=tuple(SampleMessage(**message) for message in prompt["messages"])
+                text=prompt["text"],
+                messages=tuple(SampleMessage(**message) for message in prompt["messages"]),
+                chat_json=prompt["chat_json"],
             )
             for prompt in plain["prompts"]
         )
@@ -121,6 +133,7 @@ class SampleRequest:
                 spec=None if adapter["spec"] is None else parse_job_spec(adapter["spec"]),
             ),
             folder=Path(plain["folder"]),
+            answers=Path(plain["answers"]) if plain["answers"] else None,
             prompts=prompts,
             options=SampleOptions(**plain["options"]),
             num_threads=plain["num_threads"],
@@ -154,13 +167,17 @@ def check_sample(prompts: Sequence[SamplePrompt], options: SampleOptions) -> Non
 
 
 def _problem(prompt: SamplePrompt) -> str:
-    if bool(prompt.text) == bool(prompt.messages):
-        return "must have either text or messages"
+    if [bool(prompt.text), bool(prompt.messages), bool(prompt.chat_json)].count(True) != 1:
+        return "must have either text or messages or chat_json"
     if len(prompt.messages) > MAX_MESSAGES:
         return f"has {len(prompt.messages)} messages; at most {MAX_MESSAGES} are allowed"
     if not all(message.role for message in prompt.messages):
         return "has a message without a role"
-    length = len(prompt.text) + sum(len(message.role) + len(message.content) for message in prompt.messages)
+    length = (
+        len(prompt.text)
+        + len(prompt.chat_json)
+        + sum(len(message.role) + len(message.content) for message in prompt.messages)
+    )
     if length > MAX_PROMPT_CHARACTERS:
         return f"has {length} characters; at most {MAX_PROMPT_CHARACTERS} are allowed"
     return ""

@@ -17,13 +17,14 @@ class Outlook:
     """Where a job that has not ended stands: why it is there, and when it is expected to start and to end.
 
     `share` is the part of its device's time that it has while the present jobs share it; 0 while it waits. Times are Unix seconds, None
-    where nothing is known of them.
+    where nothing is known of them. `place` is its place in the order in which waiting jobs are considered now, from 1; 0 for others.
     """
 
     why: str
     share: float = 0.0
     estimated_start_s: float | None = None
     estimated_end_s: float | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

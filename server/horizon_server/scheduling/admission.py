@@ -7,6 +7,8 @@ no more of the device; then the lowest use by weight, priority, and place in the
 
 The first job in this order that the free memory does not hold is the *next* one. Memory is kept for it: later jobs may pass only where
 that does not delay its predicted start (backfill), and resident jobs of users above their share may be displaced by it.
+
+Of the jobs that fit, only a few are loaded at a time, in this order: the next one begins when one of them has asked for its first turn.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def kind_of(device: str) -> str:
 def as_resident(job: Job, device: str, now_s: float) -> Resident:
     """A job that is loaded now."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS} | {"device": device, "since_s": now_s}
-    return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s)
+    return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s, is_loading=True)
 
 
 def as_waiting(resident: Resident, now_s: float) -> Job:
@@ -144,6 +146,10 @@ def _inside_user(job: Job) -> tuple[int, int, str]:
     return -job.priority, job.order, job.job_id
 
 
+def _being_loaded(number: int, whose: str = "") -> str:
+    return f"{number} job{whose} is being loaded" if number == 1 else f"{number} jobs{whose} are being loaded"
+
+
 @dataclass(kw_only=True)
 class _Next:
     """The first job that the free memory does not hold: when it is predicted to start, which resident jobs' memory it gets then, and how
@@ -168,10 +174,15 @@ class _Round:
         self._next: _Next | None = None
         self._start: list[tuple[str, str]] = []
         self._why: dict[str, str] = {}
+        self._behind_quota: set[str] = set()
         self._parts: dict[tuple[str, str, int, str], float] = {}
         self._sizes: dict[str, list[int]] = defaultdict(list)
         for name, size in node.devices.items():
             self._sizes[kind_of(name)].append(size)
+        self._loading_of: dict[str, int] = defaultdict(int)
+        self._num_loading = 0
+        for one in residents:
+            self._count_loading(one)
 
     def run(self, waiting: Sequence[Job], ends: Mapping[str, float | None], explain: bool) -> Decision:
         """Goes through the jobs in their order."""
@@ -180,17 +191,22 @@ class _Round:
         for job in in_order(self._waiting, self._residents, self._shares, self._rules, self._now_s):
             if self._start and (message := self._held(job, self._residents)):
                 self._why[job.job_id] = message
+                self._behind_quota.add(job.job_id)
             elif job.host_bytes > self._free_bytes and self._next is None:
                 givers = self._givers(job)
                 self._next = self._make_next(job, givers, ends)
             elif self._device_for(job) is None:
                 self._why[job.job_id] = self._why_no_device(job)
+            elif job.host_bytes <= self._free_bytes and (message := self._why_not_loading(job)):
+                self._why[job.job_id] = message
             elif job.host_bytes <= self._free_bytes and (self._next is None or self._may_pass(job, self._next)):
                 self._load(job)
             elif explain:
                 assert self._next is not None
                 self._why[job.job_id] = self._why_behind(job, self._next)
         displaced = self._displaced_by(self._next.job, givers) if self._next else []
+        if explain and self._behind_quota:
+            self._name_who_is_before(waiting)
         if self._next is not None and explain:
             self._why[self._next.job.job_id] = self._why_next(self._next, displaced)
         return Decision(start=tuple(self._start), displace=tuple(one.job_id for one in displaced), why=self._why)
@@ -209,15 +225,29 @@ class _Round:
             message = f"cannot start: it needs {need} of device memory and {limit} are available"
         else:
             message = self._held(job, self._residents)
+            if message:
+                self._behind_quota.add(job.job_id)
         if message:
             self._why[job.job_id] = message
         return not message
+
+    def _name_who_is_before(self, waiting: Sequence[Job]) -> None:
+        """Say of each job that a quota holds back whose turn comes first, where that is another waiting job of the same user."""
+        before: dict[_Holder, str] = {}
+        held = [job for job in waiting if job.job_id in self._behind_quota]
+        for job in in_order(held, self._residents, self._shares, self._rules, self._now_s):
+            what, _, freed = self._why[job.job_id].partition("; ")
+            if (first := before.get(_holder(job))) is not None and freed.startswith(("job ", "cancel or wait for ")):
+                self._why[job.job_id] = f"{what}; job {first} is before it"
+            before[_holder(job)] = job.job_id
 
     def _load(self, job: Job) -> None:
         device = self._device_for(job)
         assert device is not None
         self._start.append((job.job_id, device))
-        self._residents.append(as_resident(job, device, self._now_s))
+        loaded = as_resident(job, device, self._now_s)
+        self._residents.append(loaded)
+        self._count_loading(loaded)
         self._free_bytes -= job.host_bytes
         self._parts.clear()
 
@@ -236,6 +266,22 @@ class _Round:
         sizes = self._node.devices
         fits = [one for one in load.values() if one[3] + one[0] * process_bytes <= sizes[one[2]]]
         return min(fits)[2] if fits else None
+
+    def _why_not_loading(self, job: Job) -> str:
+        """Return why a job for which there is room is not loaded now: as many as may be at a time are being loaded."""
+        most, most_of_user = self._rules.max_loading_jobs, self._rules.max_loading_jobs_of_user
+        of_user = self._loading_of[job.user]
+        if most_of_user is not None and of_user >= most_of_user:
+            return f"{_being_loaded(of_user, f' of user {job.user}')}, and {most_of_user} may be at a time; it follows when one is ready"
+        if most is not None and self._num_loading >= most:
+            return f"{_being_loaded(self._num_loading)}, and {most} may be at a time; it follows in the order of shares"
+        return ""
+
+    def _count_loading(self, one: Resident) -> None:
+        if one.is_loading and not one.is_stopping:
+            self._loading_of[one.user] += 1
+            # Who waits for the preparation of another one's data uses no processor.
+            self._num_loading += not one.waits_to_prepare
 
     def _why_no_device(self, job: Job) -> str:
         process = size_text(self._node.process_bytes)
@@ -266,6 +312,7 @@ class _Round:
             elif time_s > start_s:
                 break
             free_bytes += one.host_bytes
+        start_s = self._node.open_from(start_s)
         # While the start is not known, any memory may be what the job is waiting for.
         spare_bytes = free_bytes - job.host_bytes if start_s < math.inf else 0
         return _Next(job=job, start_s=start_s, freed_by=freed_by, spare_bytes=spare_bytes)

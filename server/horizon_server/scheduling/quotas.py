@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from horizon_server.records.plan import size_text
 from horizon_server.records.sharing import Allowance
@@ -14,6 +15,13 @@ WEEK_S = 7 * 86400.0
 MAX_QUEUED_JOBS = 2000
 
 
+def with_defaults(allowance: Allowance, *, max_resident_jobs: int | None) -> Allowance:
+    """Return what a holder may take where no admin has set another limit: `max_resident_jobs` is that of each user."""
+    if allowance.holder != "user" or allowance.quota.max_resident_jobs is not None:
+        return allowance
+    return replace(allowance, quota=replace(allowance.quota, max_resident_jobs=max_resident_jobs))
+
+
 def why_not_queued(allowance: Allowance, queued: Sequence[str]) -> str:
     """Why no job may be submitted while the holder's jobs `queued` (ids) are waiting."""
     limit = allowance.quota.max_queued_jobs
@@ -23,7 +31,7 @@ def why_not_queued(allowance: Allowance, queued: Sequence[str]) -> str:
     if limit is None or len(queued) < limit:
         return ""
     free = f"cancel or wait for {_one_of(queued)}" if queued else _ask_admin(allowance)
-    return f"quota: {len(queued)} of {limit} queued jobs of {_name(allowance)}; {free}"
+    return f"quota: {len(queued)} of {limit} queued jobs of {_name(allowance)} (--max-queued-jobs); {free}"
 
 
 def why_not_stored(allowance: Allowance, stored_bytes: int, new_bytes: int) -> str:
@@ -31,7 +39,7 @@ def why_not_stored(allowance: Allowance, stored_bytes: int, new_bytes: int) -> s
     limit = allowance.quota.max_stored_bytes
     if limit is None or stored_bytes + new_bytes <= limit:
         return ""
-    used = f"quota: {size_text(stored_bytes)} of {size_text(limit)} stored by {_name(allowance)}"
+    used = f"quota: {size_text(stored_bytes)} of {size_text(limit)} stored by {_name(allowance)} (--max-stored)"
     used = f"{used}, and this needs {size_text(new_bytes)} more"
     if new_bytes > limit:
         return f"{used}; {_ask_admin(allowance)}"
@@ -54,17 +62,22 @@ def why_not_resident(
     """
     quota, name = allowance.quota, _name(allowance)
     if quota.max_resident_jobs is not None and len(residents) >= quota.max_resident_jobs:
-        used = f"quota: {len(residents)} of {quota.max_resident_jobs} running jobs of {name}"
+        used = f"quota: {len(residents)} of {quota.max_resident_jobs} running jobs of {name} (--max-resident-jobs)"
         return f"{used}; {_freed_by(allowance, residents, now_s, ends or {})}"
     host_bytes = sum(one.host_bytes for one in residents)
     if quota.max_host_bytes is not None and host_bytes + job.host_bytes > quota.max_host_bytes:
-        used = f"quota: {size_text(host_bytes)} of {size_text(quota.max_host_bytes)} host memory of {name}"
+        used = f"quota: {size_text(host_bytes)} of {size_text(quota.max_host_bytes)} host memory of {name} (--max-host-memory)"
         used = f"{used}, and this job needs {size_text(job.host_bytes)}"
         fitting = residents if job.host_bytes <= quota.max_host_bytes else ()
         return f"{used}; {_freed_by(allowance, fitting, now_s, ends or {})}"
     hours, limit = device_s / 3600, quota.device_hours_per_week
     if limit is not None and hours >= limit:
-        used = f"quota: {hours:.1f} of {limit:g} device hours of {name} in the last 7 days"
+        time = (
+            f"{hours:.3g} of {limit:g} device hours"
+            if limit >= 0.1 or limit <= 0
+            else f"{device_s:.3g} s of {3600 * limit:.3g} s on devices"
+        )
+        used = f"quota: {time} of {name} in the last 7 days (--device-hours-per-week)"
         if limit <= 0:
             return f"{used}; {_ask_admin(allowance)}"
         # What was used leaves the last 7 days as it came: on average 1/168 of it an hour.

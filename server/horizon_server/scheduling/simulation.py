@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from horizon_server.records.sharing import Outlook
-from horizon_server.scheduling.admission import Held, as_resident, as_waiting, decide, displaceable_s, kind_of
+from horizon_server.scheduling.admission import Held, as_resident, as_waiting, decide, displaceable_s, in_order, kind_of
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.texts import ITS_SHARE, span_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, next_turn, steady_shares
 
 # A turn far in the future may be long: its length is this part of the time since the start, so that days take as many turns as hours.
@@ -22,6 +23,8 @@ CHECKS_PER_RESIDENCE = 16
 LEAST_REMAINING_S = 1e-3
 # Where a job of unknown length keeps the others from starting, nothing more is learned.
 HORIZON_S = 2 * 365 * 86400.0
+# How far ahead a maintenance window is named to jobs whose end is not known.
+NEAR_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,10 @@ def outlooks(
     rules: Rules,
     now_s: float,
     held: Held,
+    *,
+    asked: str = "",
 ) -> dict[str, Outlook]:
-    """Where each waiting and resident job stands, by id."""
+    """Where each waiting and resident job stands, by id. Of the waiting job `asked` the share is the one that it starts with."""
     simulation = _Simulation(waiting, residents, node, shares, rules, now_s, held)
     estimates = simulation.run()
     decision = decide(waiting, residents, node, shares, rules, now_s, held, ends=simulation.released_s)
@@ -70,15 +75,30 @@ def outlooks(
         "its user is above the share: it is checkpointed, unloaded and queued again to make room",
     )
     why |= {one.job_id: "stopping: its host memory is being freed" for one in residents if one.is_stopping}
+    places = {job.job_id: i for i, job in enumerate(in_order(waiting, residents, shares, rules, now_s), 1)}
+    if asked:
+        parts[asked] = simulation.first_shares.get(asked, 0.0)
     return {
         job_id: Outlook(
-            why=text,
+            why=text + _pause_text(estimates[job_id], node, now_s),
             share=parts.get(job_id, 0.0),
             estimated_start_s=estimates[job_id].start_s,
             estimated_end_s=estimates[job_id].end_s,
+            place=places.get(job_id, 0),
         )
         for job_id, text in why.items()
     }
+
+
+def _pause_text(estimate: Estimate, node: Node, now_s: float) -> str:
+    """What a maintenance window ahead means for a job; nothing where the job ends before, or that is not known and the window is far."""
+    window = node.window
+    if window is None or window.start_s <= now_s:  # while it lasts, the reasons themselves say so
+        return ""
+    if window.start_s - now_s > NEAR_S if estimate.end_s is None else estimate.end_s <= window.start_s:
+        return ""
+    message = f" ({window.message})" if window.message else ""
+    return f"; paused from {span_text(window.start_s, window.end_s, now_s)}{message}"
 
 
 def _why_resident(job: Resident, jobs: Sequence[Resident], parts: Mapping[str, float], node: Node) -> str:
@@ -91,12 +111,13 @@ def _why_resident(job: Resident, jobs: Sequence[Resident], parts: Mapping[str, f
     part = parts[job.job_id]
     if part > 0:
         share = Fraction(part).limit_denominator(12)
-        return f"{text}, your share {share if abs(share - part) < 1e-6 else format(part, '.0%')}"
+        return f"{text}{ITS_SHARE}{share if abs(share - part) < 1e-6 else format(part, '.0%')}"
     first = max(
         jobs, key=lambda one: (one.priority > URGENT_PRIORITY or one.user == job.user, one.priority, one.job_id)
     )
-    kind_of_job = "the urgent job" if first.priority > URGENT_PRIORITY else "your job"
-    return f"{text}; {kind_of_job} {first.job_id} with priority {first.priority} goes first"
+    if first.priority > URGENT_PRIORITY:
+        return f"{text}; the urgent job {first.job_id} with priority {first.priority} goes first"
+    return f"{text}; job {first.job_id} of the same user, with priority {first.priority}, goes first"
 
 
 class _Simulation:
@@ -113,6 +134,7 @@ class _Simulation:
         held: Held,
     ) -> None:
         self._node, self._shares, self._rules, self._held = node, shares.copy(), rules, held
+        self._bounds_loading = rules.max_loading_jobs is not None or rules.max_loading_jobs_of_user is not None
         self._began_s = self._time_s = now_s
         self._waiting = {job.job_id: job for job in waiting}
         self._residents = {one.job_id: one for one in residents}
@@ -124,6 +146,8 @@ class _Simulation:
         self._num_events = 0
         # Whether these are queued again once they have stopped is not known here: a user may have paused or cancelled them.
         self._leaving = {one.job_id for one in residents if one.is_stopping}
+        self.first_shares: dict[str, float] = {}
+        """The share of its device that each job has right after its start."""
         self.released_s: dict[str, float | None] = dict.fromkeys(self._residents)
         """When the memory of the jobs that are resident at the start becomes free."""
 
@@ -135,6 +159,11 @@ class _Simulation:
             self._at(self._time_s + (self._residents[job_id].unload_s or 0.0) / 2, "free", job_id)
         for one in self._residents.values():
             self._await_ready(one)
+        window = self._node.window
+        if window is not None:
+            if window.start_s > self._time_s:
+                self._at(window.start_s, "close", "")
+            self._at(max(window.end_s, self._time_s), "open", "")
         self._at(self._time_s, "check", "")
         # What happens now is played whatever is known: jobs of unknown length start too.
         while self._events and (len(self._ends_s) < num_to_end or self._events[0][0] <= self._began_s):
@@ -144,9 +173,14 @@ class _Simulation:
             if kind == "turn":
                 self._end_turn(name, number)
             elif kind == "ready":
-                self._grant_if_idle(name)
+                self._be_ready(name)
             elif kind == "free":
                 self._free(name)
+            elif kind == "close":
+                self._close()
+            elif kind == "open":
+                self._node = replace(self._node, is_open=self._node.window is not None and self._node.window.opens)
+                self._check()
             else:
                 self._check()
         return {
@@ -160,8 +194,19 @@ class _Simulation:
         return self._num_events
 
     def _await_ready(self, one: Resident) -> None:
-        if one.ready_s > self._time_s:
-            self._at(one.ready_s, "ready", one.device)
+        if one.is_loading or one.ready_s > self._time_s:
+            self._at(max(one.ready_s, self._time_s), "ready", one.job_id)
+
+    def _be_ready(self, job_id: str) -> None:
+        """A job is loaded: it takes turns, and the next one may be loaded."""
+        one = self._residents.get(job_id)
+        if one is None:
+            return
+        self._residents[job_id] = replace(one, is_loading=False)
+        if one.is_loading and self._waiting and self._bounds_loading:
+            self._decide()
+        else:
+            self._grant_if_idle(one.device)
 
     def _check(self) -> None:
         """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits for memory."""
@@ -171,6 +216,18 @@ class _Simulation:
             check_s = self._time_s + max(pause_s, CHECK_PART * (self._time_s - self._began_s))
             over_s = (displaceable_s(one, self._rules) for one in self._residents.values() if not one.is_stopping)
             self._at(min([check_s, *(one for one in over_s if one > self._time_s)]), "check", "")
+
+    def _close(self) -> None:
+        """Begins the maintenance window: every resident job is checkpointed and waits."""
+        self._node = replace(self._node, is_open=False)
+        for one in list(self._residents.values()):
+            if not one.is_stopping:
+                self._displace(one.job_id)
+
+    def _displace(self, job_id: str) -> None:
+        self._stop_turn(self._residents[job_id].device, job_id)
+        one = self._residents[job_id] = replace(self._residents[job_id], is_stopping=True)
+        self._at(self._time_s + (one.unload_s or 0.0) / 2, "free", job_id)
 
     def _decide(self) -> None:
         """Loads and displaces what the daemon would now, and gives idle devices to their next jobs."""
@@ -183,10 +240,12 @@ class _Simulation:
                 one = self._residents[job_id] = as_resident(self._waiting.pop(job_id), device, self._time_s)
                 self._await_ready(one)
                 self._starts_s.setdefault(job_id, self._time_s)
+                if job_id not in self.first_shares:
+                    beside = [other for other in self._residents.values() if other.device == device]
+                    parts = steady_shares([other for other in beside if not other.is_stopping], self._shares)
+                    self.first_shares[job_id] = parts[job_id]
             for job_id in decision.displace:
-                self._stop_turn(self._residents[job_id].device, job_id)
-                one = self._residents[job_id] = replace(self._residents[job_id], is_stopping=True)
-                self._at(self._time_s + (one.unload_s or 0.0) / 2, "free", job_id)
+                self._displace(job_id)
         for device in self._turns:
             self._grant_if_idle(device)
 

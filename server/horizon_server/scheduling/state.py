@@ -38,8 +38,23 @@ class Resident(Job):
     resident_since_s: float
     ready_s: float = 0.0
     """When it takes turns; while it is being loaded, when it is expected to."""
+    is_loading: bool = False
+    """Whether it is being prepared, or its worker has not asked for its first turn yet."""
+    waits_to_prepare: bool = False
+    """Whether another job's data is prepared first; it uses no processor meanwhile."""
     is_stopping: bool = False
     """Whether its memory is being freed already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A maintenance window, in Unix seconds: the node is drained from its start to its end."""
+
+    start_s: float
+    end_s: float
+    message: str = ""
+    opens: bool = True
+    """Whether jobs start after it: the node is neither cordoned nor drained besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +69,13 @@ class Node:
     """Whether jobs may start: no admin has cordoned or drained the node."""
     closed_why: str = "the node is cordoned by an admin: no job starts"
     """What the reason is while the node is not open."""
+    window: Window | None = None
+    """A maintenance window that has not ended yet."""
+
+    def open_from(self, time_s: float) -> float:
+        """That time, or the end of the maintenance window where it falls into one: no job starts before."""
+        inside = self.window is not None and self.window.start_s <= time_s < self.window.end_s
+        return self.window.end_s if inside and self.window is not None else time_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +87,11 @@ class Rules:
     max_wait_s: float = 24 * 3600.0
     """A user who has waited this long for memory, with no resident job and without using a device, is served before all others, whatever
     was used before. It is the user who waits: otherwise many old jobs of one user would turn shares into first come, first served."""
+    max_loading_jobs: int | None = None
+    """Jobs that are loaded at the same time: imports, reading and preparing take processors outside of any turn. None: any number."""
+    max_loading_jobs_of_user: int | None = None
+    max_resident_jobs: int | None = None
+    """Resident jobs of a user for whom no admin has set another number."""
     most_unload_share: float = 0.05
     """A resident job is displaced only where unloading and loading it again takes less than this part of its residence."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
+ITS_SHARE = ", its share "
+
 
 def time_text(time_s: float, now_s: float) -> str:
     """A time in UTC: 14:20 UTC today, Tuesday 14:20 UTC within a week, else 24 November 14:20 UTC."""
@@ -14,6 +16,17 @@ def time_text(time_s: float, now_s: float) -> str:
     if now < time < now + timedelta(days=6):
         return f"{time:%A %H:%M} UTC"
     return f"{time.day} {time:%B %H:%M} UTC" if time.year == now.year else f"{time.day} {time:%B %Y %H:%M} UTC"
+
+
+def span_text(start_s: float, end_s: float, now_s: float) -> str:
+    """Two times: 13:40 to 15:40 UTC."""
+    start, end = time_text(start_s, now_s), time_text(end_s, now_s)
+    return f"{start.removesuffix(' UTC')} to {end}" if start.count(" ") == end.count(" ") == 1 else f"{start} to {end}"
+
+
+def to_owner(why: str) -> str:
+    """A reason as the job's owner reads it; to everybody else it speaks of the job."""
+    return why.replace(ITS_SHARE, ", your share ")
 
 
 def jobs_text(job_ids: Sequence[str], most: int = 3) -> str:

@@ -8,9 +8,19 @@ everything) and the scopes of tokens, which only take away.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.records.account import EVERYONE, Principal
+
+Need = Literal["metrics", "read", "change"]
+"""What a call needs of its caller's token: to scrape /metrics, to look, or to change something or use the node."""
+
+_ALLOWED_BY_SCOPE: Mapping[str, frozenset[Need]] = {
+    "full": frozenset({"metrics", "read", "change"}),
+    "read": frozenset({"metrics", "read"}),
+    "metrics": frozenset({"metrics"}),
+}
 
 
 def may_see(principal: Principal, owner: str, *, project: str = "", shared_with: Collection[str] = ()) -> bool:
@@ -59,7 +69,7 @@ def require_sample(principal: Principal, owner: str, what: str, *, project: str 
 
 def require_create(principal: Principal) -> None:
     """Allow creating something. Raises NotAllowed for viewers, and for tokens that allow no changes."""
-    require_full_scope(principal)
+    require_scope(principal, "change")
     if principal.role == "viewer":
         raise NotAllowed(
             f"{principal.name} has the role viewer and may look but not change; ask an admin for the role user"
@@ -84,20 +94,24 @@ def require_project(principal: Principal, project: str) -> None:
     raise NotAllowed(f"project {project} is not yours; leave project out or set it to {principal.project}")
 
 
-def require_calls(principal: Principal) -> None:
-    """Allow any call but /metrics. Raises NotAllowed for a token that is for scraping only."""
+def require_scope(principal: Principal, need: Need) -> None:
+    """The gate of every call: allow what the caller's token is for. Raises NotAllowed."""
+    if need in _ALLOWED_BY_SCOPE.get(principal.scope, ()):
+        return
     if principal.scope == "metrics":
         raise NotAllowed(
             f"token {principal.token_id} has the scope metrics, which allows only GET /metrics; use a token of another scope"
         )
+    raise NotAllowed(
+        f"token {principal.token_id} has the scope {principal.scope}, which allows no changes; use a token of scope full"
+    )
 
 
-def require_full_scope(principal: Principal) -> None:
-    """Allow a change. Raises NotAllowed for a token that allows none."""
-    if principal.scope != "full":
-        raise NotAllowed(
-            f"token {principal.token_id} has the scope {principal.scope}, which allows no changes; use a token of scope full"
-        )
+def require_admin(principal: Principal, what: str) -> None:
+    """Allow a change of the node. Raises NotAllowed for all but admins, and for tokens that allow no changes."""
+    require_scope(principal, "change")
+    if principal.role != "admin":
+        raise NotAllowed(f"{principal.name} has the role {principal.role}; only an admin may {what}")
 
 
 def require_members_change(principal: Principal, project: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import secrets
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
-from horizon_server.errors import BadSetting, DatabaseUnavailable, DiskFull, TooManyCalls, Unauthenticated
+from horizon_server.errors import BadSetting, DatabaseUnavailable, DiskFull, NotFound, TooManyCalls, Unauthenticated
 from horizon_server.records.account import PROJECT_ROLES, ROLES, SCOPES, Principal, ProjectMember, Token, User
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
 
@@ -60,10 +61,21 @@ class Accounts(AccountStore):
         return await self.change_user(name, now_s, disabled_s=now_s if is_disabled else None)
 
     async def add_member(self, project: str, user: str, role: str) -> ProjectMember:
-        """Add a user to a project, or give them another role there. Raises BadSetting, NotFound."""
-        _check_name("project", project)
+        """Add a user to a project, or give them another role there. Raises BadSetting; NotFound when there is no such user or project."""
         _check_choice("role", role, PROJECT_ROLES)
+        await self.require_project(project)
         return await self.set_member(ProjectMember(project=project, user=user, role=role, added_s=self._clock()))
+
+    async def require_project(self, project: str) -> None:
+        """Let pass a project that there is. Raises BadSetting, NotFound: a typing error must not make one."""
+        _check_name("project", project)
+        known = await self.projects()
+        if project not in known:
+            near = difflib.get_close_matches(project, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise NotFound(
+                f"project {project} does not exist{hint}; an administrator creates it on the node: horizond project add {project}"
+            )
 
     async def create_token(
         self, user: str, *, lifetime_s: float | None, scope: str = "full", label: str = "", created_by: str = ""

@@ -1,4 +1,4 @@
-"""The audit log: every change, carried out or refused, and failed logins."""
+"""The audit log: every change, from before it is made, carried out or refused; and failed logins."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import logging
 import os
 import pwd
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from horizon_server.db.audit import AuditStore
 from horizon_server.db.database import Database
 from horizon_server.errors import HorizonError
 from horizon_server.records.account import Principal
-from horizon_server.records.audit import AuditEntry
+from horizon_server.records.audit import UNKNOWN, AuditEntry
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # About 150 MB. The oldest are deleted first, whatever their age.
 MAX_ENTRIES = 500_000
@@ -34,35 +38,49 @@ class Audit(AuditStore):
         self._clock = clock
         self._refused: dict[str, tuple[float, int]] = {}
 
-    async def record(
-        self, caller: Principal, *, origin: str, action: str, resource: str, outcome: str = "OK", detail: str = ""
-    ) -> None:
-        """Write that `caller` has changed `resource`, or was refused."""
-        if outcome != "OK":
-            since_s, num_refused = self._refused.get(caller.name, (0.0, 0))
-            if self._clock() - since_s >= _MINUTE_S:
-                since_s, num_refused, left_out = self._clock(), 0, max(0, num_refused - MAX_REFUSED_A_MINUTE)
-                detail += f" ({left_out} earlier refusals were left out)" if left_out else ""
-            self._refused[caller.name] = (since_s, num_refused + 1)
-            if num_refused >= MAX_REFUSED_A_MINUTE:
-                return
-        await self.write(
-            user=caller.name, token_id=caller.token_id, origin=origin, action=action, resource=resource,
-            outcome=outcome, detail=detail,
+    async def begin(
+        self, caller: Principal, *, origin: str, action: str, resource: str, detail: str = ""
+    ) -> AuditEntry:
+        """Write that `caller` is about to change `resource`, and return the entry for `end`."""
+        return await self.write(
+            AuditEntry(
+                time_s=self._clock(), user=caller.name, token_id=caller.token_id, origin=origin, action=action, resource=resource,
+                outcome=UNKNOWN, detail=detail,
+            )
         )  # fmt: skip
 
-    async def write(
-        self, *, user: str, token_id: str, origin: str, action: str, resource: str, outcome: str, detail: str
-    ) -> None:
-        """Write one entry. A database that cannot be written is reported in the log: the change has happened."""
-        entry = AuditEntry(
-            time_s=self._clock(), user=user, token_id=token_id, origin=origin, action=action, resource=resource,
-            outcome=outcome, detail=detail,
-        )  # fmt: skip
+    async def end(self, entry: AuditEntry) -> None:
+        """Write how a change ended that has begun with an entry."""
+        is_written = entry.number != 0
+        if entry.outcome != "OK":
+            since_s, num_refused = self._refused.get(entry.user, (0.0, 0))
+            if self._clock() - since_s >= _MINUTE_S:
+                since_s, num_refused, left_out = self._clock(), 0, max(0, num_refused - MAX_REFUSED_A_MINUTE)
+                more = f" ({left_out} earlier refusals were left out)" if left_out else ""
+                entry = replace(entry, detail=entry.detail + more)
+            self._refused[entry.user] = (since_s, num_refused + 1)
+            if num_refused >= MAX_REFUSED_A_MINUTE:
+                if is_written:
+                    await self._reported(self.remove(entry.number), entry)
+                return
+        if is_written:
+            changes = {"resource": entry.resource, "outcome": entry.outcome, "detail": entry.detail}
+            await self._reported(self.change(entry.number, **changes), entry)
+        else:
+            await self.write(entry)
+
+    async def write(self, entry: AuditEntry) -> AuditEntry:
+        """Write an entry and return it with its number, which is 0 where the database cannot be written: the log then has it."""
+        number = await self._reported(self.insert(entry), entry)
+        return replace(entry, number=number or 0)
+
+    async def _reported(self, writing: Awaitable[Result], entry: AuditEntry) -> Result | None:
         try:
-            await self.insert(entry)
+            return await writing
         except HorizonError as error:
+            # A full disk must not keep users from deleting.
             _log.error("the audit log cannot be written (%s): %s", error.message, entry)
+            return None
 
     async def expire(self, days: float) -> int:
         """Delete entries that are older than that many days, and the oldest beyond the maximum."""

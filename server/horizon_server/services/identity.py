@@ -9,8 +9,8 @@ from horizon_server.records.account import EVERYONE, Principal, Project, Project
 from horizon_server.records.blob import PushedRecord
 from horizon_server.services.access import (
     require_create,
-    require_full_scope,
     require_members_change,
+    require_scope,
 )
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.pushed import DatasetService, ModelService
@@ -42,7 +42,7 @@ class IdentityService:
             NotAllowed: when the caller's token allows no changes; for the scope metrics, when their role does not see everything.
             QuotaExceeded: when they have too many tokens.
         """
-        require_full_scope(principal)
+        require_scope(principal, "change")
         # It shows the series of all users.
         if scope == "metrics" and not principal.sees_all:
             raise NotAllowed(
@@ -75,7 +75,7 @@ class IdentityService:
 
     async def revoke_token(self, principal: Principal, token_id: str) -> Token:
         """Revoke a token of the caller's own, or for admins of anybody. Open streams with it end within seconds. Raises NotFound."""
-        require_full_scope(principal)
+        require_scope(principal, "change")
         absent = NotFound(f"token {token_id!r:.80} does not exist, or is not yours; see: horizon token list")
         if not token_id.isascii():
             raise absent
@@ -119,7 +119,7 @@ class IdentityService:
         """Remove a user from a project; everybody may leave. Raises NotFound, NotAllowed."""
         _check_name("project", project)
         if user == principal.name and project in principal.memberships:
-            require_full_scope(principal)
+            require_scope(principal, "change")
         else:
             require_members_change(principal, project)
         await self.accounts.remove_member(project, user)

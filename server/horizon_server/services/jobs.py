@@ -13,39 +13,37 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from horizon_formats.formats import DataKind, DatasetFormat, kind_of
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.db.jobs import Figures
-from horizon_server.errors import DoesNotFit, Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
+from horizon_server.errors import Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import JobEvent, Message
 from horizon_server.jobs.folders import JobFolders, read_log
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.leases import ReadLeases
 from horizon_server.jobs.recovery import FORGOTTEN
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
-from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
     BEING_DELETED,
     ENDED,
-    ORDERED,
     RESIDENT,
     CheckpointRecord,
     JobRecord,
     JobState,
     Wanted,
+    ordered,
 )
 from horizon_server.records.plan import JobPlan, PlannedMachine
-from horizon_server.services.access import require_change, require_project, require_submit, require_visible
+from horizon_server.scheduling.texts import to_owner
+from horizon_server.services.access import may_see, require_change, require_submit
 from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
+from horizon_server.services.proposals import Proposals
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
-from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
-from horizon_server.spec import EVAL_SET, JobSpec, check_kinds, needs_references
-from horizon_server.store.base_digest import other_base
-from horizon_server.store.prepared import group_size_of
+from horizon_server.services.starts import Start
+from horizon_server.spec import JobSpec
 
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
@@ -70,58 +68,52 @@ class JobService:
     turns: UserTurns
     quotas: Quotas
     leases: ReadLeases = field(default_factory=ReadLeases)
+    proposals: Proposals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.proposals = Proposals(
+            resources=self.resources,
+            planner=self.planner,
+            folders=self.folders,
+            quotas=self.quotas,
+            turns=self.turns,
+            find_job=self.get,
+        )
 
     async def submit(self, principal: Principal, *, request_id: str, spec: JobSpec) -> JobRecord:
         """Queue a job, or return the one that the same earlier request made.
 
-        Raises:
-            NotFound: when model or dataset do not exist for the caller, or the checkpoint that `init_from` names.
-            InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method does not learn
-                from data of such a kind.
+        Raises what `Proposals.of` does, and:
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
-            QuotaExceeded: when the user or the project has as many queued jobs as an admin allows, or the job needs more memory.
+            QuotaExceeded: when the user or the project has as many queued jobs as an admin allows.
             RequestIdReused: when the id came with another spec.
             Draining: when the daemon is shutting down.
         """
-        spec = self._owned(principal, spec)
-        require_submit(principal, spec.project)
+        require_submit(principal, spec.project or principal.project)
         if self.lifecycle.draining:
             raise Draining(
                 "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
             )
-        async with self.turns.of(principal.name):
-            model_id, folder = await self.resources.model(principal, spec.model)
-        start = await self._start(principal, spec, model_id, folder)
-        async with self.turns.of(principal.name):
-            dataset = await self.resources.dataset(principal, spec.dataset)
-            evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-            of_sets = {name: await self.resources.dataset(principal, given) for name, given in spec.eval.sets.items()}
-            evaluated = {**({EVAL_SET: evaluation} if evaluation else {}), **of_sets}
-            kinds = {name: kind_of(DatasetFormat(files.record.format)) for name, files in evaluated.items()}
-            check_kinds(spec, kind_of(DatasetFormat(dataset.record.format)), kinds)
-            data = await self._data_size(principal, spec)
-            plan = await self._plan(spec, folder, start, data)
-            if not plan.fits:
-                raise DoesNotFit(plan.message)
-            admit = await self.quotas.admit_job(principal.name, spec.project, plan)
+        async with self.proposals.of(principal, spec) as proposal:
+            proposal.require_fit()
             now_s = time.time()
             job = JobRecord(
                 job_id=_ID_PREFIX + secrets.token_hex(6),
                 owner=principal.name,
-                project=spec.project,
-                spec=spec,
+                project=proposal.spec.project,
+                spec=proposal.spec,
                 priority=spec.priority,
-                model_id=model_id,
-                dataset_id=dataset.record.dataset_id,
-                eval_dataset_id=evaluation.record.dataset_id if evaluation else "",
-                eval_set_ids={name: files.record.dataset_id for name, files in of_sets.items()},
+                model_id=proposal.model_id,
+                dataset_id=proposal.dataset_id,
+                eval_dataset_id=proposal.eval_dataset_id,
+                eval_set_ids=proposal.eval_set_ids,
                 job_state=JobState.QUEUED,
                 created_s=now_s,
                 queued_s=now_s,
-                plan=plan,
+                plan=proposal.plan,
             )
-            create = partial(self.journal.create, job, request_id=request_id, admit=admit)
-            stored = await (create() if start is None else self._created_from(start, job, create))
+            create = partial(self.journal.create, job, request_id=request_id, admit=proposal.admit)
+            stored = await (create() if proposal.start is None else self._created_from(proposal.start, job, create))
         self.scheduler.wake()
         return stored
 
@@ -130,45 +122,29 @@ class JobService:
     ) -> tuple[JobSpec, JobPlan]:
         """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is asked about.
 
-        Raises:
-            NotFound: when the caller has no such model, or no such checkpoint to start from.
-            InvalidSpec: when that checkpoint is of another model, or its adapter is not what the job trains.
+        Raises what `Proposals.of` does.
         """
-        spec = self._owned(principal, spec)
-        require_project(principal, spec.project)
-        async with self.turns.of(principal.name):
-            model_id, folder = await self.resources.model(principal, spec.model)
-        start = await self._start(principal, spec, model_id, folder)
-        async with self.turns.of(principal.name):
-            try:
-                data = await self._data_size(principal, spec)
-            except NotFound:
-                # A plan does not need the data.
-                data = None
-            if machine is None:
-                return spec, await self._plan(spec, folder, start, data)
-            elsewhere = partial(self.planner.plan_elsewhere, spec, folder, machine, data=data)
-            return spec, await asyncio.to_thread(elsewhere)
+        async with self.proposals.of(principal, spec, machine) as proposal:
+            return proposal.spec, await proposal.warned(self.quotas, principal.name)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
-        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        absent = NotFound.named("job", key)
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
         store = self.journal.store
         async with self.turns.of(principal.name):
             job = await store.get(key)
-            if job is not None:
-                require_visible(principal, job.owner, f"job {key}", project=job.project)
-                return self._with_outlook(job)
+            # One of another user's is looked for on as if there were none: the same words, and as many queries.
+            if job is not None and may_see(principal, job.owner, project=job.project):
+                return self._with_outlook(principal, job)
             named = await store.find(principal.name, name=key)
             everyone = None if principal.sees_all else principal.name
             if not named and (principal.sees_all or principal.memberships):
                 named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
-                return self._with_outlook(
-                    named[0]
-                )  # of several runs of one spec the newest is meant; the answer carries its id
+                # Of several runs of one spec the newest is meant; the answer carries its id.
+                return self._with_outlook(principal, named[0])
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
             found = await store.find(everyone, projects=principal.memberships, prefix=key)
@@ -179,7 +155,7 @@ class JobService:
                 raise InvalidSpec.of(
                     "job_id", f"several jobs have an id that starts with {key}; give more of it: {ids}"
                 )
-            return self._with_outlook(found[0])
+            return self._with_outlook(principal, found[0])
 
     async def list(
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
@@ -201,14 +177,17 @@ class JobService:
             )
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
-        return [self._with_outlook(job) for _, job in rows[:size]], token
+        return [self._with_outlook(principal, job) for _, job in rows[:size]], token
 
-    async def queue(self) -> Jobs:
-        """Return the jobs on the device and then the first of the queue in their order, of all users."""
+    async def queue(self, principal: Principal) -> Jobs:
+        """Return the jobs on the device and then the first of the queue in the order in which they are considered, of all users."""
         # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
         store = self.journal.store
-        jobs = await store.in_states(sorted(RESIDENT)) + await store.queued(MAX_PAGE_SIZE)
-        return [self._with_outlook(job) for job in jobs]
+        residents, queued = await store.in_states(sorted(RESIDENT)), await store.queued(MAX_PAGE_SIZE)
+        waiting = [self._with_outlook(principal, job) for job in queued]
+        # Those that the scheduler has not looked at come last: it looks at the first of every user.
+        waiting.sort(key=lambda job: (job.outlook is None or not job.outlook.place, job.queue_position))
+        return [*(self._with_outlook(principal, job) for job in residents), *waiting]
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another user."""
@@ -234,7 +213,7 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
-        await self.quotas.admit_resume(job)
+        await self.quotas.require_room(job.owner, job.project)
         # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of the queue.
         job = await self.journal.move(
             job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True, **FORGOTTEN
@@ -382,53 +361,6 @@ class JobService:
         await self.journal.store.delete(job_id)
         self.journal.forget(await self.journal.store.counts())
 
-    async def _start(self, principal: Principal, spec: JobSpec, model_id: str, folder: Path) -> Start | None:
-        """Return what `init_from` names, which anyone may use who may download it; an adapter that names its base is compared with the
-        model. Raises NotFound, InvalidSpec, and InUse while the model's digest is made.
-        """
-        start = await self._named_start(principal, spec, model_id)
-        wanted = "" if start is None else await asyncio.to_thread(start.base_sha256)
-        if wanted and (found := await self.resources.digest_of(principal, folder)) != wanted:
-            raise InvalidSpec.of("init_from", other_base("init_from: the adapter", wanted, found))
-        return start
-
-    async def _named_start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
-        if spec.init_from is None:
-            return None
-        key, _, which = spec.init_from.rpartition("@")
-        if not key:
-            require_lora(spec)
-            return PushedAdapter(name=spec.init_from, folder=await self.resources.adapter(principal, spec.init_from))
-        source = await self.get(principal, key)
-        return await start_at(spec, model_id, source, which, self.folders.checkpoints(source.job_id))
-
-    async def _plan(self, spec: JobSpec, folder: Path, start: Start | None, data: DataSize | None) -> JobPlan:
-        """Return the plan of a job on this node, with the numbers of the files that it starts from."""
-        plan = (
-            partial(self.planner.plan, spec, folder, data=data)
-            if start is None
-            else partial(start.plan, self.planner, spec, folder, data=data)
-        )
-        return await asyncio.to_thread(plan)
-
-    async def _data_size(self, principal: Principal, spec: JobSpec) -> DataSize | None:
-        """Return about how much data the pass before the first step goes over; None where the method needs none. Raises NotFound."""
-        if not needs_references(spec):
-            return None
-        trained = (await self.resources.dataset(principal, spec.dataset)).record
-        names = [*([spec.eval_dataset] if spec.eval_dataset else []), *spec.eval.sets.values()]
-        evaluated = [(await self.resources.dataset(principal, name)).record for name in names]
-        return DataSize.total(
-            DataSize.estimated(
-                num_bytes=record.size_bytes,
-                num_rows=record.num_rows,
-                documents_per_row=group_size_of(DataKind(record.data_kind)),
-                sequence_length=spec.train.sequence_length,
-            )
-            # Text is evaluated without references.
-            for record in [trained, *(one for one in evaluated if one.data_kind == trained.data_kind)]
-        )
-
     async def _created_from(
         self, start: Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]
     ) -> JobRecord:
@@ -446,14 +378,19 @@ class JobService:
             await self.journal.append(job.job_id, Message(level="info", text=start.text))
         return stored
 
-    def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:
-        """Return the spec with its project."""
-        return spec if spec.project else spec.in_project(principal.project)
+    def _with_outlook(self, principal: Principal, job: JobRecord) -> JobRecord:
+        """Return the job with why it is where it is, as the caller reads it, and its place among those that wait.
 
-    def _with_outlook(self, job: JobRecord) -> JobRecord:
-        """Return the job with why it is where it is; a job that has ended since the scheduler last looked has no outlook."""
-        stays = job.job_state is JobState.QUEUED or job.job_state in RESIDENT
-        return replace(job, outlook=self.scheduler.outlook(job.job_id)) if stays else job
+        A job that has ended since the scheduler last looked has no outlook.
+        """
+        is_queued = job.job_state is JobState.QUEUED
+        outlook = self.scheduler.outlook(job.job_id) if is_queued or job.job_state in RESIDENT else None
+        if outlook is None:
+            return job
+        if principal.name == job.owner:
+            outlook = replace(outlook, why=to_owner(outlook.why))
+        place = outlook.place if is_queued and outlook.place else job.queue_position
+        return replace(job, outlook=outlook, queue_position=place)
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
         job = await self.get(principal, key)
@@ -463,7 +400,7 @@ class JobService:
     async def _stop(self, job: JobRecord, wanted: Wanted) -> JobRecord:
         """Carry out a user's order at once, or ask the attempt of a job on the device for it."""
         if job.job_state not in RESIDENT:
-            state, reason, message = ORDERED[wanted]
+            state, reason, message = ordered(wanted, job.spec.name)
             try:
                 return await self.journal.move(job, state, reason=reason, message=message)
             except WrongJobState:

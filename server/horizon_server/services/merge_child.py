@@ -20,6 +20,7 @@ from horizon_server.planning.lora import packed_base
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.generation_config import listed_ends, text_with_ends
 from horizon_server.store.merging import MergeOrigin, base_format, merged_bytes, write_merged
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
@@ -86,6 +87,8 @@ def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target
             advance=advance,
             rounding=rounding,
             origin=origin,
+            # The job that trained the adapter has found where its answers end.
+            generation_config=text_with_ends(base, listed_ends(adapter)),
         )
     return {name: dataclasses.asdict(record) for name, record in files.items()}
 

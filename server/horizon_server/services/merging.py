@@ -20,9 +20,16 @@ from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.services.access import require_change
 from horizon_server.services.jobs import JobService
 from horizon_server.services.quotas import Quotas
-from horizon_server.store.checkpoint_parts import MERGED_FOLDER, MergeBase, adapter_part, model_part
+from horizon_server.store.checkpoint_parts import (
+    MERGED_FOLDER,
+    NEW_MERGED_FOLDER,
+    MergeBase,
+    adapter_part,
+    model_part,
+)
 from horizon_server.store.manifest import FileRecord, Manifest, read_manifest
-from horizon_server.store.merging import ExportDtype, merged_bytes, read_origin
+from horizon_server.store.merging import ExportDtype, has_dtype, merged_bytes, merged_dtype, read_origin
+from horizon_server.store.safetensors_files import read_safetensors_headers
 
 _CHILD_MODULE = "horizon_server.services.merge_child"
 _WHO = "the child that merges an adapter"
@@ -44,18 +51,19 @@ class Merges:
     ) -> AsyncGenerator[MergeProgress | CheckpointRecord, None]:
         """Add the merged model to a checkpoint of adapters, or with `remove` take it away: yield the progress, then the checkpoint.
 
-        `dtype` and `base` are the job's own `checkpoint.dtype` and `checkpoint.merge_base` where they are empty. A merged model that is
-        there already stays as it is. Closing the generator ends the child, and leaves nothing; so does a refusal.
+        Where `dtype` and `base` are empty, a merged model that is there already decides, else the job's own `checkpoint.dtype` and
+        `checkpoint.merge_base`. A merged model that was made with what is asked for stays as it is; another one is replaced, once the new
+        one is complete. Closing the generator ends the child, and leaves what was there; so does a refusal.
 
         Raises:
             NotFound: when the caller has no such job, it has no such checkpoint, or its base model is gone.
             NotAllowed: when the caller may not change the job.
-            InvalidSpec: when the checkpoint is not one of adapters, there is nothing to remove, or there is a merged model of another
-                `base`.
+            InvalidSpec: when the checkpoint is not one of adapters, there is nothing to remove, or the checkpoint was written merged with
+                another `dtype` or `base`.
             InvalidModel: when the base is not the one that the adapter was trained on.
             QuotaExceeded: when the job's owner, or their project, would store more than an admin allows.
             DiskFull: when the node has no space for the merged model.
-            InUse: when what is to be removed is being downloaded.
+            InUse: when what is to be removed or replaced is being downloaded.
         """
         if dtype and dtype not in get_args(ExportDtype):
             raise InvalidSpec.of("dtype", f"dtype is {dtype:.20}; it must be one of {', '.join(get_args(ExportDtype))}")
@@ -74,22 +82,11 @@ class Merges:
             merged = model_part(manifest.files)
             if remove:
                 await self._remove(job, checkpoints, step, merged)
-            elif merged is not None:
-                if base:
-                    await asyncio.to_thread(_require_same, job, checkpoints.of_step(step) / merged, step, base)
-            else:
-                with await self._jobs.leases.take(checkpoints, step):
-                    lines = self._merged(
-                        job,
-                        checkpoints,
-                        step,
-                        manifest,
-                        dtype or job.spec.checkpoint.dtype,
-                        base or job.spec.checkpoint.merge_base,
-                    )
-                    async with contextlib.aclosing(lines):
-                        async for line in lines:
-                            yield line
+            elif merged is None or await self._is_other(job, checkpoints.of_step(step) / merged, step, dtype, base):
+                lines = self._merged(job, checkpoints, step, manifest, dtype, base)
+                async with contextlib.aclosing(lines):
+                    async for line in lines:
+                        yield line
             records = await asyncio.to_thread(checkpoints.all)
         yield next(record for record in records if record.step == step)
 
@@ -104,19 +101,37 @@ class Merges:
         self._jobs.leases.drop_idle(checkpoints, step)
         await asyncio.to_thread(checkpoints.remove_merged, step)
 
+    async def _is_other(self, job: JobRecord, merged: Path, step: int, dtype: Any, base: str) -> bool:
+        """Whether the merged model in this folder was made with other options than those that are given. Raises InvalidSpec."""
+        model = await self._jobs.base_of(job) if dtype == "source" else None
+        differs = await asyncio.to_thread(
+            _difference, merged, dtype, base, kept_as=job.spec.train.lora.base, model=model
+        )
+        if differs and merged.name != MERGED_FOLDER:
+            name, has = differs
+            raise InvalidSpec.of(
+                name,
+                f"{name} is {dtype if name == 'dtype' else base}, and the checkpoint of step {step} of job {job.job_id} was written merged "
+                f"(checkpoint.export) with {name} {has}; leave {name} out to have that model",
+            )
+        return differs is not None
+
     async def _merged(
-        self,
-        job: JobRecord,
-        checkpoints: CheckpointFolder,
-        step: int,
-        manifest: Manifest,
-        dtype: Any,
-        merge_base: str,
+        self, job: JobRecord, checkpoints: CheckpointFolder, step: int, manifest: Manifest, dtype: Any, merge_base: str
     ) -> AsyncGenerator[MergeProgress, None]:
+        """Make the merged model. One that is there stays until the new one is complete, and gives it what is not asked for."""
         assert manifest.base is not None, "a checkpoint of adapters names its base"
         base = await self._jobs.base_of(job)
         folder, part = checkpoints.of_step(step), adapter_part(manifest.files)
-        await self._quotas.require_stored(job.owner, await asyncio.to_thread(_expected_bytes, base, dtype))
+        old = [record for name, record in manifest.files.items() if name.startswith(f"{MERGED_FOLDER}/")]
+        if old:
+            self._jobs.leases.require_unread(checkpoints, [step])
+            made_dtype, made_base = await asyncio.to_thread(_made_with, folder / MERGED_FOLDER)
+            dtype, merge_base = dtype or made_dtype, merge_base or made_base
+        dtype, merge_base = dtype or job.spec.checkpoint.dtype, merge_base or job.spec.checkpoint.merge_base
+        old_bytes = sum(record.size_bytes for record in old)
+        base_bytes, needed_bytes = await asyncio.to_thread(_expected_bytes, base, dtype)
+        await self._quotas.require_stored(job.owner, max(0, needed_bytes - old_bytes))
         # Of a merge that was cut together with the daemon.
         await asyncio.to_thread(_remove_unlisted, folder)
         request = {
@@ -125,7 +140,7 @@ class Merges:
             "base_sha256": manifest.base.sha256,
             "digests": str(self._jobs.folders.digests),
             "adapter": str(folder / (part or "")),
-            "target": str(folder / MERGED_FOLDER),
+            "target": str(folder / (NEW_MERGED_FOLDER if old else MERGED_FOLDER)),
             "dtype": dtype,
             "merge_base": merge_base,
             "kept_as": job.spec.train.lora.base,
@@ -146,14 +161,23 @@ class Merges:
             finally:
                 news.put_nowait(None)
 
+        # The first answer says that a model is about to be made, before anything is read: a caller may have nowhere to put it.
+        news.put_nowait(MergeProgress(done_bytes=0, total_bytes=base_bytes))
         running = asyncio.create_task(run(), name="merge")
         try:
-            while (line := await news.get()) is not None:
-                yield line
-            files = {name: FileRecord(**record) for name, record in (await running).items()}
-            # Again, of what was really written: others have stored things meanwhile.
-            await self._quotas.require_stored(job.owner, sum(record.size_bytes for record in files.values()))
-            await in_thread(lambda: checkpoints.add_merged(step, files))
+            with await self._jobs.leases.take(checkpoints, step):
+                while (line := await news.get()) is not None:
+                    yield line
+                files = {name: FileRecord(**record) for name, record in (await running).items()}
+                # Again, of what was really written: others have stored things meanwhile.
+                new_bytes = sum(record.size_bytes for record in files.values())
+                await self._quotas.require_stored(job.owner, max(0, new_bytes - old_bytes))
+            if old:
+                self._jobs.leases.require_unread(checkpoints, [step])
+                self._jobs.leases.drop_idle(checkpoints, step)
+                await in_thread(lambda: checkpoints.replace_merged(step, files))
+            else:
+                await in_thread(lambda: checkpoints.add_merged(step, files))
         except BaseException:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -162,9 +186,11 @@ class Merges:
             raise
 
 
-def _expected_bytes(base: Path, dtype: ExportDtype) -> int:
+def _expected_bytes(base: Path, dtype: ExportDtype) -> tuple[int, int]:
+    """The bytes of the base's tensors, which are read, and the most that a merged model takes."""
     try:
-        return merged_bytes(base, dtype)
+        headers = read_safetensors_headers(base)
+        return sum(header.end - header.start for header in headers.values()), merged_bytes(base, dtype)
     except InvalidModel as error:
         raise InvalidModel(in_words(error.message, {base: "the base model"}), violations=error.violations) from error
 
@@ -173,18 +199,25 @@ def _remove_unlisted(folder: Path) -> None:
     """Remove what a merge has left in a checkpoint that does not list it."""
     if model_part(read_manifest(folder).files) is None:
         shutil.rmtree(folder / MERGED_FOLDER, ignore_errors=True)
+    shutil.rmtree(folder / NEW_MERGED_FOLDER, ignore_errors=True)
     remove_unfinished(folder)
 
 
-def _require_same(job: JobRecord, merged: Path, step: int, asked: str) -> None:
-    """Refuse a merged model that is there already and was made from other values than those that are asked for."""
-    origin, kept_as = read_origin(merged), job.spec.train.lora.base
+def _made_with(merged: Path) -> tuple[ExportDtype, str]:
+    """The `dtype` and `base` that a merged model was made with."""
+    origin = read_origin(merged)
     # Earlier versions merged into the model folder's own weights, and wrote no origin.
-    has, wanted = "source" if origin is None else origin.base_format, kept_as if asked == "trained" else "source"
-    if has != wanted:
-        other = "source" if asked == "trained" else "trained"
-        raise InvalidSpec.of(
-            "base",
-            f"base is {asked}, and the checkpoint of step {step} of job {job.job_id} has a merged model of base {other} already; take it "
-            "off the node first (horizon checkpoint merge --remove), or leave base out to have that one",
-        )
+    return merged_dtype(merged), "source" if origin is None else origin.base
+
+
+def _difference(merged: Path, dtype: Any, base: str, *, kept_as: str, model: Path | None) -> tuple[str, str] | None:
+    """The first given option that a merged model was not made with, and what it was made with; None where all agree.
+
+    What counts is the result: dtype by the formats of the tensors, base by the format of the values that were used.
+    """
+    origin, (made_dtype, made_base) = read_origin(merged), _made_with(merged)
+    if base and ("source" if origin is None else origin.base_format) != (kept_as if base == "trained" else "source"):
+        return "base", made_base
+    if dtype and not has_dtype(merged, dtype, model):
+        return "dtype", made_dtype
+    return None

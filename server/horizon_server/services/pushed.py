@@ -134,7 +134,7 @@ class PushedService(ABC, Generic[RecordT]):
         own = [record for record in visible if record.owner == principal.name]
         found = by_id or own or visible
         if not found:
-            raise NotFound(f"{self._kind} {key!r:.80} does not exist, or is not yours")
+            raise NotFound.named(self._kind, key)
         if len(found) > 1:
             owners = ", ".join(f"{record.id} of {record.owner}" for record in found[:5])
             raise InvalidSpec(f"several users have a {self._kind} named {key}; give an id: {owners}")
@@ -190,9 +190,11 @@ class PushedService(ABC, Generic[RecordT]):
             hidden = len(users) - len(seen)
             named = [*seen, *([f"{hidden} of other users"] if hidden else [])]
             what = "job" if len(users) == 1 else "jobs"
-            raise InUse(
-                f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; cancel {what} or wait for the end"
-            )
+            mine = [job_id for job_id, owner in users if may_see(principal, owner)]
+            free = f"cancel {', '.join(mine)}, or wait for {'its' if len(users) == 1 else 'their'} end"
+            if not mine:
+                free = f"wait for {'its' if len(users) == 1 else 'their'} end"
+            raise InUse(f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; {free}")
         if self._finalizing.runs(record.id):
             raise InUse(
                 f"{self._kind} {record.name} is being checked right now; try again in a moment", retry_after_s=5.0

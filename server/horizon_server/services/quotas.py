@@ -18,7 +18,7 @@ from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import BadSetting, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.records.account import Principal
-from horizon_server.records.job import RESIDENT, JobRecord
+from horizon_server.records.job import RESIDENT
 from horizon_server.records.plan import JobPlan, size_text
 from horizon_server.records.sharing import Allowance, Holder, QuotaUse
 from horizon_server.scheduling.quotas import WEEK_S, why_not_queued, why_not_stored
@@ -35,13 +35,17 @@ class Allowances(SharingStore):
         found = [a for a in await self.allowances() if (a.holder, a.name) == (holder, name)]
         return found[0] if found else Allowance(holder=holder, name=name)
 
+    async def add_project(self, name: str) -> None:
+        """Create a project, with weight 1 and no limits. Raises BadSetting for a malformed name."""
+        _check_name("project", name)
+        await self.set_allowance(Allowance(holder="project", name=name))
+
     async def change(self, holder: Holder, name: str, changes: Mapping[str, Any], weight: float | None) -> Allowance:
         """Set the weight, unless it is None, and those limits that `changes` names, where None removes one. Return the allowance.
 
         Raises BadSetting for a malformed name or a value out of range.
         """
-        if not NAME_PATTERN.fullmatch(name):
-            raise BadSetting(f"{holder} name {name!r} is not allowed: it must be {NAME_RULE}")
+        _check_name(holder, name)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
             raise BadSetting(f"weight is {weight:g}; it must be a number above 0 up to {MAX_WEIGHT:,.0f}")
         for limit, value in changes.items():
@@ -57,6 +61,11 @@ class Allowances(SharingStore):
         return changed
 
 
+def _check_name(holder: Holder, name: str) -> None:
+    if not NAME_PATTERN.fullmatch(name):
+        raise BadSetting(f"{holder} name {name!r} is not allowed: it must be {NAME_RULE}")
+
+
 class Quotas:
     """Checks quotas, and counts what is used of them. Thread: belongs to one event loop; checkpoint folders are read in threads."""
 
@@ -65,13 +74,11 @@ class Quotas:
         self._jobs = jobs
         self._folders = folders
 
-    async def of(self, user: str, project: str) -> tuple[Allowance, Allowance]:
-        """Return what this user and this project may take."""
+    async def of(self, user: str, *projects: str) -> list[Allowance]:
+        """Return what this user and these projects may take."""
         found = {(a.holder, a.name): a for a in await self._sharing.allowances()}
-        return (
-            found.get(("user", user), Allowance(holder="user", name=user)),
-            found.get(("project", project), Allowance(holder="project", name=project)),
-        )
+        keys: list[tuple[Holder, str]] = [("user", user), *(("project", project) for project in projects)]
+        return [found.get(key, Allowance(holder=key[0], name=key[1])) for key in keys]
 
     async def admit_job(self, user: str, project: str, plan: JobPlan) -> AdmitJob:
         """Return what refuses a job where too many are queued. Raises QuotaExceeded when the job alone is larger than a quota."""
@@ -87,10 +94,9 @@ class Quotas:
 
         return lambda of_user, of_project: _check_queued(allowances, (of_user, of_project))
 
-    async def admit_resume(self, job: JobRecord) -> None:
-        """Let a job come into the queue again. Raises QuotaExceeded when too many are queued."""
-        allowances = await self.of(job.owner, job.project)
-        _check_queued(allowances, await self._jobs.queued_ids(job.owner, job.project))
+    async def require_room(self, user: str, project: str) -> None:
+        """Let one more job come into the queue. Raises QuotaExceeded when too many are queued."""
+        _check_queued(await self.of(user, project), await self._jobs.queued_ids(user, project))
 
     async def admit_push(self, principal: Principal, num_bytes: int) -> tuple[AdmitPush | None, Collection[str]]:
         """Return what refuses a push of that many bytes where too many are stored, and the users whose bytes it needs."""
@@ -129,33 +135,29 @@ class Quotas:
             if why := why_not_stored(allowance, sum(stored.get(name, 0) for name in names), num_bytes):
                 raise QuotaExceeded(why)
 
-    async def used(self, user: str, project: str) -> tuple[QuotaUse, QuotaUse]:
-        """Return how much this user and this project use now of what quotas limit."""
-        queued_of_user, queued_of_project = await self._jobs.queued_ids(user, project)
+    async def used(self, user: str, *projects: str) -> list[QuotaUse]:
+        """Return how much this user and these projects use now of what quotas limit."""
         residents = await self._jobs.in_states(sorted(RESIDENT))
         stored, retained = await self.stored_bytes(), await self._retained_bytes()
-        members = _members(Allowance(holder="project", name=project), await self._sharing.projects())
+        members = await self._sharing.projects()
         device_s = await self._sharing.device_s_since(time.time() - WEEK_S)
-        of_user = [job for job in residents if job.owner == user]
-        of_project = [job for job in residents if job.project == project]
-        return (
-            QuotaUse(
-                queued_jobs=len(queued_of_user),
-                resident_jobs=len(of_user),
-                host_bytes=sum(job.plan.host_total_bytes for job in of_user if job.plan),
-                stored_bytes=stored.get(user, 0),
-                retained_bytes=retained.get(user, 0),
-                device_hours=sum(s for (_, name), s in device_s.items() if name == user) / 3600,
-            ),
-            QuotaUse(
-                queued_jobs=len(queued_of_project),
-                resident_jobs=len(of_project),
-                host_bytes=sum(job.plan.host_total_bytes for job in of_project if job.plan),
-                stored_bytes=sum(stored.get(name, 0) for name in members),
-                retained_bytes=sum(retained.get(name, 0) for name in members),
-                device_hours=sum(s for (name, _), s in device_s.items() if name == project) / 3600,
-            ),
-        )
+        uses = []
+        for allowance in await self.of(user, *projects):
+            name, is_user = allowance.name, allowance.holder == "user"
+            of_user, of_project = await self._jobs.queued_ids(user, "" if is_user else name)
+            jobs = [job for job in residents if (job.owner if is_user else job.project) == name]
+            names = _members(allowance, members)
+            uses.append(
+                QuotaUse(
+                    queued_jobs=len(of_user if is_user else of_project),
+                    resident_jobs=len(jobs),
+                    host_bytes=sum(job.plan.host_total_bytes for job in jobs if job.plan),
+                    stored_bytes=sum(stored.get(one, 0) for one in names),
+                    retained_bytes=sum(retained.get(one, 0) for one in names),
+                    device_hours=sum(s for key, s in device_s.items() if key[is_user] == name) / 3600,
+                )
+            )
+        return uses
 
     async def stored_bytes(self) -> dict[str, int]:
         """Return the bytes that each user stores: datasets and models, READY or announced, and checkpoints."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from horizon_server.services.access import require_sample
 from horizon_server.services.jobs import JobService
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
+from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
 
 CHILD_MODULE = "horizon_server.worker.sampling"
 # Of one call, its turn not counted.
@@ -102,6 +104,7 @@ class Samples:
                     num_threads=self._num_threads,
                     cache_bytes=CACHE_BYTES,
                     adapter=adapter,
+                    answers=_answers_folder(checkpoints.of_step(step), folder),
                 )
                 self._hold.num_bytes = memory.total
                 try:
@@ -180,6 +183,7 @@ class Samples:
                 with contextlib.suppress(asyncio.QueueFull):
                     news.put_nowait(None)
 
+        start_s = time.monotonic()
         running = asyncio.create_task(run(), name="sample")
         try:
             while not (running.done() and news.empty()):
@@ -187,7 +191,9 @@ class Samples:
                 if text is None:
                     break
                 yield text
-            yield _figures(await self._explained(running, request.folder))
+            figures = _figures(await self._explained(running, request.folder))
+            # With the start of the child, which takes longer than a small model's weights.
+            yield replace(figures, load_s=max(figures.load_s, time.monotonic() - start_s - figures.duration_s))
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -205,6 +211,11 @@ class Samples:
             ) from error
         except WorkerCrashed as error:
             raise InvalidModel("answering with this checkpoint crashes; is its chat template right?") from error
+
+
+def _answers_folder(checkpoint: Path, model: Path) -> Path:
+    # Checkpoints of earlier versions may have none.
+    return checkpoint if (checkpoint / GENERATION_CONFIG_FILE).is_file() else model
 
 
 def _memory(folder: Path, adapter: SampleAdapter | None) -> SampleMemory:

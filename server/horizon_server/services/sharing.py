@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed
+from horizon_server.errors import InvalidSpec
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
-from horizon_server.services.access import may_see
+from horizon_server.scheduling.quotas import with_defaults
+from horizon_server.scheduling.texts import time_text
+from horizon_server.services.access import may_see, require_admin
 from horizon_server.services.jobs import JobService
 from horizon_server.services.quotas import Quotas
 from horizon_server.spec import JobSpec
@@ -47,11 +50,14 @@ class SharingService:
         return [rows[key] for key in sorted(rows) if may_see(principal, key[1])]
 
     async def quota(self, principal: Principal) -> list[tuple[Allowance, QuotaUse]]:
-        """Return what the caller may take and what their project may take, each with how much of it is used."""
+        """Return what the caller may take, what their own project and the others that they submit to may, and how much of it is used."""
+        others = sorted(name for name, role in principal.memberships.items() if role != "viewer")
+        projects = list(dict.fromkeys([principal.project, *others]))
         async with self.jobs.turns.of(principal.name):
-            allowances = await self.quotas.of(principal.name, principal.project)
-            used = await self.quotas.used(principal.name, principal.project)
-        return list(zip(allowances, used, strict=True))
+            allowances = await self.quotas.of(principal.name, *projects)
+            used = await self.quotas.used(principal.name, *projects)
+        most = self.scheduler.view.rules.max_resident_jobs
+        return list(zip([with_defaults(one, max_resident_jobs=most) for one in allowances], used, strict=True))
 
     async def condition(self) -> NodeCondition:
         """Return what an admin has set the node to."""
@@ -61,53 +67,55 @@ class SharingService:
         """Open, cordon or drain the node, or set its maintenance window; it replaces what was set before. Return it.
 
         Raises:
-            NotAllowed: when the caller is not an admin.
-            InvalidSpec: when the window has no length, has only one end, or has passed already.
+            NotAllowed: when the caller is not an admin, or their token allows no changes.
+            InvalidSpec: when the message is too long or not printable, or the window has no length, only one end, or has passed already.
         """
-        if principal.role != "admin":
-            raise NotAllowed(
-                f"{principal.name} has the role {principal.role}; only an admin may cordon or drain the node"
-            )
+        require_admin(principal, "cordon or drain the node")
         if len(condition.message) > MAX_MESSAGE_LENGTH:
             number = len(condition.message)
             raise InvalidSpec.of("message", f"message has {number} letters; it must have at most {MAX_MESSAGE_LENGTH}")
+        if not condition.message.isprintable():
+            raise InvalidSpec.of(
+                "message",
+                f"message is {condition.message!r:.80}; it is shown on all terminals, so it must be one line of printable letters",
+            )
         start_s, end_s = condition.window_start_s, condition.window_end_s
         if (start_s is None) != (end_s is None):
             absent = "window_start_time" if start_s is None else "window_end_time"
             raise InvalidSpec.of(absent, f"{absent} is missing; a maintenance window needs its start and its end")
-        if start_s is not None and end_s is not None and not (start_s < end_s and time.time() < end_s):
+        if start_s is not None and end_s is not None and not start_s < end_s:
+            raise InvalidSpec.of("window_end_time", "window_end_time must be after window_start_time")
+        now_s = time.time()
+        if end_s is not None and end_s <= now_s:
             raise InvalidSpec.of(
-                "window_end_time", "window_end_time must be after window_start_time, and must not have passed"
+                "window_end_time",
+                f"the window has ended already (window_end_time is {time_text(end_s, now_s)}); give one that ends in the future",
             )
         await self.store.set_condition(condition)
         self.scheduler.wake()
         return condition
 
-    async def simulate(self, principal: Principal, spec: JobSpec) -> Outlook:
-        """Return when a job would start and end if it were submitted now. Nothing is stored.
+    async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, JobPlan]:
+        """Return when a job would start and end if it were submitted now, and its plan. Nothing is stored.
 
-        Raises:
-            NotFound: when the caller has no such model. The dataset need not have been pushed.
-            DoesNotFit: when its memory plan exceeds the node.
-            QuotaExceeded: when its memory plan exceeds a quota.
+        Raises what `JobService.submit` does.
         """
-        spec, plan = await self.jobs.plan(principal, spec)
-        if not plan.fits:
-            raise DoesNotFit(plan.message)
-        await self.quotas.admit_job(principal.name, spec.project, plan)
+        async with self.jobs.proposals.of(principal, spec) as proposal:
+            proposal.require_fit()
+            await self.quotas.require_room(principal.name, proposal.spec.project)
         now_s = time.time()
         job = JobRecord(
             job_id="job_simulated",
             owner=principal.name,
-            project=spec.project,
-            spec=spec,
+            project=proposal.spec.project,
+            spec=proposal.spec,
             priority=spec.priority,
-            model_id=spec.model,
-            dataset_id="",
-            eval_dataset_id="",
+            model_id=proposal.model_id,
+            dataset_id=proposal.dataset_id,
+            eval_dataset_id=proposal.eval_dataset_id,
             job_state=JobState.QUEUED,
             created_s=now_s,
             queued_s=now_s,
-            plan=plan,
+            plan=proposal.plan,
         )
-        return await self.scheduler.simulate(job)
+        return await self.scheduler.simulate(job), proposal.plan

@@ -112,12 +112,11 @@ async def start_at(
         InvalidSpec: when it is of another model, or holds an adapter alone and the job trains none.
     """
     records: Sequence[CheckpointRecord] = await asyncio.to_thread(checkpoints.all)
-    # Elsewhere the newest counts as the best where there were no evaluations; here the best must be one that was evaluated.
     found = [
         record
         for record in records
         if (which == "last" and record.last)
-        or (which == "best" and record.best and record.eval_loss is not None)
+        or (which == "best" and record.best)
         or (which.isdecimal() and record.step == int(which))
     ]
     if not found:

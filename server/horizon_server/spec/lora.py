@@ -1,6 +1,7 @@
 """The section `train.lora`: adapters of low rank next to a frozen model.
 
-For an adapted weight W of a layer, y = x W' becomes y = x W' + scale * dropout(x) A' B' (LoRA, arXiv 2106.09685).
+For an adapted weight W of a layer, y = x W' becomes y = x W' + scale * dropout(x) A' B' (LoRA, arXiv 2106.09685). With `dora` the adapted
+weight V = W + scale * B A is used as m V / |V|: m are trained magnitudes, |V| the norms of its rows (DoRA, arXiv 2402.09353).
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class LoraSpec(Section):
         default=False,
         description="Scale by alpha / sqrt(rank), so that high ranks learn as fast as low ones (rsLoRA, arXiv 2312.03732).",
     )
-
+    dora: bool = Field(
+        default=False,
+        description="Train the length of each output's weights apart from their direction: one more trained number for each output of an "
+        "adapted map (DoRA, arXiv 2402.09353). Often better at low ranks, and slower than plain LoRA.",
+    )
     base: BaseFormat = Field(
         default="source",
         description="How the frozen matrices of the layers are kept in host memory and sent to the device, which turns them into numbers "

@@ -1,7 +1,8 @@
 """Adapter folders as PEFT writes and reads them: adapter_model.safetensors and adapter_config.json. Torch-free; no pickle is ever read.
 
-A tensor `X.weight` of the model has the adapter `base_model.model.X.lora_A.weight` [rank, inputs] and `...lora_B.weight` [outputs, rank].
-What a config asks for beyond plain LoRA and rsLoRA is refused by name: leaving it out in silence would train or merge another model.
+A tensor `X.weight` of the model has the adapter `base_model.model.X.lora_A.weight` [rank, inputs] and `...lora_B.weight` [outputs, rank],
+with DoRA `...lora_magnitude_vector` [outputs] too. What a config asks for beyond LoRA, rsLoRA and DoRA is refused by name: leaving it out
+in silence would train or merge another model.
 
 Source: https://huggingface.co/docs/peft, checkpoint format.
 """
@@ -14,12 +15,12 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from horizon_formats.model_files import ADAPTER_BASE_FILE, ADAPTER_WEIGHTS_FILE
 from horizon_formats.model_files import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG_FILE
 from horizon_server.errors import InvalidModel
-from horizon_server.store.adapters import LORA_A, LORA_B
+from horizon_server.store.adapters import LORA_A, LORA_B, MAGNITUDE
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 ADAPTER_FILE = ADAPTER_WEIGHTS_FILE
@@ -43,7 +44,8 @@ _DTYPES = ("F32", "F16", "BF16")
 _INFORMATION = frozenset({
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_core",
-    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_dora",
+    "use_rslora",
 })  # fmt: skip
 _MERGE_FIRST = "merge the adapter into its base with PEFT (merge_and_unload), and push the merged model instead"
 # Options of PEFT that change what is computed, with what to do about each; any other one that is set is refused too.
@@ -57,12 +59,13 @@ _ADVICE: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says of plain LoRA. `transposed` is PEFT's fan_in_fan_out: the base's weights are [inputs, outputs]."""
+    """What adapter_config.json says of LoRA. `transposed` is PEFT's fan_in_fan_out: the base's weights are [inputs, outputs]."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     transposed: bool = False
     base: str = ""
 
@@ -72,40 +75,55 @@ class AdapterConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+class AdapterHeaders(NamedTuple):
+    """The tensors of one adapted weight: A [rank, inputs], B [outputs, rank], and with DoRA its magnitudes [outputs]."""
+
+    a: TensorHeader
+    b: TensorHeader
+    magnitude: TensorHeader | None = None
+
+    @property
+    def present(self) -> list[TensorHeader]:
+        """Those that are there."""
+        return [header for header in self if header is not None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterFolder:
-    """A folder that was read and checked; `pairs` are A and B by the module that they adapt, as PEFT names it."""
+    """A folder that was read and checked; `adapters` are by the module that they adapt, as PEFT names it."""
 
     path: Path
     config: AdapterConfig
-    pairs: Mapping[str, tuple[TensorHeader, TensorHeader]]
+    adapters: Mapping[str, AdapterHeaders]
 
     @property
     def num_parameters(self) -> int:
         """Of all adapters together."""
-        return sum(math.prod(header.shape) for pair in self.pairs.values() for header in pair)
+        return sum(math.prod(header.shape) for found in self.adapters.values() for header in found.present)
 
     def tensors(self, names: Container[str]) -> dict[str, TensorHeader]:
         """All tensors by what they are called in the store, `names`, in the order of the file."""
-        headers = sorted((header for pair in self.pairs.values() for header in pair), key=lambda header: header.start)
+        headers = sorted(
+            (h for found in self.adapters.values() for h in found.present), key=lambda header: header.start
+        )
         # A folder of a base class lacks the first parts of the names that PEFT has.
         stored = [_longest_end(header.name, names) or header.name for header in headers]
         return {name: replace(header, name=name) for name, header in zip(stored, headers, strict=True)}
 
-    def of_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[TensorHeader, TensorHeader]]:
-        """A and B by the name of the base's tensor that they adapt; `shapes` are the base's.
+    def of_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AdapterHeaders]:
+        """The adapters by the name of the base's tensor that they are for; `shapes` are the base's.
 
         Raises:
             InvalidModel: a tensor that is adapted is not in the base, or has another shape there; it is named.
         """
-        found: dict[str, tuple[TensorHeader, TensorHeader]] = {}
-        for module, (a, b) in self.pairs.items():
+        found: dict[str, AdapterHeaders] = {}
+        for module, headers in self.adapters.items():
             name = _base_tensor(module, shapes)
             if name is None:
                 raise InvalidModel(
                     f"{self.path}: the adapter is for {module}, which the base model does not have; give the base that it was trained on"
                 )
-            wanted = b.shape[0], a.shape[1]
+            wanted = headers.b.shape[0], headers.a.shape[1]
             if self.config.transposed:
                 wanted = wanted[::-1]
             if shapes[name] != wanted:
@@ -113,7 +131,7 @@ class AdapterFolder:
                     f"{self.path}: the adapter of {module} is for a weight of shape {list(wanted)}, the base's is {list(shapes[name])}; "
                     "give the base that it was trained on"
                 )
-            found[name] = a, b
+            found[name] = headers
         return found
 
 
@@ -137,9 +155,10 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG_FILE).is_file()
 
 
-def peft_keys(module: str) -> tuple[str, str]:
-    """The names of A and B in adapter_model.safetensors."""
-    return f"{PEFT_PREFIX}{module}{LORA_A}", f"{PEFT_PREFIX}{module}{LORA_B}"
+def peft_keys(module: str, *, dora: bool = False) -> tuple[str, ...]:
+    """The names of A and B in adapter_model.safetensors, and with `dora` that of the magnitudes."""
+    ends = (LORA_A, LORA_B, MAGNITUDE) if dora else (LORA_A, LORA_B)
+    return tuple(f"{PEFT_PREFIX}{module}{end}" for end in ends)
 
 
 def adapter_config_text(config: AdapterConfig, adapted: Iterable[str], modules: Iterable[str]) -> str:
@@ -153,6 +172,7 @@ def adapter_config_text(config: AdapterConfig, adapted: Iterable[str], modules: 
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
+        "use_dora": config.dora,
         "use_rslora": config.rslora,
         "fan_in_fan_out": config.transposed,
         "bias": "none",
@@ -174,32 +194,38 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
             "is never read)"
         )
     headers = read_safetensors_headers(folder, stem=ADAPTER_STEM)
-    pairs: dict[str, tuple[TensorHeader, TensorHeader]] = {}
+    adapters: dict[str, AdapterHeaders] = {}
     for name, header in headers.items():
-        module = name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
-        a_name, b_name = peft_keys(module)
-        if name not in (a_name, b_name):
-            raise InvalidModel(
-                f"{header.file}: {name} is not a matrix of plain LoRA ({PEFT_PREFIX}...{LORA_A} or {LORA_B}); {_MERGE_FIRST}"
-            )
-        if a_name not in headers or b_name not in headers:
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B).removesuffix(MAGNITUDE)
+        keys = peft_keys(module, dora=config.dora)
+        if name not in keys:
+            what = "of LoRA with use_dora" if config.dora else "of plain LoRA"
+            ends = f"{LORA_A}, {LORA_B} or {MAGNITUDE}" if config.dora else f"{LORA_A} or {LORA_B}"
+            raise InvalidModel(f"{header.file}: {name} is not a tensor {what} ({PEFT_PREFIX}*{ends}); {_MERGE_FIRST}")
+        if any(key not in headers for key in keys):
             raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")
-        a, b = headers[a_name], headers[b_name]
-        for header in (a, b):
+        found = AdapterHeaders(*(headers[key] for key in keys))
+        for header in found.present:
             if header.dtype not in _DTYPES:
                 raise InvalidModel(
                     f"{header.file}: {header.name} is {header.dtype}; adapters must be float32, float16 or bfloat16"
                 )
+        a, b = found.a, found.b
         ranks = (a.shape[0], b.shape[1]) if len(a.shape) == len(b.shape) == 2 else ()
         if ranks != (config.rank, config.rank):
             raise InvalidModel(
                 f"{a.file}: the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}; with r {config.rank} they must be "
                 f"[{config.rank}, inputs] and [outputs, {config.rank}]"
             )
-        pairs[module] = a, b
-    if not pairs:
+        if found.magnitude is not None and found.magnitude.shape != (b.shape[0],):
+            raise InvalidModel(
+                f"{a.file}: the magnitudes of {module} have shape {list(found.magnitude.shape)}; they must be [{b.shape[0]}], one for each "
+                "output of the map"
+            )
+        adapters[module] = found
+    if not adapters:
         raise InvalidModel(f"{folder / ADAPTER_FILE} holds no adapter")
-    return AdapterFolder(path=folder, config=config, pairs=pairs)
+    return AdapterFolder(path=folder, config=config, adapters=adapters)
 
 
 def _read_config(file: Path) -> AdapterConfig:
@@ -242,6 +268,7 @@ def parse_adapter_config(plain: Mapping[str, Any], file: str = ADAPTER_CONFIG_FI
         alpha=_number(plain, "lora_alpha", file, default=8, high=1e6),
         dropout=_number(plain, "lora_dropout", file, default=0.0, high=1.0),
         rslora=_switch(plain, "use_rslora", file),
+        dora=_switch(plain, "use_dora", file),
         transposed=_switch(plain, "fan_in_fan_out", file),
         base=base if isinstance(base, str) else "",
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from horizon_server import progress
-from horizon_server.store.adapter_files import AdapterFolder
+from horizon_server.store.adapter_files import AdapterConfig, AdapterFolder, AdapterHeaders
 from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import Packing
-from horizon_server.store.merging import Floats, Rounding, read_floats
+from horizon_server.store.merging import Floats, Rounding, lengths, read_floats
 from horizon_server.store.packing import round_rows
 from horizon_server.store.safetensors_files import TensorHeader
 
@@ -39,21 +39,39 @@ def rounding_of(packing_of: Mapping[str, Packing]) -> Rounding | None:
 
 
 def merge_into(store: HostStore, adapter: AdapterFolder) -> None:
-    """Add scale * B A to the weights that the adapter is for, in fp32; these must have both halves of the master in the store.
+    """Merge an adapter into the weights that it is for, in fp32; these must have both halves of the master in the store.
 
     Raises:
         InvalidModel: the adapter is of another model, or not finite.
     """
     shapes = {place.name: place.shape for _, place in store.layout.tensors()}
-    for name, pair in adapter.of_weights(shapes).items():
-        change = weight_change(*pair, adapter.config.scale, adapter.config.transposed)
-        hi, lo, (num_rows, width) = store.flat(name, "hi"), store.flat(name, "lo"), shapes[name]
-        rows_at_once = max(1, _PIECE_ELEMENTS // width)
-        for start in range(0, num_rows, rows_at_once):
-            end = min(start + rows_at_once, num_rows)
-            part = slice(start * width, end * width)
-            master = torch.empty((end - start) * width)
-            merge_master(hi[part], lo[part], master)
-            master += torch.from_numpy(change(start, end)).reshape(-1)
-            split_master(master, hi[part], lo[part])
+    for name, found in adapter.of_weights(shapes).items():
+        _merge_one(store, name, found, adapter.config)
         progress.advance()
+
+
+def _merge_one(store: HostStore, name: str, found: AdapterHeaders, config: AdapterConfig) -> None:
+    change = weight_change(found.a, found.b, config.scale, config.transposed)
+    hi, lo = store.flat(name, "hi"), store.flat(name, "lo")
+    num_rows, width = store.layout.find(name)[1].shape
+    step = max(1, _PIECE_ELEMENTS // width)
+
+    def pieces() -> Iterator[tuple[slice, torch.Tensor]]:
+        for start in range(0, num_rows, step):
+            rows = slice(start, min(start + step, num_rows))
+            part = slice(rows.start * width, rows.stop * width)
+            master = torch.empty(part.stop - part.start)
+            merge_master(hi[part], lo[part], master)
+            yield rows, master.view(-1, width).add_(torch.from_numpy(change(rows.start, rows.stop)))
+
+    gain_O = None
+    if found.magnitude is not None:
+        # Over all pieces before the first is written: a transposed weight has each output in all rows.
+        squares = [values.double().square().sum(int(not config.transposed)) for _, values in pieces()]
+        squares_O = torch.stack(squares).sum(0) if config.transposed else torch.cat(squares)
+        gain_O = torch.from_numpy(read_floats(found.magnitude) / lengths(squares_O.numpy()))
+    for rows, values in pieces():
+        if gain_O is not None:
+            values *= gain_O if config.transposed else gain_O[rows, None]
+        part = slice(rows.start * width, rows.stop * width)
+        split_master(values.view(-1), hi[part], lo[part])

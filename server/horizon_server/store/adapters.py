@@ -1,9 +1,9 @@
-"""Adapters of low rank in a layout: two small trained tensors in the unit of each weight that they adapt. Torch-free.
+"""Adapters of low rank in a layout: small trained tensors in the unit of each weight that they adapt. Torch-free.
 
-For a weight `X.weight` of a map from I to O numbers they are `X.lora_A.weight` [rank, I] and `X.lora_B.weight` [O, rank], the names and
-orientation of PEFT.
+For a weight `X.weight` of a map from I to O numbers they are `X.lora_A.weight` [rank, I] and `X.lora_B.weight` [O, rank], with DoRA
+`X.lora_magnitude_vector` [O] too: the names and orientation of PEFT.
 
-Source: LoRA (arXiv 2106.09685).
+Sources: LoRA (arXiv 2106.09685), DoRA (arXiv 2402.09353).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import replace
 
 from horizon_server.store.layout import DecayRule, Packing, StoreLayout, TensorLayout, decays, with_trained
 
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _WEIGHT = ".weight"
 
+TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+"""Model types whose layers multiply with weights of shape [inputs, outputs], of class Conv1D (a test compares)."""
 
-def adapter_names(base: str) -> tuple[str, str]:
-    """The stored names of A and B of a weight's adapter."""
-    name = base.removesuffix(_WEIGHT)
-    return name + LORA_A, name + LORA_B
+NORM_PIECE_ELEMENTS = 1 << 22
+"""Of a weight, in fp32 at once while its norms are computed; a longer row is taken whole."""
 
 
 def with_adapters(
@@ -32,11 +32,13 @@ def with_adapters(
     decay: DecayRule,
     is_bfloat16: Callable[[str], bool],
     packing_of: Callable[[str], Packing] = lambda _: "none",
+    dora: bool = False,
+    transposed: bool = False,
 ) -> StoreLayout:
     """The layout with an adapter for each of `maps`, names of weights with the (inputs, outputs) of their maps, and all else frozen.
 
-    `is_bfloat16` tells which of the model's own tensors bfloat16 holds exactly, and `packing_of` how they are packed; `decay` says whether
-    weight decay applies to adapters.
+    With `dora` each has magnitudes too; `transposed` says that weights are [inputs, outputs]. `is_bfloat16` tells which of the model's own
+    tensors bfloat16 holds exactly, and `packing_of` how they are packed; `decay` says whether weight decay applies to adapters.
 
     Raises:
         ValueError: there are no maps.
@@ -48,19 +50,23 @@ def with_adapters(
             tensors.append(tensor)
             if (found := maps.get(tensor.name)) is not None:
                 num_inputs, num_outputs = found
-                shapes = (rank, num_inputs), (num_outputs, rank)
-                tensors += [
-                    TensorLayout(
-                        name=name,
-                        shape=shape,
-                        # Both are given their places below.
-                        offset=0,
-                        num_elements=math.prod(shape),
-                        decay=decays(name, shape, unit.kind, decay),
-                        adapts=tensor.name,
+                shapes: dict[str, tuple[int, ...]] = {LORA_A: (rank, num_inputs), LORA_B: (num_outputs, rank)}
+                if dora:
+                    shapes[MAGNITUDE] = (num_outputs,)
+                for end, shape in shapes.items():
+                    name = tensor.name.removesuffix(_WEIGHT) + end
+                    tensors.append(
+                        TensorLayout(
+                            name=name,
+                            shape=shape,
+                            # They are given their places below.
+                            offset=0,
+                            num_elements=math.prod(shape),
+                            decay=decays(name, shape, unit.kind, decay),
+                            adapts=tensor.name,
+                            norm_dim=int(not transposed) if end == MAGNITUDE else None,
+                        )
                     )
-                    for name, shape in zip(adapter_names(tensor.name), shapes, strict=True)
-                ]
         units.append(replace(unit, tensors=tuple(tensors)))
     added = {tensor.name for unit in units for tensor in unit.tensors if tensor.adapts}
     return with_trained(
@@ -71,12 +77,36 @@ def with_adapters(
 def adapter_elements(layout: StoreLayout, *, drops: bool) -> int:
     """What the adapters of a layer keep of one token for their backward, in the layer with the most, and the widest of their outputs.
 
-    The low-rank products before and after scaling; where inputs are dropped, those and their masks too.
+    The low-rank products before and after scaling; where inputs are dropped, those and their masks too; with magnitudes, what they
+    multiply: the outputs of map and adapter.
     """
     most = 0
     for unit in layout.units:
         found = [tensor for tensor in unit.tensors if tensor.name.endswith(LORA_A) and tensor.adapts]
         outputs = [tensor.shape[0] for tensor in unit.tensors if tensor.name.endswith(LORA_B) and tensor.adapts]
+        scaled = [tensor.num_elements for tensor in unit.tensors if tensor.norm_dim is not None]
         kept = sum(2 * tensor.shape[0] + 2 * tensor.shape[1] * drops for tensor in found)
+        kept += 2 * sum(scaled) + 2 * max(scaled, default=0)
         most = max(most, kept + 2 * max(outputs, default=0))
     return most
+
+
+def norm_bytes(layout: StoreLayout) -> int:
+    """What the norms of a layer's adapted weights take, in the layer with the most: each of them, and a piece of a weight in fp32; of a
+    packed weight, whose first norms are taken while it is loaded, the whole.
+    """
+    num_norms, piece = 0, 0
+    for unit in layout.units:
+        magnitudes = [tensor for tensor in unit.tensors if tensor.norm_dim is not None]
+        num_norms = max(num_norms, sum(tensor.num_elements for tensor in magnitudes))
+        for weight in (layout.find(tensor.adapts)[1] for tensor in magnitudes):
+            at_once = weight.num_elements if weight.packing != "none" else NORM_PIECE_ELEMENTS
+            piece = max(piece, min(weight.num_elements, at_once))
+    return 4 * (num_norms + piece)
+
+
+def scaled_sizes(layout: StoreLayout) -> tuple[int, int]:
+    """Of all adapted weights with magnitudes together: their elements, and their outputs."""
+    magnitudes = [tensor for _, tensor in layout.tensors() if tensor.norm_dim is not None]
+    weights = [layout.find(tensor.adapts)[1] for tensor in magnitudes]
+    return sum(weight.num_elements for weight in weights), sum(tensor.num_elements for tensor in magnitudes)

@@ -17,9 +17,8 @@ import hashlib
 import json
 import math
 import platform
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +44,7 @@ from horizon_server.store.adapter_files import (
 )
 from horizon_server.store.adapter_load import rounding_of, weight_change
 from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, MergeBase, adapter_part
+from horizon_server.store.generation_config import text_with_ends
 from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import StoreLayout, TensorLayout
 from horizon_server.store.manifest import (
@@ -58,7 +58,14 @@ from horizon_server.store.manifest import (
 )
 from horizon_server.store.merging import CONFIG_DTYPES as _CONFIG_NAMES
 from horizon_server.store.merging import DTYPE_OF_EXPORT as _ASKED_FOR
-from horizon_server.store.merging import ExportDtype, MergeOrigin, base_format, merged_bytes, write_merged
+from horizon_server.store.merging import (
+    ExportDtype,
+    MergeOrigin,
+    base_format,
+    copy_companions,
+    merged_bytes,
+    write_merged,
+)
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.model_load import load_model
 from horizon_server.store.safetensors_files import (
@@ -117,13 +124,15 @@ def save_checkpoint(
     min_free_bytes: int | None = None,
     adapter: AdapterExport | None = None,
     on_overflow: Callable[[str], None] | None = None,
+    answer_ends: Collection[int] = (),
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
 
     Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may update the
     store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk. `adapter` is needed where the store has
-    adapters; the model that they are merged into is then `source`. `on_overflow` gets the name of each tensor that holds numbers which
-    are infinite in fp16, once; trainer/ has them as they are.
+    adapters; the model that they are merged into is then `source`. `answer_ends` are tokens that end answers besides those that the
+    source's generation_config.json lists; the checkpoint's lists them too. `on_overflow` gets the name of each tensor that holds numbers
+    which are infinite in fp16, once; trainer/ has them as they are.
 
     Raises:
         AlreadyExists: `target` is there already.
@@ -133,6 +142,7 @@ def save_checkpoint(
     assert (adapter is not None) == _has_adapters(store.layout), "adapters are written as the job says"
     dtypes = _export_dtypes(store, source, dtype) if adapter is None else _adapter_dtypes(store.layout)
     companions = companion_files(source)
+    generation_config = text_with_ends(source, answer_ends)
     groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes, adapter, on_overflow))}
     needed_bytes = _SMALL_FILES_BYTES + sum((source / name).stat().st_size for name in companions)
     needed_bytes += sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for tensors in groups.values() for t in tensors)
@@ -163,11 +173,7 @@ def save_checkpoint(
             # Without the manifest, which is not part of the adapter, who gets it would not know what it is for.
             name = f"{model_prefix}{BASE_SHA256_FILE}"
             files[name] = write_text(folder / name, base.sha256)
-        for name in companions:
-            (folder / name).parent.mkdir(exist_ok=True)
-            # Contents only: a read-only source must not make the checkpoint undeletable.
-            shutil.copyfile(source / name, folder / name)
-            files[name] = record_file(folder / name)
+        files |= copy_companions(source, folder, generation_config=generation_config)
         # Hashing and writing release the GIL, so the groups take no longer than the largest of them.
         with ThreadPoolExecutor(max_workers=len(groups)) as pool:
             for written in pool.map(write_group, groups):
@@ -185,6 +191,7 @@ def save_checkpoint(
                 shard_bytes=shard_bytes,
                 advance=lambda _: progress.advance(),
                 change_of=weight_change,
+                generation_config=generation_config,
                 rounding=rounding_of(packing_of) if adapter.merge_base == "trained" else None,
                 origin=MergeOrigin(
                     base_model=base.model,

@@ -23,6 +23,8 @@ MergeBase = Literal["trained", "source"]
 """What an adapter is merged into: the base as it was trained on, which may be rounded to fewer bits, or the model folder's own weights."""
 
 MERGED_FOLDER = "merged"
+NEW_MERGED_FOLDER = "merged.new"
+"""A complete merged model that is about to take the place of another; the checkpoint does not list it."""
 ADAPTER_PREFIX: Mapping[Export, str] = {"adapter": "", "both": "", "merged": f"{TRAINER_FOLDER}/adapter/"}
 MERGED_PREFIX: Mapping[Export, str] = {"both": f"{MERGED_FOLDER}/", "merged": ""}
 

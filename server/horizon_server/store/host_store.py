@@ -158,6 +158,13 @@ class HostStore:
                     place, block, unit.packed_parts[place.name], out[place.offset : place.offset + place.num_elements]
                 )
 
+    def unpacked(self, name: str) -> torch.Tensor:
+        """The values of one packed parameter. Shapes: its own, fp32."""
+        unit, place = self.layout.find(name)
+        values = torch.empty(place.num_elements)
+        packing.unpack(place, self.unit(unit.index, "packed"), unit.packed_parts[name], values)
+        return values.view(place.shape)
+
     def exact(self, index: int, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The exact fp32 master of a part of a unit, contiguous; `read` cuts the part out of a plane of the unit."""
         hi, lo = self.unit(index, "hi"), self.unit(index, "lo")

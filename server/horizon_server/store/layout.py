@@ -82,6 +82,8 @@ class TensorLayout:
     exact: bool = True
     lr_scale: float = 1.0
     adapts: str = ""
+    norm_dim: int | None = None
+    """Of a magnitude (DoRA): the dimension of the adapted weight that its norms run along, that of the map's inputs."""
     packing: Packing = "none"
 
 

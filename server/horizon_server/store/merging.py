@@ -1,9 +1,10 @@
-"""A model folder with an adapter merged into it: W + scale * B A, written tensor by tensor with bounded memory. Torch-free.
+"""A model folder with an adapter merged into it, written tensor by tensor with bounded memory: V = W + scale * B A, or with magnitudes m
+(DoRA) m V / |V|. Torch-free.
 
 Each number is computed in fp32 from the exact values of base and adapter, and rounded once to the format it is written in. The values of
 a base that was trained on in fewer bits may be those that it was rounded to.
 
-Source: LoRA (arXiv 2106.09685), section 4.2.
+Sources: LoRA (arXiv 2106.09685), section 4.2; DoRA (arXiv 2402.09353), equation 5.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.checkpoint_parts import MergeBase
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
 from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, Packing
 from horizon_server.store.manifest import FileRecord, record_file
 from horizon_server.store.model_files import CONFIG_FILE, read_config
@@ -41,7 +43,7 @@ from horizon_server.store.safetensors_files import (
 )
 
 ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
-DTYPE_OF_EXPORT: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+DTYPE_OF_EXPORT: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 CONFIG_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 ORIGIN_FILE = "horizon_merge.json"
@@ -94,6 +96,21 @@ def read_origin(merged: Path) -> MergeOrigin | None:
         return None
 
 
+def merged_dtype(merged: Path) -> ExportDtype:
+    """The number format of the weights of a model; `source` where they have several, which only the base's own formats can give."""
+    found = {header.dtype for header in read_safetensors_headers(merged).values()} & CONFIG_DTYPES.keys()
+    return next((name for name, dtype in DTYPE_OF_EXPORT.items() if found == {dtype}), "source")
+
+
+def has_dtype(merged: Path, dtype: ExportDtype, base: Path | None) -> bool:
+    """Whether a merged model's tensors are in the formats that `dtype` gives them; `source` is compared with its base."""
+    headers = read_safetensors_headers(merged)
+    of_base = headers if base is None else read_safetensors_headers(base)
+    return all(
+        name in of_base and header.dtype == _written_as(of_base[name], dtype) for name, header in headers.items()
+    )
+
+
 def merged_bytes(base: Path, dtype: ExportDtype) -> int:
     """The disk space that a merged model takes at most."""
     headers = read_safetensors_headers(base)
@@ -114,29 +131,30 @@ def write_merged(
     change_of: ChangeOf | None = None,
     rounding: Rounding | None = None,
     origin: MergeOrigin | None = None,
+    generation_config: str | None = None,
 ) -> dict[str, FileRecord]:
     """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given bytes as they are read.
     `change_of` multiplies in the place of `weight_change`. With `rounding` the base's values are those that it was trained on; `origin` is
     written next to the model.
 
-    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format.
+    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format. `generation_config` takes the
+    place of the base's own.
 
     Raises:
         InvalidModel: the adapter is for another model, or a tensor is not finite in the format; it is named.
     """
     headers = read_safetensors_headers(base)
-    pairs = adapter.of_weights({name: header.shape for name, header in headers.items()})
+    adapters = adapter.of_weights({name: header.shape for name, header in headers.items()})
     with ThreadPoolExecutor(max_workers=min(_NUM_THREADS, available_cpus())) as pool:
         tensors = []
         for name, header in headers.items():
             written_as = _written_as(header, dtype)
-            pair = pairs.get(name)
-            delta = (
-                None
-                if pair is None
-                else partial(change_of or weight_change, *pair, adapter.config.scale, adapter.config.transposed)
-            )
-            pieces = partial(_pieces, header, written_as, delta, rounding, advance, pool)
+            merged = None
+            if (found := adapters.get(name)) is not None:
+                transposed = adapter.config.transposed
+                multiply = partial(change_of or weight_change, found.a, found.b, adapter.config.scale, transposed)
+                merged = _Merged(multiply=multiply, magnitude=found.magnitude, transposed=transposed)
+            pieces = partial(_pieces, header, written_as, merged, rounding, advance, pool)
             size_bytes = math.prod(header.shape) * DTYPE_BYTES[written_as]
             tensors.append(
                 TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
@@ -152,11 +170,65 @@ def write_merged(
     if origin is not None:
         files[ORIGIN_FILE] = write_text(folder / ORIGIN_FILE, json.dumps(asdict(origin), indent=2) + "\n")
     files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in companion_files(base):
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(base / name, folder / name)
-        files[name] = record_file(folder / name)
+    return files | copy_companions(base, folder, generation_config=generation_config)
+
+
+def copy_companions(source: Path, target: Path, *, generation_config: str | None = None) -> dict[str, FileRecord]:
+    """Copy what belongs next to a model's weights; returns the files. `generation_config` takes the place of the source's own."""
+    files: dict[str, FileRecord] = {}
+    for name in companion_files(source):
+        (target / name).parent.mkdir(exist_ok=True)
+        # Contents only: a read-only source must not make the copy undeletable.
+        shutil.copyfile(source / name, target / name)
+        files[name] = record_file(target / name)
+    if generation_config is not None:
+        files[GENERATION_CONFIG_FILE] = write_text(target / GENERATION_CONFIG_FILE, generation_config)
     return files
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Merged:
+    """What an adapter makes of a weight. `multiply` gives what `weight_change` does; `magnitude` are DoRA's."""
+
+    multiply: Callable[[], Callable[[int, int], Floats]]
+    magnitude: TensorHeader | None
+    transposed: bool
+
+    def into(self, rows: Callable[[], Iterator[tuple[int, int, Floats]]]) -> Callable[[int, int, Floats], None]:
+        """Returns what changes rows `start` to `end` of the weight in place; `rows` reads all of them, a piece at a time."""
+        change = self.multiply()
+
+        def add(start: int, end: int, values: Floats) -> None:
+            values += change(start, end)
+
+        if self.magnitude is None:
+            return add
+        magnitude_O = read_floats(self.magnitude)
+        if not self.transposed:
+
+            def scale_rows(start: int, end: int, values: Floats) -> None:
+                add(start, end, values)
+                values *= (magnitude_O[start:end] / lengths(np.square(values).sum(axis=1)))[:, None]
+
+            return scale_rows
+        # The weights of an output are in all rows, so they are read twice.
+        squares_O = np.zeros(magnitude_O.shape, dtype=np.float64)
+        for start, end, values in rows():
+            add(start, end, values)
+            squares_O += np.square(values).sum(axis=0)
+        gains_O = magnitude_O / lengths(squares_O)
+
+        def scale_columns(start: int, end: int, values: Floats) -> None:
+            add(start, end, values)
+            values *= gains_O
+
+        return scale_columns
+
+
+def lengths(squares: npt.NDArray[Any]) -> Floats:
+    """The norms of sums of squares, which may be divided by; as `adapter_norms` has them."""
+    found: Floats = np.maximum(np.sqrt(squares).astype(np.float32), np.finfo(np.float32).tiny)
+    return found
 
 
 def weight_change(a: TensorHeader, b: TensorHeader, scale: float, transposed: bool) -> Callable[[int, int], Floats]:
@@ -189,7 +261,7 @@ def _written_as(header: TensorHeader, dtype: ExportDtype) -> str:
 def _pieces(
     header: TensorHeader,
     written_as: str,
-    delta: Callable[[], Callable[[int, int], Floats]] | None,
+    merged: _Merged | None,
     rounding: Rounding | None,
     advance: Callable[[int], None],
     pool: ThreadPoolExecutor,
@@ -201,7 +273,6 @@ def _pieces(
     grain = math.lcm(width, NF4_BLOCK * BLOCKS_PER_GROUP) // width if packing == "nf4" else 1
     rows_at_once = max(grain, _PIECE_ELEMENTS // max(1, width) // grain * grain)
     row_bytes = width * DTYPE_BYTES[header.dtype]
-    change = None if delta is None else delta()
 
     def values_of(raw: bytearray) -> Floats:
         values = _as_floats(raw, header.dtype)
@@ -210,30 +281,38 @@ def _pieces(
         return values
 
     def converted(raw: bytearray, start: int, end: int) -> memoryview:
-        if change is None and packing == "none" and written_as == header.dtype:
+        if merge is None and packing == "none" and written_as == header.dtype:
             return memoryview(raw)
         values = values_of(raw)
-        if change is not None:
-            values += change(start, end).reshape(-1)
+        if merge is not None:
+            merge(start, end, values.reshape(-1, width))
         return _encoded(values, written_as, header.name).view(np.uint8).data
 
+    def read() -> Iterator[tuple[int, int, bytearray]]:
+        with header.file.open("rb", buffering=0) as stream:
+            stream.seek(header.start)
+            for start in range(0, num_rows, rows_at_once):
+                end = min(start + rows_at_once, num_rows)
+                raw = bytearray((end - start) * row_bytes)
+                done = 0
+                while done < len(raw):
+                    count = stream.readinto(memoryview(raw)[done:])
+                    if not count:
+                        raise InvalidModel(f"{header.file} became shorter while it was read; copy or download it again")
+                    done += count
+                yield start, end, raw
+
+    def rows() -> Iterator[tuple[int, int, Floats]]:
+        return ((start, end, values_of(raw).reshape(-1, width)) for start, end, raw in read())
+
+    merge = None if merged is None else merged.into(rows)
     # Read in order and converted by several threads, a few pieces ahead of what is written.
     waiting: deque[Future[memoryview]] = deque()
-    with header.file.open("rb", buffering=0) as stream:
-        stream.seek(header.start)
-        for start in range(0, num_rows, rows_at_once):
-            end = min(start + rows_at_once, num_rows)
-            raw = bytearray((end - start) * row_bytes)
-            done = 0
-            while done < len(raw):
-                count = stream.readinto(memoryview(raw)[done:])
-                if not count:
-                    raise InvalidModel(f"{header.file} became shorter while it was read; copy or download it again")
-                done += count
-            advance(len(raw))
-            waiting.append(pool.submit(converted, raw, start, end))
-            if len(waiting) > _NUM_THREADS:
-                yield waiting.popleft().result()
+    for start, end, raw in read():
+        advance(len(raw))
+        waiting.append(pool.submit(converted, raw, start, end))
+        if len(waiting) > _NUM_THREADS:
+            yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 

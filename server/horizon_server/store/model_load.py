@@ -15,9 +15,10 @@ import torch
 from horizon_server import progress
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adamw import sum_squares
-from horizon_server.store.adapters import LORA_A
+from horizon_server.store.adapter_norms import adapted_norms, rows_at_once
+from horizon_server.store.adapters import LORA_A, LORA_B
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.host_store import HostStore, split_master
+from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import StoreLayout, TensorLayout, is_output_projection, parameter_shapes
 from horizon_server.store.model_files import is_prediction_head, read_config
 from horizon_server.store.packing import piece_elements
@@ -40,7 +41,7 @@ def load_model(
 
     Every master is the exact value in the file. All names and shapes are checked before the first byte is written;
     needs no memory beyond the store and a small staging buffer per thread. Adapters, which no model folder holds, are read from
-    `adapters`, headers by stored name; without them A is random by `seed` and B zero.
+    `adapters`, headers by stored name; without them A is random by `seed`, B zero, and a magnitude the norm of its weights.
 
     Raises:
         InvalidModel: a tensor is missing, left over, misshapen, of a dtype that cannot be trained, or not finite; it is named.
@@ -65,7 +66,11 @@ def load_model(
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(_zero, parts))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
-        list(pool.map(lambda place: _start_adapter(store, place, seed), added))
+        list(pool.map(lambda place: _start_adapter(store, place, seed), [p for p in added if p.norm_dim is None]))
+    # One after the other: each may take a weight in fp32.
+    for place in added:
+        if place.norm_dim is not None:
+            _start_adapter(store, place, seed)
 
 
 class _Staging(threading.local):
@@ -113,15 +118,20 @@ def _zero(part: torch.Tensor) -> None:
 
 
 def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
-    """The values that a new adapter begins with: A as PEFT has it, B zero, so that the model begins as it is.
+    """The values that a new adapter begins with: A as PEFT has it, B zero, a magnitude what it is divided by, so that the model begins
+    as it is. All weights are in the store.
 
     Each tensor has random numbers of its own, so they depend neither on threads nor on which other adapters there are.
     """
     hi, lo = store.flat(place.name, "hi"), store.flat(place.name, "lo")
-    if not place.name.endswith(LORA_A):
+    if place.norm_dim is not None:
+        split_master(_norms(store, place.adapts, place.norm_dim), hi, lo)
+        return
+    if place.name.endswith(LORA_B):
         hi.zero_()
         lo.zero_()
         return
+    assert place.name.endswith(LORA_A)
     digest = hashlib.blake2b(f"{seed}/{place.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     # kaiming_uniform_(a=sqrt(5)) for [rank, inputs].
@@ -131,6 +141,29 @@ def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
         values = torch.empty(len(hi[part]), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
         split_master(values, hi[part], lo[part])
     progress.advance()
+
+
+def _norms(store: HostStore, name: str, norm_dim: int) -> torch.Tensor:
+    """The norms of a frozen weight as it is computed with. Shapes: [outputs], fp32."""
+    place = store.layout.find(name)[1]
+    num_rows, width = place.shape
+
+    def values(start: int, end: int) -> torch.Tensor:
+        part = slice(start * width, end * width)
+        hi, master = store.flat(name, "hi")[part], torch.empty((end - start) * width)
+        if place.exact:
+            merge_master(hi, store.flat(name, "lo")[part], master)
+        else:
+            master.copy_(hi)
+        return master.view(-1, width)
+
+    if place.packing != "none" or not norm_dim:
+        whole = values(0, num_rows) if place.packing == "none" else store.unpacked(name)
+        return adapted_norms(whole, None, None, scale=0.0, norm_dim=norm_dim)
+    # In pieces: next to the largest models a whole matrix in fp32 is much.
+    step = rows_at_once(width)
+    pieces = (values(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+    return torch.cat([adapted_norms(piece, None, None, scale=0.0, norm_dim=norm_dim) for piece in pieces])
 
 
 def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> None:

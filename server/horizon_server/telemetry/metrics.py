@@ -38,6 +38,7 @@ OVERLAP_WINDOW_STEPS = 20
 DISPLACED = "DISPLACED"
 """Reason of a job that was unloaded to make room for another, and queued again."""
 
+_LOADING = (JobState.PREPARING, JobState.STARTING)
 _WAIT_BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 3 * 86400.0)
 # A turn lasts a time slice, or one step where a job leaves the device idle; the ageing bound is ten slices for each job that shares it.
 _TURN_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 1800.0, 3600.0)
@@ -53,6 +54,11 @@ _FAMILIES = (
         "horizon_job_info",
         "1; the labels say what the job_id of the other series stands for.",
         ("job_id", "name", "owner", "project", "model", "dataset"),
+    ),
+    Metric(
+        "horizon_job_loading_since_timestamp_seconds",
+        "Unix time since which a job is in this state before its first turn on the device.",
+        ("job_id", "state"),
     ),
     Metric("horizon_job_progress_ratio", "Steps done of steps in all, 0 to 1.", ("job_id",)),
     Metric(
@@ -189,10 +195,7 @@ class Metrics:
         device, project = _device_of(job), _project_of(job)
         self._take(payload, {"device": device, "project": project} | ({"job_id": job.job_id} if shown else {}))
         if shown and isinstance(payload, EvalDone):
-            for figures in payload.sets:
-                # The label's values are the spec's, whatever the worker reports.
-                if figures.name in job.spec.eval_sets:
-                    self._take(figures, {"job_id": job.job_id, "set": figures.name})
+            self._show_sets(job, payload)
         if isinstance(payload, StepDone | EvalDone):
             gpu_s = 0.0 if device == "host" else max(0.0, payload.duration_s)
             self._series("horizon_gpu_seconds_total", project=project, user=job.owner).inc(gpu_s)
@@ -201,6 +204,22 @@ class Metrics:
         elif shown and isinstance(payload, CheckpointWritten):
             series = self._series("horizon_checkpoint_last_success_timestamp_seconds", job_id=job.job_id)
             series.set(self._clock())
+
+    def take_over(self, job: JobRecord, *, checkpoint_s: float | None = None) -> None:
+        """Show a resident job of an earlier daemon as that one did. `checkpoint_s` is when its newest checkpoint was written.
+
+        Its counters begin with what is reported from now on.
+        """
+        self._show_resident(job)
+        labels = {"device": _device_of(job), "project": _project_of(job), "job_id": job.job_id}
+        if job.last_eval is not None:
+            self._take(job.last_eval, labels, only_gauges=True)
+            self._show_sets(job, job.last_eval)
+        if job.last_step is not None:
+            self._take(job.last_step, labels, only_gauges=True)
+            self._show_step(job, job.last_step)
+        if checkpoint_s is not None:
+            self._series("horizon_checkpoint_last_success_timestamp_seconds", job_id=job.job_id).set(checkpoint_s)
 
     def on_job_state(self, job: JobRecord, old: str | None) -> None:
         """Take a change of state in; `old` is None for a job just submitted, and `job` holds the new state."""
@@ -218,11 +237,7 @@ class Metrics:
             if state in RESIDENT:
                 self._series("horizon_job_queue_wait_seconds").observe(max(0.0, self._clock() - job.queued_s))
         if state in RESIDENT:
-            names = {"name": job.spec.name, "model": job.spec.model, "dataset": job.spec.dataset}
-            project = _project_of(job)
-            self._owners[job.job_id] = (job.owner, project)
-            self._series("horizon_job_info", job_id=job.job_id, owner=job.owner, project=project, **names).set(1)
-            self._show_progress(job, job.step, job.num_steps)
+            self._show_resident(job)
         else:
             # Prometheus would otherwise keep one more set of series for every job that ever ran.
             for metric in self.families:
@@ -230,6 +245,10 @@ class Metrics:
                     self._collectors[metric.name].remove_by_labels({"job_id": job.job_id})
             self._last_steps.pop(job.job_id, None)
             self._owners.pop(job.job_id, None)
+
+    def on_loaded(self, job_id: str) -> None:
+        """A job is loaded: it has asked for its first turn, or has left the states before that."""
+        self._collectors["horizon_job_loading_since_timestamp_seconds"].remove_by_labels({"job_id": job_id})
 
     def set_jobs(self, counts: Mapping[str, int]) -> None:
         """Show the number of jobs in each state, from which `on_job_state` counts on; states that are not named have none."""
@@ -322,13 +341,36 @@ class Metrics:
         """Return the exposition of the series that `shows` is true for, and its content type."""
         return generate_latest(_Shown(self.registry, lambda labels: shows(labels, self._owners))), CONTENT_TYPE
 
-    def _take(self, figures: Any, labels: Mapping[str, str]) -> None:
-        """Count or show every figure that declares a metric; without a job_id in `labels`, only those that need none."""
+    def _show_resident(self, job: JobRecord) -> None:
+        """Show what a job is, whose, how far, and since when it is being loaded."""
+        self.on_loaded(job.job_id)
+        if job.job_state in _LOADING:
+            loading = {"job_id": job.job_id, "state": job.job_state.value}
+            self._series("horizon_job_loading_since_timestamp_seconds", **loading).set(self._clock())
+        names = {"name": job.spec.name, "model": job.spec.model, "dataset": job.spec.dataset}
+        project = _project_of(job)
+        self._owners[job.job_id] = (job.owner, project)
+        self._series("horizon_job_info", job_id=job.job_id, owner=job.owner, project=project, **names).set(1)
+        self._show_progress(job, job.step, job.num_steps)
+
+    def _show_sets(self, job: JobRecord, done: EvalDone) -> None:
+        for figures in done.sets:
+            # The label's values are the spec's, whatever the worker reports.
+            if figures.name in job.spec.eval_sets:
+                self._take(figures, {"job_id": job.job_id, "set": figures.name})
+
+    def _take(self, figures: Any, labels: Mapping[str, str], *, only_gauges: bool = False) -> None:
+        """Count or show every figure that declares a metric; without a job_id in `labels`, only those that need none.
+
+        With `only_gauges` nothing is counted: the figures were, by an earlier daemon.
+        """
         if isinstance(figures, QueueFigures):
             for direction in ("h2d", "d2h"):
-                self._take(getattr(figures, direction), {**labels, "direction": direction})
+                self._take(getattr(figures, direction), {**labels, "direction": direction}, only_gauges=only_gauges)
         for field, metric in _SHOWN.get(type(figures), {}).items():
             if "job_id" in metric.labels and "job_id" not in labels:
+                continue
+            if only_gauges and metric.kind != "gauge":
                 continue
             value = getattr(figures, field)
             if value is None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
+from horizon_server import cpu_priority
 from horizon_server.worker import let_launchers_run
 from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
+
+
+def _import_libraries() -> None:
+    importlib.import_module("horizon_server.worker.training")
 
 
 def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     """Run one attempt; returns its outcome with a reason and a message, as `Outcome` has them."""
     let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if request["turns"]:
+        # Of the jobs that share the device, those that train come first until this one has its first turn.
+        cpu_priority.lower_while_loading()
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
+    cpu_priority.in_lowered_thread(_import_libraries)
     from horizon_server.worker.request import WorkerRequest
     from horizon_server.worker.training import Training
 

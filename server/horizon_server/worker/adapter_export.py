@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from horizon_server.engine.template import Template
-from horizon_server.planning.lora import TRANSPOSED
 from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import AdapterConfig
+from horizon_server.store.adapters import TRANSPOSED
 from horizon_server.store.checkpoint import AdapterExport
 from horizon_server.worker.request import WorkerRequest
 
@@ -22,6 +22,7 @@ def adapter_export(request: WorkerRequest, template: Template) -> AdapterExport 
         alpha=lora.alpha,
         dropout=lora.dropout,
         rslora=lora.rslora,
+        dora=lora.dora,
         transposed=template.config.get_text_config().model_type in TRANSPOSED,
         base=spec.model,
     )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from horizon_server import progress
+from horizon_server import cpu_priority, progress
 from horizon_server.children.entry import EventWriter
 from horizon_server.events import MemoryReleased, TurnEnded, TurnWanted
 from horizon_server.worker_link.orders import Order, Orders
@@ -66,6 +66,7 @@ class DeviceTurn:
         self._asked = False
         self._began_s = 0.0
         self._holds_memory, self._is_host = False, is_host
+        self._is_restored = False
         self._lock = DeviceLock(lock)
 
     def take(self) -> bool:
@@ -86,6 +87,10 @@ class DeviceTurn:
                 self._free()
                 self._events.send(MemoryReleased())
             elif self._has_device():
+                if (
+                    not self._is_restored
+                ):  # until its first turn, a job that is being loaded gets little of the processors
+                    self._is_restored = cpu_priority.restore()
                 self._began_s = time.monotonic()
                 self._holds_memory = True
                 return True

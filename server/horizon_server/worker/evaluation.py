@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.engine.data import DocumentPrompt, PreparedDataset, StepPlan
@@ -54,8 +54,10 @@ class Evaluation:
         orders: Orders,
         turn: DeviceTurn,
         make_plan: MakePlan,
+        answer_ends: Collection[int] = (),
     ) -> None:
-        """
+        """`answer_ends` are the tokens that end trained answers.
+
         Raises:
             InvalidSpec: no row of the set to answer has a prompt that fits.
         """
@@ -67,7 +69,8 @@ class Evaluation:
         generate = self._spec.eval.generate
         self._answers = None
         if generate is not None:
-            self._answers = _Answers(request, generate, self.sets[generate.set].dataset, store=store, device=device)
+            dataset = self.sets[generate.set].dataset
+            self._answers = _Answers(request, generate, dataset, answer_ends, store=store, device=device)
 
     def run(self, trainer: Trainer, step: int) -> EvalDone | None:
         """Evaluate the weights of a step on every set. None: an order or the deadline came before it was complete.
@@ -110,10 +113,8 @@ class Evaluation:
         Raises:
             _Interrupted: a cancel came, or the device could not be had.
         """
-        packing = self._spec.train.packing != "false" and trainer.supports_packing
-        # In the data's order: every evaluation of a job sees the same rows.
         data, parts = self.sets[name], []
-        plan = self._make_plan(data.dataset, packing)
+        plan = self._plan_of(data, trainer)
         data.forget()
         for i in range(plan.num_steps):
             if self._orders.current is Order.CANCEL or not self._turn.take():
@@ -121,6 +122,15 @@ class Evaluation:
             parts.append(data.evaluate(trainer, plan, i))
             self._turn.boundary()
         return data.total(parts)
+
+    def plans(self, trainer: Trainer) -> list[tuple[MethodData, StepPlan]]:
+        """Return every set with the plan by which it is evaluated."""
+        return [(data, self._plan_of(data, trainer)) for data in self.sets.values()]
+
+    def _plan_of(self, data: MethodData, trainer: Trainer) -> StepPlan:
+        packing = self._spec.train.packing != "false" and trainer.supports_packing
+        # In the data's order: every evaluation of a job sees the same rows.
+        return self._make_plan(data.dataset, packing)
 
     def release_device(self) -> None:
         """Free the device's memory until the next token."""
@@ -162,6 +172,7 @@ class _Answers:
         request: WorkerRequest,
         generate: GenerateSpec,
         dataset: PreparedDataset,
+        answer_ends: Collection[int],
         *,
         store: HostStore,
         device: Device,
@@ -175,9 +186,8 @@ class _Answers:
         self._cache_bytes = cache_limit_bytes(request.spec, found)
         codec = TextCodec.from_folder(request.model)
         self._decode = codec.tokenizer.decode
-        self._options = GenerationOptions(
-            max_tokens=generate.max_new_tokens, stop_tokens=stop_tokens(request.model, codec)
-        )
+        stops = stop_tokens(request.model, codec) | frozenset(answer_ends)
+        self._options = GenerationOptions(max_tokens=generate.max_new_tokens, stop_tokens=stops)
         self._prompts = self._chosen(dataset, request.spec.train.sequence_length)
         self._generator: TokenGenerator | None = None
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.children.entry import EventWriter
+from horizon_server.engine.data import StepPlan
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.events import Message, ReferencesDone
@@ -44,7 +45,7 @@ class ReferencePass:
     def __init__(
         self,
         request: WorkerRequest,
-        data: Sequence[MethodData],
+        data: Sequence[tuple[MethodData, StepPlan]],
         *,
         weights: StartingWeights,
         compiled: Sequence[str],
@@ -52,9 +53,11 @@ class ReferencePass:
         orders: Orders,
         turn: DeviceTurn,
     ) -> None:
-        """`compiled` are the keys of the compiled layers: they round in an order of their own."""
+        """`data` come with the plans by which they are trained on or evaluated. `compiled` are the keys of the compiled layers: they
+        round in an order of their own.
+        """
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
-        self._data = [each for each in data if each.needs_references]
+        self._data = [(each, plan) for each, plan in data if each.needs_references]
         self._unfinished = request.checkpoints.with_name(UNFINISHED_REFERENCES)
         train = request.spec.train
         facts = {
@@ -75,9 +78,9 @@ class ReferencePass:
 
     def find(self) -> bool:
         """Open what was computed before. Returns whether nothing is missing."""
-        for data in self._data:
-            data.references = References.open(data.folder, data.dataset, key=self._key)
-        return all(data.references is not None for data in self._data)
+        for data, plan in self._data:
+            data.references = References.open(data.folder, plan, key=self._key)
+        return all(data.references is not None for data, _ in self._data)
 
     def compute(self, trainer: Trainer) -> bool:
         """Compute what is missing with the weights that the trainer has now, in turns with the other jobs of the device.
@@ -88,15 +91,17 @@ class ReferencePass:
         Raises:
             DiskFull: there is no space for 4 bytes for each supervised token.
         """
-        missing = [(self._unfinished_file(data), data) for data in self._data if data.references is None]
+        missing = [
+            (self._unfinished_file(data, plan), data, plan) for data, plan in self._data if data.references is None
+        ]
         # Those of other weights or of other data than this attempt has.
-        remove_others(self._unfinished, {file.name for file, _ in missing})
-        total = sum(_num_targets(data) for data in self._data)
-        done = sum(_num_targets(data) for data in self._data if data.references is not None)
+        remove_others(self._unfinished, {file.name for file, _, _ in missing})
+        total = sum(_num_targets(data) for data, _ in self._data)
+        done = sum(_num_targets(data) for data, _ in self._data if data.references is not None)
         begun_at, reported, start_s = done, -_REPORTED_PERCENT, time.monotonic()
         is_new_file = False
 
-        def before_group(num_done: int) -> None:
+        def before_step(num_done: int) -> None:
             nonlocal begun_at, reported, is_new_file
             if is_new_file and num_done:
                 begun_at += num_done
@@ -118,16 +123,15 @@ class ReferencePass:
                 self._events.send(ReferencesDone(done_tokens=done + num_done, total_tokens=total))
 
         try:
-            for file, data in missing:
+            for file, data, plan in missing:
                 is_new_file = True
                 # Another job on the same data may have been faster.
-                data.references = References.open(data.folder, data.dataset, key=self._key) or References.computed(
+                data.references = References.open(data.folder, plan, key=self._key) or References.computed(
                     data.folder,
-                    data.dataset,
+                    plan,
                     trainer,
                     key=self._key,
-                    tokens_at_once=self._request.spec.train.tokens_per_step,
-                    before_group=before_group,
+                    before_step=before_step,
                     unfinished=file,
                     data_digest=file.name,
                 )
@@ -144,9 +148,9 @@ class ReferencePass:
             self._events.send(Message(level="info", text=text))
         return True
 
-    def _unfinished_file(self, data: MethodData) -> Path:
-        # By the key and by every byte of the data, so that a file of the job is never continued with others.
-        digest = hashlib.blake2b(self._key.encode(), digest_size=16)
+    def _unfinished_file(self, data: MethodData, plan: StepPlan) -> Path:
+        # By the key, the plan and by every byte of the data, so that a file of the job is never continued with others.
+        digest = hashlib.blake2b(f"{self._key} {plan.identity}".encode(), digest_size=16)
         digest.update(files_digest(data.folder, [TOKENS_FILE]).encode())
         return self._unfinished / digest.hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class CheckpointWriter:
         orders: Orders,
         min_free_bytes: int | None = None,
         adapter: AdapterExport | None = None,
+        answer_ends: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved = 0
         self._folder, self._spec, self._source = folder, spec, source
         self._events, self._orders, self._clock = events, orders, clock
         self._min_free_bytes, self._retry_s, self._adapter = min_free_bytes, RETRY_S, adapter
+        self._answer_ends = answer_ends
         self._not_before_s = float("-inf")
         self._ended_s, self._duration_s = clock(), 0.0
 
@@ -107,6 +109,7 @@ class CheckpointWriter:
             min_free_bytes=self._min_free_bytes,
             adapter=self._adapter,
             on_overflow=infinite.append,
+            answer_ends=self._answer_ends,
         )
         self._ended_s = self._clock()
         self._duration_s = self._ended_s - started_s

@@ -32,7 +32,9 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import needs_references
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
+from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import is_input_table, is_output_projection
 from horizon_server.worker import continuation
 from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
@@ -86,6 +88,8 @@ class Training:
         # Now, because compiled layers have the scale in their code.
         template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
         adapter = adapter_export(request, template)
+        self._data = MethodData(request.prepared, self._spec)
+        answer_ends = tuple(self._data.dataset.answer_ends.values())
         self._writer = CheckpointWriter(
             self._checkpoints,
             self._spec.checkpoint,
@@ -94,12 +98,15 @@ class Training:
             orders=orders,
             min_free_bytes=request.min_free_bytes,
             adapter=adapter,
+            answer_ends=answer_ends,
         )
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
             field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
-            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+            raise InvalidSpec(
+                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
+            )
         self._packing_limit = template.packing_limit
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         refusal = numa.interleave() if request.numa_interleave else ""
@@ -131,7 +138,7 @@ class Training:
             trace=self._trace,
             gpu=request.gpu,
         )
-        self._data, train = MethodData(request.prepared, self._spec), self._spec.train
+        train = self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
             self._data.dataset,
@@ -149,6 +156,7 @@ class Training:
             orders=orders,
             turn=self._turn,
             make_plan=lambda dataset, packing: self._step_plan(dataset, packing=packing, epochs=1, shuffle=False),
+            answer_ends=answer_ends,
         )
 
     def run(self) -> Outcome:
@@ -248,6 +256,7 @@ class Training:
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(self._data.dataset)
+        self._report_ends(self._data.dataset)
         return True
 
     def _have_references(self) -> bool:
@@ -255,8 +264,9 @@ class Training:
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
+        data = [(self._data, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
-            request, [self._data, *self._evaluation.sets.values()], weights=self._starting_weights,
+            request, data, weights=self._starting_weights,
             compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
         )  # fmt: skip
         if references.find():
@@ -410,10 +420,15 @@ class Training:
                 "in a single document"
             )
             self._events.send(Message(level="info", text=text))
+        if self._template.keeps_masks:
+            text = (
+                f"keeps masks: attention has one over all pairs of a row's tokens, because {self._template.keeps_masks}"
+            )
+            self._events.send(Message(level="info", text=text))
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         if dataset.is_weighted:
-            text += "; some messages have a weight, so the loss of a step is the weighted mean over its tokens"
+            text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
         self._events.send(Message(level="info", text=text))
         train = self._spec.train
         # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
@@ -421,6 +436,25 @@ class Training:
             text = (
                 f"train.warmup_steps is {train.warmup_steps} and the job has {self._plan.num_steps} steps, so the learning rate "
                 "never reaches train.learning_rate; lower train.warmup_steps or train.tokens_per_step"
+            )
+            self._events.send(Message(level="warning", text=text))
+
+    def _report_ends(self, dataset: PreparedDataset) -> None:
+        """Report tokens that end trained answers and are none by the model's own files."""
+        listed, layout = listed_ends(self._request.model), self._template.layout
+        missing = [name for name, token in dataset.answer_ends.items() if token not in listed]
+        if not missing:
+            return
+        text = (
+            f"trained answers end with {' or '.join(missing)}, which generation_config.json does not list; answers end there too, and the "
+            "checkpoint's generation_config.json says so"
+        )
+        self._events.send(Message(level="info", text=text))
+        is_row = is_input_table if layout.tied else is_output_projection
+        if not any(place.trained and is_row(place.adapts or place.name) for _, place in layout.tensors()):
+            text = (
+                f"the embedding of {' and '.join(missing)} is frozen: if the model was never trained to end its turns so, its answers may "
+                "not end; train the embedding as well (train.trainable), or start from a model that ends its turns with this token"
             )
             self._events.send(Message(level="warning", text=text))
 

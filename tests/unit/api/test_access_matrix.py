@@ -31,6 +31,7 @@ from horizon_proto.v1 import (
     sharing_pb2,
 )
 from horizon_server.api.grpc.convert import to_message
+from horizon_server.api.grpc.effects import EFFECTS
 from horizon_server.api.grpc.server import start_grpc_server
 from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.http.server import make_app
@@ -48,26 +49,26 @@ def row(text: str) -> Row:
     return tuple(outcomes[letter] for letter in text.split())
 
 
-#                  read other watcher member manager granted viewer admin owner
-ALL = row("          y    y      y      y      y       y      y     y     y")
-CREATE = row("       -    y      y      y      y       y      -     y     y")
-SEE_JOB = row("      y    0      y      y      y       0      y     y     y")
-CHANGE_JOB = row("   -    0      -      -      y       0      -     y     y")
-SAMPLE = row("       -    0      y      y      y       0      -     y     y")
-SUBMIT = row("       -    -      -      y      y       -      -     y     y")
-PLAN = row("         y    -      -      y      y       -      -     y     y")
-SEE_PUSHED = row("   y    0      0      0      0       y      y     y     y")
-CHANGE_PUSHED = row("-    0      0      0      0       -      -     y     y")
-SHARE = row("        -    0      0      0      0       0      -     y     y")
-NODE = row("         -    -      -      -      -       -      -     y     -")
-OWN_TOKENS = row("   -    y      y      y      y       y      y     y     y")
-THEIR_TOKENS = row(" y    -      -      -      -       -      -     y     y")
-REVOKE = row("       -    0      0      0      0       0      0     y     y")
-MEMBERS = row("      -    0      -      -      y       0      -     y     y")
+#                  read other watcher member manager granted viewer admin owner admin_read
+ALL = row("          y    y      y      y      y       y      y     y     y     y")
+CREATE = row("       -    y      y      y      y       y      -     y     y     -")
+SEE_JOB = row("      y    0      y      y      y       0      y     y     y     y")
+CHANGE_JOB = row("   -    0      -      -      y       0      -     y     y     -")
+SAMPLE = row("       -    0      y      y      y       0      -     y     y     -")
+SUBMIT = row("       -    -      -      y      y       -      -     y     y     -")
+PLAN = row("         y    -      -      y      y       -      -     y     y     y")
+SEE_PUSHED = row("   y    0      0      0      0       y      y     y     y     y")
+CHANGE_PUSHED = row("-    0      0      0      0       -      -     y     y     -")
+SHARE = row("        -    0      0      0      0       0      -     y     y     -")
+NODE = row("         -    -      -      -      -       -      -     y     -     -")
+OWN_TOKENS = row("   -    y      y      y      y       y      y     y     y     -")
+THEIR_TOKENS = row(" y    -      -      -      -       -      -     y     y     y")
+REVOKE = row("       -    0      0      0      0       0      0     y     y     -")
+MEMBERS = row("      -    0      -      -      y       0      -     y     y     -")
 # A refusal of one thing among many is in the answer.
-DELETE_JOB = row("   -    0      -      -      y       0      -     y     y")
-DELETE_PUSHED = row("-    0      0      0      0       -      -     y     y")
-METRICS_TOKEN = row("-    -      -      -      -       -      y     y     -")
+DELETE_JOB = row("   -    0      -      -      y       0      -     y     y     -")
+DELETE_PUSHED = row("-    0      0      0      0       -      -     y     y     -")
+METRICS_TOKEN = row("-    -      -      -      -       -      y     y     -     -")
 
 
 Make = Callable[[Scene], Awaitable[Any]]
@@ -308,6 +309,17 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(CHANGE_PUSHED, _shared_only_as_at_first(account_pb2.UnshareRequest(kind="model", name="tiny", project="*"))),
     ),
 }  # fmt: skip
+
+
+def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_change_something() -> None:
+    assert EFFECTS.keys() == CASES.keys(), "every method is declared as reading or changing"
+    read, admin_read = ACCEPTED.index("read"), ACCEPTED.index("admin_read")
+    for name, cases in CASES.items():
+        for case in cases:
+            outcomes = {case.outcomes[read], case.outcomes[admin_read]}
+            assert (outcomes == {"PERMISSION_DENIED"}) == (EFFECTS[name].need == "change"), name
+
+
 OPEN_ROUTES = ("/", "/version", "/openapi.json", "/healthz", "/readyz")
 ROUTES: Mapping[str, Row] = {
     "/horizon/v1/node": ALL,

@@ -21,7 +21,7 @@ async def test_lists_show_what_the_caller_may_see(scene: Scene) -> None:
         jobs[caller] = {job.job_id for job in (await scene.services.jobs.list(principal))[0]}
         datasets[caller] = {record.name for record in (await scene.services.datasets.list(principal))[0]}
         models[caller] = {record.name for record in (await scene.services.models.list(principal))[0]}
-    all_of = {"read", "viewer", "admin", "owner"}
+    all_of = {"read", "viewer", "admin", "owner", "admin_read"}
     assert {caller for caller, ids in jobs.items() if ids} == all_of | {"watcher", "member", "manager"}
     assert {caller for caller, names in datasets.items() if "chats" in names} == all_of | {"granted"}
     assert {caller for caller, names in datasets.items() if "public" in names} == set(ACCEPTED)
@@ -47,7 +47,7 @@ async def test_the_metrics_of_a_job_are_for_those_who_may_see_it(scene: Scene) -
         for caller in ("bad", "revoked", "expired", "disabled"):
             answer = await client.get("/metrics", headers={"Authorization": f"Bearer {scene.tokens[caller]}"})
             assert answer.status_code == 401, caller
-    see_it = {"metrics", "read", "watcher", "member", "manager", "viewer", "admin", "owner"}
+    see_it = {"metrics", "read", "watcher", "member", "manager", "viewer", "admin", "owner", "admin_read"}
     assert shown == {"job": see_it, "user": see_it, "node": {"none", "metrics", *ACCEPTED}}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from horizon_server.cli import run
 from horizon_server.cli.allowances import parse_size
-from horizon_server.db.database import Database
+from horizon_server.db.database import Database, migrate
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import BadSetting
@@ -27,6 +27,8 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     """Run a command line over a state folder of its own; returns exit code, stdout and stderr."""
+
+    migrate(tmp_path / "horizon.db")
 
     def invoke(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["horizond", *arguments, "--state-dir", str(tmp_path)])
@@ -86,7 +88,9 @@ def test_projects_are_those_of_users_jobs_and_allowances(command: Command, tmp_p
     asyncio.run(submit())
     assert command("project", "set", "lab", "--weight", "3")[2] == "project lab: weight 3, quotas none\n"
     message = command("project", "set", "new", "--max-queued-jobs", "0")[2]
-    assert "no user or job is in project new yet; add one with: horizond user add USER --project new" in message
+    assert "project new does not exist; an administrator creates it on the node: horizond project add new" in message
+    assert command("project", "add", "new")[2] == "new project new; next: horizond project member add new USER\n"
+    assert command("project", "set", "new", "--max-queued-jobs", "0")[0] == 0
     rows = json.loads(command("project", "list", "-o", "json")[1])
     assert [(row["name"], row["members"], row["weight"], row["quotas"]) for row in rows] == [
         ("eve", "eve (admin)", "1", "none"),
@@ -109,7 +113,7 @@ def test_projects_are_those_of_users_jobs_and_allowances(command: Command, tmp_p
         (("user", "set", "ada", "--max-queued-jobs", "-1"), 2, "write a whole number from 0, or none"),
         (("user", "set", "ada", "--max-host-memory", "200G"), 2, "--max-host-memory '200G' is not a size: write a number"),
         (("user", "set", "ada", "--device-hours-per-week", "inf"), 2, "device_hours_per_week is inf; it must be 0 or more"),
-        (("project", "set", "a b", "--weight", "2"), 2, "project name 'a b' is not allowed: it must be 1 to 63 letters"),
+        (("project", "set", "a b", "--weight", "2"), 2, "project 'a b' is not allowed: it must be 1 to 63 letters"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_set_is_refused_and_changes_nothing(

@@ -11,6 +11,7 @@ import pytest
 
 from horizon_server.cli import run
 from horizon_server.cli.audit import parse_since
+from horizon_server.db.database import migrate
 from horizon_server.errors import BadSetting
 from horizon_server.services.audit import command_account
 
@@ -19,6 +20,8 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    migrate(tmp_path / "state" / "horizon.db")
+
     def invoke(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["horizond", *arguments, "--state-dir", str(tmp_path / "state")])
         code = run()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml
 
 from horizon_server.cli import exit_code, horizond, run
 from horizon_server.cli.accounts import parse_lifetime
+from horizon_server.db.database import migrate
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated, WorkerDied
 
@@ -22,6 +25,8 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     """Run a command line over a state folder of its own; returns exit code, stdout and stderr."""
+
+    migrate(tmp_path / "state" / "horizon.db")
 
     def invoke(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["horizond", *arguments, "--state-dir", str(tmp_path / "state")])
@@ -47,7 +52,9 @@ def test_the_promised_commands_are_there() -> None:
     promised = (
         "serve; demo; user add; user set; user list; user remove; token create; token list; token revoke; plan; doctor"
     )
-    promised += "; project set; project list; project member add; project member remove; project member list"
+    promised += (
+        "; project add; project set; project list; project member add; project member remove; project member list"
+    )
     promised += "; backup; restore; check; gc; audit"
     assert {tuple(words.split()) for words in promised.split(";")} == set(EVERY_COMMAND)
 
@@ -110,6 +117,56 @@ def test_members_of_a_project(command: Command) -> None:
     assert command("project", "member", "list", "-o", "name")[1] == "ada\n"
 
 
+def test_a_typing_error_makes_no_project(command: Command) -> None:
+    command("user", "add", "ada", "--project", "lab")
+    for words in (("member", "add", "lba", "ada"), ("set", "lba", "--weight", "3")):
+        code, _, told = command("project", *words)
+        assert (code, "project lba does not exist (did you mean lab?)" in told) == (4, True), told
+    assert command("project", "list", "-o", "name")[1].split() == ["lab"]
+    assert command("project", "add", "physics", "--admin", "ada") == (0, "", "new project physics with ada as admin\n")
+    assert (
+        command("project", "add", "physics")[2] == "Error: project physics exists already; see: horizond project list\n"
+    )
+    assert command("project", "add", "x", "--admin", "nobody")[0] == 4
+    assert command("project", "member", "list", "physics", "-o", "name")[1] == "ada\n"
+    # With members in it, and nobody who is charged to it.
+    assert command("project", "set", "physics", "--weight", "3") == (0, "", "project physics: weight 3, quotas none\n")
+    assert "(user, new project y)" in command("user", "add", "bob", "--project", "y")[2]
+
+
+def test_what_a_removed_user_leaves_is_said_before(command: Command, tmp_path: Path) -> None:
+    command("user", "add", "eve")
+    with sqlite3.connect(tmp_path / "state" / "horizon.db") as connection:
+        connection.execute(
+            "INSERT INTO datasets (dataset_id, owner, name, format, field_map, files, num_rows, digest, ready, created_s) "
+            "VALUES ('dataset_1', 'eve', 'chats', 'messages', '{}', '[]', 1, 'd', 1, 0)"
+        )
+    connection.close()
+    code, _, told = command("user", "remove", "eve")
+    assert code == 2
+    assert "user eve owns 0 jobs, 1 datasets and 0 models, which stay" in told
+    assert "add --yes" in told, "nobody can be asked in a test"
+    assert command("user", "list", "-o", "name")[1] == "eve\n"
+    assert command("user", "remove", "eve", "--yes")[2].endswith("user eve is removed with 0 tokens\n")
+
+
+def test_a_token_goes_into_a_file_that_only_its_owner_can_read(command: Command, tmp_path: Path) -> None:
+    command("user", "add", "ada")
+    file = tmp_path / "ada.token"
+    before = os.umask(0o022)
+    try:
+        code, out, told = command("token", "create", "ada", "--to", str(file))
+    finally:
+        os.umask(before)
+    assert (code, out, f"it is in {file}" in told) == (0, "", True)
+    assert (file.stat().st_mode & 0o777, file.read_text().startswith("hzn_")) == (0o600, True)
+    assert "exists already" in command("token", "create", "ada", "--to", str(file))[2]
+    other = tmp_path / "nobody.token"
+    assert command("token", "create", "nobody", "--to", str(other))[0] == 4
+    assert not other.exists()
+    assert len(command("token", "list", "-o", "name")[1].split()) == 1
+
+
 def test_a_user_is_disabled_and_gets_another_role(command: Command) -> None:
     command("user", "add", "ada")
     assert command("user", "set", "ada", "--disable", "--role", "viewer") == (
@@ -129,7 +186,7 @@ def test_a_removed_user_leaves_no_allowance_and_no_membership_to_the_next_of_tha
     command("user", "set", "ada", "--weight", "5", "--max-queued-jobs", "1")
     command("user", "add", "lead")
     command("project", "member", "add", "lead", "ada")
-    assert command("user", "remove", "ada")[0] == 0
+    assert command("user", "remove", "ada", "--yes")[0] == 0
     command("user", "add", "ada", "--project", "lab")
     ada = next(user for user in json.loads(command("user", "list", "-o", "json")[1]) if user["name"] == "ada")
     assert (ada["weight"], ada["quotas"], ada["member_of"]) == ("1", "none", "")
@@ -148,7 +205,11 @@ def test_a_removed_user_leaves_no_allowance_and_no_membership_to_the_next_of_tha
         (("token", "create", "ada", "--expires", "soon"), 2, "write a number with h, d, w or y such as 90d, or never"),
         (("token", "revoke", "tok_none"), 4, "token tok_none does not exist; see: horizond token list"),
         (("plan", "none.yaml"), 4, "none.yaml does not exist"),
-        (("frobnicate",), 2, "No such command 'frobnicate'"),
+        (("frobnicate",), 2, "'frobnicate' is not a command of "),
+        (("usr", "list"), 2, "did you mean user?"),
+        (("project", "ad", "lab"), 2, "did you mean add?"),
+        (("user", "remove", "ada"), 4, "user ada does not exist"),
+        (("project", "add", "a b"), 2, "project name 'a b' is not allowed"),
         (("serve", "--log-level", "loud"), 2, "'loud' is not one of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -161,7 +222,7 @@ def test_what_people_get_wrong(command: Command, arguments: tuple[str, ...], cod
 def test_a_name_that_is_taken(command: Command, tmp_path: Path) -> None:
     _, _, told = command("user", "add", "ada")
     assert told.endswith(f"next: horizond token create ada --state-dir {tmp_path / 'state'}\n")
-    assert command("user", "add", "ada") == (2, "", "error: user ada exists already\n")
+    assert command("user", "add", "ada") == (2, "", "Error: user ada exists already\n")
 
 
 def test_exit_codes() -> None:
@@ -218,8 +279,20 @@ def test_the_doctor_ends_with_1_where_a_machine_cannot_train(
     assert lines[0].startswith("[fail]  host memory") and "give the daemon a higher limit" in lines[1]
     assert any(line.startswith("[warn]  largest model") for line in lines)
     assert any(line.startswith("[warn]  AdamW kernel   missing") for line in lines)
+    assert any(" layers         " in line for line in lines)
     at = lines.index("[fail]  speed          not measured: the measurement was killed by SIGKILL")
     assert lines[at + 1].endswith("is the installation complete (pip install '.[server]')?")
+
+
+def test_the_doctor_says_whether_layers_can_be_compiled_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor, gpu = sys.modules["horizon_server.cli.doctor"], Gpu(index=0, name="H100", memory_bytes=80 << 30)
+    monkeypatch.setattr(doctor, "what_is_missing", lambda _: [])
+    part = doctor._compiler((gpu,))
+    assert part.found.endswith("the GPU") and part.facts["layers_compile_for"][-1] == "the GPU"
+    monkeypatch.setattr(doctor, "what_is_missing", lambda _: ["CUDA's headers"])
+    part = doctor._compiler((gpu,))
+    assert part.verdict == "warn" and part.advice.endswith("which is slower; missing: CUDA's headers")
+    assert "the GPU" not in part.facts["layers_compile_for"]
 
 
 def test_a_plan_that_does_not_fit_ends_with_1(command: Command, tmp_path: Path) -> None:
@@ -261,7 +334,7 @@ def test_a_plan_takes_the_job_file_that_the_client_takes(command: Command, tmp_p
     assert (code, json.loads(out)["model"]) == (0, str(tmp_path / "demo")), told
     (tmp_path / "job.yaml").write_text(text.replace("./demo", "./none"))
     code, _, told = command("plan", str(tmp_path / "job.yaml"))
-    assert (code, told) == (4, "error: none contains no config.json; name the model's folder with --model-dir\n")
+    assert (code, told) == (4, "Error: none contains no config.json; name the model's folder with --model-dir\n")
 
 
 def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_path: Path) -> None:
@@ -285,6 +358,7 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     assert facts["host_memory_limit_bytes"] > 0
     assert facts["disk_free_bytes"] > 0
     assert facts["adamw_kernel"]
+    assert "the GPU" not in facts["layers_compile_for"]
     assert facts["num_cpus"] >= 1
     assert facts["host_peak_flops_per_s"] > 0
     assert facts["host_products_of_256_flops_per_s"] > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from horizon_server.cli import run
+from horizon_server.db.database import migrate
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -28,6 +29,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_a_backup_is_listed_restored_and_checked(command: Command, tmp_path: Path) -> None:
     state, backup, restored = tmp_path / "state", tmp_path / "backup", tmp_path / "restored"
+    migrate(state / "horizon.db")
     assert command("user", "add", "ada", "--state-dir", state)[0] == 0
     code, name, said = command("backup", backup, "--state-dir", state)
     assert (code, name.strip() + ".json" in [file.name for file in backup.iterdir()]) == (0, True), said
@@ -48,6 +50,7 @@ def test_a_backup_is_listed_restored_and_checked(command: Command, tmp_path: Pat
 
 def test_a_check_says_what_is_wrong_and_what_to_do(command: Command, tmp_path: Path) -> None:
     state = tmp_path / "state"
+    migrate(state / "horizon.db")
     assert command("user", "add", "ada", "--state-dir", state)[0] == 0
     with sqlite3.connect(state / "horizon.db") as connection:
         connection.execute("INSERT INTO blob_references VALUES ('aa', 'dataset_1')")
@@ -65,6 +68,7 @@ def test_a_check_says_what_is_wrong_and_what_to_do(command: Command, tmp_path: P
 
 def test_a_lost_file_ends_a_backup_with_1(command: Command, tmp_path: Path) -> None:
     state = tmp_path / "state"
+    migrate(state / "horizon.db")
     assert command("user", "add", "ada", "--state-dir", state)[0] == 0
     files = json.dumps([{"path": "a.jsonl", "sha256": "ab" * 32, "size_bytes": 7}])
     with sqlite3.connect(state / "horizon.db") as connection:
@@ -74,4 +78,4 @@ def test_a_lost_file_ends_a_backup_with_1(command: Command, tmp_path: Path) -> N
     connection.close()
     code, name, said = command("backup", tmp_path / "backup", "--state-dir", state)
     assert (code, bool(name.strip())) == (1, True)
-    assert f"error: blobs/ab/{'ab' * 32}, of dataset chats of ada: is missing" in said
+    assert f"Error: blobs/ab/{'ab' * 32}, of dataset chats of ada: is missing" in said

@@ -125,7 +125,15 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "label_smoothing": 0.1,
             "neftune_noise_alpha": 5.0,
             "lr_groups": [{"match": "norm", "scale": 0.5}, {"match": "embed", "scale": 2.0}],
-            "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj"], "rslora": True, "base": "nf4"},
+            "lora": {
+                "rank": 8,
+                "alpha": 16.0,
+                "dropout": 0.1,
+                "targets": ["q_proj"],
+                "rslora": True,
+                "dora": True,
+                "base": "nf4",
+            },
         },
         "eval_every_steps": 12,
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
@@ -262,7 +270,8 @@ def test_overrides() -> None:
         ("=3", "write it as field=value"),
         ("train..seed=3", "write it as field=value"),
         ("name.first=3", "name is not a section"),
-        ("train.seed=[1", "the value is not YAML"),
+        ("train.seed=[1", "the value is not YAML; put it in quotes"),
+        (r'train.trainable=["layers\.[4-5]"]', "a backslash needs single quotes, such as"),
     ],
 )
 def test_bad_overrides(override: str, words: str) -> None:

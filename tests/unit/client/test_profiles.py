@@ -160,3 +160,15 @@ def test_bad_ca_file(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(BadConfig, match="contains no PEM certificate"):
         Endpoint(server="gpubox:1", ca_file=path).root_certificates()
+
+
+def test_a_server_is_found_among_the_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORIZON_CONFIG_DIR", str(tmp_path))
+    file = ProfileFile()
+    assert file.of_server("gpubox", "default") is None
+    for name in ("a", "b", "c"):
+        file.save(Profile(name=name, server="gpubox:7171", ca_file=Path("system")))
+    file.save(Profile(name="other", server="elsewhere", ca_file=Path("system")))
+    file.use("b")
+    found = [file.of_server("gpubox", name) for name in ("a", "default", "other")]
+    assert [profile and profile.name for profile in found] == ["a", "b", "b"], "the named one, else the one in use"

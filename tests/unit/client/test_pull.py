@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.adapters import LORA, write_adapter_checkpoint
 
-from horizon_client import Client, CorruptDownload, FileConflict, NotFound, ServerFailed
+from horizon_client import Client, CorruptDownload, FileConflict, InvalidRequest, NotFound, ServerFailed
+from horizon_client.errors import HorizonClientError
 from horizon_proto.v1 import checkpoint_pb2
-from horizon_server.records.job import JobRecord
+from horizon_server.records.job import JobRecord, JobState
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import Daemon
@@ -144,3 +148,95 @@ def test_links_that_lead_out_are_not_followed(client: Client, daemon: Daemon, jo
 def test_delete(client: Client, job: str) -> None:
     client.checkpoints.delete(job, 10)
     assert [c.step for c in client.checkpoints.list(job)] == [20]
+    with pytest.raises(InvalidRequest, match="name the checkpoint to delete by its step"):
+        client.checkpoints.delete(job)
+    client.checkpoints.delete(f"{job}@20")
+    assert client.checkpoints.list(job) == []
+
+
+def test_a_checkpoint_is_named_with_its_job(client: Client, job: str, tmp_path: Path) -> None:
+    for name, step in ((f"{job}@10", 10), (f"{job}@best", 10), (f"{job}@last", 20), ("@".join((job, "20")), 20)):
+        assert client.checkpoints.pull(name, tmp_path / name).checkpoint.step == step
+        assert [c.step for c in client.checkpoints.list(name)] == [step]
+    with pytest.raises(InvalidRequest, match=r"names the checkpoint already; leave out at=20"):
+        client.checkpoints.pull(f"{job}@10", tmp_path / "a", at=20)
+    with pytest.raises(InvalidRequest, match=r"write JOB, JOB@STEP, JOB@best or JOB@last"):
+        client.checkpoints.pull(f"{job}@newest", tmp_path / "a")
+    with pytest.raises(InvalidRequest, match="holds a whole model, not an adapter"):
+        client.checkpoints.merge(f"{job}@last")
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "other", ["adapter_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+)
+def test_a_folder_with_another_model_is_left_alone(
+    client: Client, daemon: Daemon, job: str, tmp_path: Path, other: str, force: bool
+) -> None:
+    (tmp_path / other).write_bytes(b"another model")
+    (tmp_path / "notes.txt").write_text("mine", "ascii")
+    with pytest.raises(FileConflict, match=rf"holds another model \({re.escape(other)}\); choose another folder"):
+        client.checkpoints.pull(job, tmp_path, at=10, force=force)
+    assert {path.name for path in tmp_path.iterdir()} == {other, "notes.txt"} and reads_of(daemon) == []
+
+
+def test_a_folder_that_an_earlier_pull_has_begun_is_filled(client: Client, job: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "model.safetensors.part").write_bytes(WEIGHTS[:100])
+    (tmp_path / "notes.txt").write_text("mine", "ascii")
+    assert client.checkpoints.pull(job, tmp_path, at=10).received_bytes == len(WEIGHTS) - 100
+
+
+def test_nothing_is_merged_for_a_folder_with_another_model(
+    client: Client, daemon: Daemon, finished_job: JobRecord, model_folder: Path, tmp_path: Path
+) -> None:
+    job = daemon.add_job("lora", state=JobState.SUCCEEDED, train=LORA)
+    folder = daemon.served.parts.services.jobs.folders.checkpoints(job.job_id).of_step(3)
+    write_adapter_checkpoint(folder, daemon.served.call(daemon.served.parts.services.jobs.base_of(job)))
+    out, base = tmp_path / "out", tmp_path / "tiny-base"
+    shutil.copytree(model_folder, base)
+    held = {path: path.read_bytes() for path in base.iterdir()}
+    for call in (client.checkpoints.pull, lambda job, to: client.checkpoints.merge(job, out=to)):
+        with pytest.raises(FileConflict, match=r"tiny-base holds another model \(config\.json, model\.safetensors\)"):
+            call(job.job_id, base)
+    assert {path: path.read_bytes() for path in base.iterdir()} == held
+    assert not (folder / "merged").exists(), "nothing was merged"
+
+    assert client.checkpoints.merge(f"{job.job_id}@last", out=out, dtype="bf16").received_bytes
+    assert client.checkpoints.merge(job.job_id, out=out, dtype="bf16").received_bytes == 0
+    # Another one, which would be refused when it has been made
+    with pytest.raises(FileConflict, match="out holds another model"):
+        client.checkpoints.merge(job.job_id, out=out, dtype="fp32")
+    assert client.checkpoints.merge(job.job_id, out=out).received_bytes == 0, "it is still the one of before"
+    assert client.checkpoints.merge(job.job_id, out=out, dtype="fp32", force=True).received_bytes
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sent"),
+    [
+        ("Hello", ["Hello"]),
+        (["Hello", "you"], ["Hello", "you"]),
+        ({"prompt": "Hello"}, ["Hello"]),
+        ([{"prompt": "Hello"}, "you"], ["Hello", "you"]),
+        ([{"messages": [{"role": "user", "content": "Hi"}]}], [[("user", "Hi")]]),
+        ([{"role": "user", "content": "Hi"}], [[("user", "Hi")]]),
+        ([[{"role": "user", "content": "Hi", "weight": 1}]], [[("user", "Hi")]]),
+    ],
+)
+def test_prompts_are_texts_chats_or_rows(
+    client: Client, daemon: Daemon, job: str, prompts: Any, sent: list[Any]
+) -> None:
+    with pytest.raises(HorizonClientError):  # these checkpoints are no models
+        list(client.checkpoints.sample(f"{job}@10", prompts))
+    [request] = [request for method, request in daemon.line.requests if method == "SampleCheckpoint"]
+    assert request.step == 10
+    assert [prompt.text or [(m.role, m.content) for m in prompt.messages] for prompt in request.prompts] == sent
+
+
+@pytest.mark.parametrize(
+    "bad", [3, {"text": "a"}, {"prompt": 3}, [{"role": "user"}], {"prompt": "a", "messages": []}, [[]]]
+)
+def test_what_is_no_prompt_is_named(client: Client, daemon: Daemon, job: str, bad: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r'prompts\[1\] is not a prompt; write a text, .*\{"prompt": "..."\}'):
+        list(client.checkpoints.sample(job, ["Hello", bad]))
+    assert daemon.calls == []

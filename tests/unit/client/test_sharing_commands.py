@@ -57,19 +57,20 @@ def as_admin(daemon: Daemon, run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_the_queue_is_a_table_with_reasons(run: Run, shared: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     in_an_hour = about_text(datetime.now(UTC) + timedelta(hours=1))
     head, first, second = run("queue").stdout.splitlines()
-    assert head.split() == ["JOB", "PLACE", "OWNER", "STATE", "PRIORITY", "SHARE", "START", "END", "WHY"]
-    assert first.split(maxsplit=8) == [
+    assert head.split() == ["JOB", "PLACE", "OWNER", "STATE", "PRIORITY", "STEP", "SHARE", "START", "END", "WHY"]
+    assert first.split(maxsplit=9) == [
         "first",
         "-",
         "ada",
         "RUNNING",
         "0",
+        "-",
         "50%",
         "-",
         in_an_hour,
         "resident, alone on the GPU",
     ]
-    assert second.split()[:6] == ["second", "1", "ada", "QUEUED", "0", "-"]
+    assert second.split()[:7] == ["second", "1", "ada", "QUEUED", "0", "-", "-"]
     assert second.endswith("waiting for 3 GiB")
     assert run("queue", "-o", "name").stdout.split() == [*shared]
     assert [entry["position"] for entry in json.loads(run("queue", "-o", "json").stdout)] == [0, 1]
@@ -85,7 +86,7 @@ def test_what_others_do_is_not_named(run: Run, daemon: Daemon, shared: tuple[str
 
     daemon.line.change["GetQueue"] = of_bob
     line = run("queue").stdout.splitlines()[2].split()
-    assert (line[:6], line[-1]) == ([shared[1], "1", "bob", "QUEUED", "-", "-"], "-")
+    assert (line[:7], line[-1]) == ([shared[1], "1", "bob", "QUEUED", "-", "-", "-"], "-")
 
 
 def test_jobs_show_where_they_stand(run: Run, shared: tuple[str, str]) -> None:
@@ -111,8 +112,12 @@ def test_a_simulation_queues_nothing(run: Run, daemon: Daemon) -> None:
     result = run("queue", "simulate", "job.yaml", "--set", "name=other")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "why:" in result.stdout
+    assert "starts now, " in result.stdout
+    assert "share 1" in result.stdout, "it is the only job"
+    warned = run("queue", "simulate", "job.yaml", "--set", "eval_every_steps=5")
+    assert "\nwarning: eval_every_steps is 5, and the job has no eval set" in warned.stdout
     assert set(json.loads(run("queue", "simulate", "-", "-o", "json", stdin=SPEC).stdout)) == {
-        "why", "share", "estimated_start_time", "estimated_end_time"
+        "outlook", "plan"
     }  # fmt: skip
     assert daemon.jobs() == []
     unknown = run("queue", "simulate", "job.yaml", "--set", "model=tiny-bass")
@@ -229,6 +234,6 @@ def test_a_client_method_for_every_command(daemon: Daemon, client: Client) -> No
     assert client.jobs.update(job.job_id, priority=3).priority == 3
     assert client.jobs.set_priority(job.job_id, 4).priority == 4
     spec: dict[str, Any] = {"name": "x", "model": "tiny-base", "dataset": "gsm8k"}
-    assert client.jobs.simulate(spec).why
+    assert client.jobs.simulate(spec).outlook.why
     request = daemon.line.requests[-1]
     assert isinstance(request[1], sharing_pb2.SimulateJobRequest) and isinstance(request[1].spec, job_pb2.JobSpec)

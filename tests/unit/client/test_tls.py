@@ -9,13 +9,14 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
 import pytest
+from click.testing import Result
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -28,6 +29,7 @@ from horizon_client.rpc_errors import from_rpc
 if TYPE_CHECKING:
     from tests.unit.client.conftest import Daemon
 
+Run = Callable[..., Result]
 ONCE = RetryPolicy(max_attempts=1)
 
 
@@ -79,9 +81,23 @@ def test_other_ca_is_not(daemon: Daemon, own_ca: Path, tmp_path: Path) -> None:
 
 
 def test_plain_text_to_a_tls_port_hints_at_the_ca(daemon: Daemon, own_ca: Path) -> None:
-    client = Client(daemon.address, token=daemon.token, unary_retry=ONCE)
-    with client, pytest.raises(Unavailable, match="pass its CA file with --ca"):
-        client.node.status()
+    patient = RetryPolicy(max_attempts=100, first_wait_s=60, longest_wait_s=60, max_elapsed_s=6000)
+    client = Client(daemon.address, token=daemon.token, unary_retry=patient)
+    words = rf"horizond at {daemon.address} uses TLS, and no CA file is known for it; pass it with --ca"
+    with client, pytest.raises(BadEndpoint, match=words):
+        client.node.status()  # the first retry would outlast the test
+
+
+@pytest.mark.parametrize("profile", ["default", "other"])
+def test_a_later_login_keeps_the_ca(run: Run, daemon: Daemon, own_ca: Path, profile: str) -> None:
+    login = ("login", daemon.address, "--token-file", "-")
+    assert run(*login, "--ca", str(own_ca), stdin=daemon.token).stderr == ""
+    own_ca.unlink()
+    again = run(*login, "--profile", profile, stdin=daemon.token)
+    assert (again.exit_code, again.stderr) == (0, "using the CA of profile default\n")
+    assert f"profile {profile}" in again.stdout
+    listed = run("--profile", profile, "job", "list")
+    assert (listed.exit_code, listed.stderr) == (0, ""), "the profile has the CA"
 
 
 def test_another_host_name_is_explained_with_the_names_that_work(daemon: Daemon, tmp_path: Path) -> None:

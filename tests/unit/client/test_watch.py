@@ -168,8 +168,10 @@ async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: Daemo
         (checkpoint,) = await inner.checkpoints.list(job.job_id)
     assert repr(checkpoint) == (
         f"Checkpoint(job_id='{job.job_id}', step=10, size_bytes=50, create_time={checkpoint.create_time!r}, eval_loss=None, last=True, "
-        "best=True)"
+        "best=False)"
     )
+    shown = repr(client.jobs.get(job.job_id))
+    assert shown.startswith(f"Job(job_id='{job.job_id}', name=") and "state='QUEUED'" in shown and len(shown) < 400
 
 
 def test_an_interrupt_at_any_moment_of_a_watch_is_an_interrupt(

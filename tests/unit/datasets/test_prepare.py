@@ -148,8 +148,8 @@ def test_without_a_template_a_completion_follows_its_prompt(bare_model: Path, tm
     file = write(tmp_path / "p.jsonl", {"prompt": "2 + 2 = ", "completion": "4"})
     _, [(ids, labels)] = run(request_for(bare_model, file))
     tokenizer: Any = AutoTokenizer.from_pretrained(bare_model)
-    assert tokenizer.decode(ids) == "2 + 2 = 4<|im_end|>"
-    assert targets(bare_model, labels) == "4<|im_end|>"
+    assert tokenizer.decode(ids) == "2 + 2 = 4<|endoftext|>"
+    assert targets(bare_model, labels) == "4<|endoftext|>"
     with pytest.raises(InvalidData, match="the model has no chat template; add"):
         prepare(request_for(bare_model, write(tmp_path / "c.jsonl", {"messages": CHAT})), on_progress=lambda done: None)
 

@@ -86,7 +86,7 @@ def test_labelled_rows_are_followed_by_their_prompt_with_the_next_completion(bar
     found = [(codec.decode(ids), codec.decode(targets)) for ids, targets in answers_of(dataset)]
     expected = []
     for number, other in ((0, 1), (1, 2), (2, 3), (3, 0)):
-        answers = (f"It is {number}.<|im_end|>", f"It is {other}.<|im_end|>")
+        answers = (f"It is {number}.<|endoftext|>", f"It is {other}.<|endoftext|>")
         expected += [(f"Is it {number}?{answer}", answer) for answer in answers]
     assert found == expected
     assert dataset.labels_of(range(8)).tolist() == [1, -1, 0, -1, 0, -1, 1, -1]

@@ -121,7 +121,7 @@ def test_a_plain_text_is_shown_in_the_pieces_that_are_trained(ask: Any) -> None:
     assert len(rows) > 5
     assert [row.number for row in rows] == list(range(1, len(rows) + 1))
     assert {row.unit for row in rows} == {"piece"}
-    assert "".join(map(text_of, rows)).removesuffix("<|im_end|>") == words
+    assert "".join(map(text_of, rows)).removesuffix("<|endoftext|>") == words
     assert all(row.num_trained_tokens == row.num_tokens - 1 <= 63 for row in rows)
 
 
@@ -175,7 +175,7 @@ def test_a_model_without_a_template_cannot_show_chats(ask: Any, tmp_path: Path) 
     with pytest.raises(InvalidData, match="the model has no chat template"):
         render(ask({"a.jsonl": lines(chat("a", "b"))}, model=model))
     (row,) = render(ask({"b.jsonl": lines({"prompt": "1+1=", "completion": "2"})}, model=model))
-    assert trained_text(row) == ["2<|im_end|>"]
+    assert trained_text(row) == ["2<|endoftext|>"]
 
 
 def test_a_model_without_a_tokenizer_cannot_show_anything(ask: Any, tmp_path: Path) -> None:

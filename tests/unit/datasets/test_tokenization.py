@@ -74,7 +74,7 @@ def test_a_shown_row_ends_where_it_is_cut(codec: TextCodec) -> None:
 
 def test_a_text_shows_the_tokens_around_it(bare_codec: TextCodec) -> None:
     text = tokenizer_of(bare_codec, DatasetFormat.TEXT).show(row_of(text="abc " * 9))[0]
-    assert "".join(span.text for span in text.spans) == "abc " * 9 + "<|im_end|>"
+    assert "".join(span.text for span in text.spans) == "abc " * 9 + "<|endoftext|>"
     assert [span.trained for span in text.spans] == [False, True]  # nothing precedes the first token
     ids = tokenizer_of(bare_codec, DatasetFormat.TOKENS).show(
         row_of(input_ids=bare_codec.encode_ids("abc def"), labels=None)

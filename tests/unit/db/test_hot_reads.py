@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, event, text
 
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import NUM_READERS, Database
-from horizon_server.db.job_rows import Records
+from horizon_server.db.job_rows import EndedRecords, Records
 from horizon_server.db.jobs import JobStore
 from horizon_server.errors import DatabaseUnavailable
 from horizon_server.events import Message, StateChanged
@@ -75,6 +75,92 @@ async def test_the_records_that_are_kept_are_bounded(database: Database) -> None
     jobs = await store.page(owner=None, states=(), before=0, limit=10)
     assert [job.job_id for _, job in jobs] == [f"j{number}" for number in reversed(range(8))]
     assert len(store._records._kept) == 3
+
+
+async def test_a_page_reads_whole_rows_only_of_jobs_that_go_on(database: Database) -> None:
+    store = JobStore(database)
+    for number in range(30):
+        await cancelled(store, f"j{number}")
+    await store.create(replace(JOB, job_id="waits"), request_id=str(uuid.uuid4()))
+    whole: list[int] = []
+
+    def note(_connection: object, _cursor: object, statement: str, parameters: tuple[object, ...], *_: object) -> None:
+        if "FROM jobs" in statement and "jobs.spec" in statement:
+            whole.append(len(parameters))
+
+    async def listed() -> list[JobRecord]:
+        return [job for _, job in await store.page(owner="ada", states=(), before=0, limit=101)]
+
+    before = await listed()
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        # A step of another user's job commits.
+        await store.append("waits", Message(level="info", text="news"))
+        whole.clear()
+        now = await listed()
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert sum(whole) == 1, "of the jobs in the page one has not ended"
+    assert all(one is other for one, other in zip(before[1:], now[1:], strict=True))
+    assert now[0].last_sequence == before[0].last_sequence + 1
+
+
+async def test_a_page_shows_what_can_still_change_of_an_ended_job(database: Database, tmp_path: Path) -> None:
+    store = JobStore(database)
+    await store.create(JOB, request_id=str(uuid.uuid4()))
+    await store.move("j1", StateChanged(job_state="FAILED"))
+
+    async def listed() -> JobRecord:
+        return (await store.page(owner="ada", projects={"lab"}, states=(), before=0, limit=10))[0][1]
+
+    first = await listed()
+    assert await listed() is first
+    await store.set("j1", deletion_s=5.0)
+    assert (await listed()).deletion_s == 5.0
+    await store.set("j1", keep_files=True, deletion_s=None)
+    assert await listed() == replace(first, keep_files=True)
+    await store.append("j1", Message(level="info", text="late"))
+    assert (await listed()).last_sequence == first.last_sequence + 1
+    await store.move("j1", StateChanged(job_state="QUEUED", reason="RESUMED"), requeue=True)
+    assert ((await listed()).job_state, (await listed()).queue_position) == (JobState.QUEUED, 1)
+    await store.move("j1", StateChanged(job_state="CANCELLED"))
+    assert (await listed()).job_state is JobState.CANCELLED
+    with sqlite3.connect(tmp_path / "horizon.db") as other:  # as `horizond` does next to a daemon
+        other.execute("DELETE FROM events")
+        other.execute("DELETE FROM jobs")
+    assert await store.page(owner="ada", states=(), before=0, limit=10) == []
+
+
+async def test_the_ended_jobs_that_are_kept_are_bounded_and_those_not_listed_go_first(database: Database) -> None:
+    store = JobStore(database)
+    store._ended = EndedRecords(most=4)
+    for number in range(6):
+        await cancelled(store, f"j{number}")
+    for limit, before in ((2, 0), (2, 3), (2, 0), (1, 4)):
+        await store.append("j0", Message(level="info", text="news"))  # a commit: the answer before is not given again
+        await store.page(owner=None, states=(), before=before, limit=limit)
+    assert len(store._ended._kept) == 4
+    assert {5, 6} <= set(store._ended._kept), "of the newest page, which is listed all the time"
+
+
+async def test_a_member_of_projects_sees_the_newest_jobs_of_all_of_them_once(database: Database) -> None:
+    store = JobStore(database)
+    whose = [("ada", "ada"), ("bob", "lab"), ("eve", "eve"), ("ada", "lab"), ("bob", "bob"), ("eve", "geo")]
+    for number, (owner, project) in enumerate(whose * 3):
+        job = replace(JOB, job_id=f"j{number}", owner=owner, project=project)
+        await store.create(job, request_id=str(uuid.uuid4()))
+        if number % 2:
+            await store.move(job.job_id, StateChanged(job_state="CANCELLED"))
+
+    async def ids(limit: int, before: int = 0, *, states: tuple[JobState, ...] = ()) -> list[str]:
+        rows = await store.page(owner="ada", projects={"lab", "geo"}, states=states, before=before, limit=limit)
+        return [job.job_id for _, job in rows]
+
+    expected = [f"j{number}" for number in reversed(range(18)) if number % 6 in (0, 1, 3, 5)]
+    assert await ids(100) == expected
+    assert await ids(5) == expected[:5]
+    assert await ids(5, before=10) == [one for one in expected if int(one[1:]) < 9][:5]
+    assert await ids(100, states=(JobState.QUEUED,)) == ["j12", "j6", "j0"]
 
 
 async def test_a_revoked_token_is_known_to_be_revoked_at_once(database: Database, tmp_path: Path) -> None:

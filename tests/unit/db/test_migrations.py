@@ -273,7 +273,7 @@ def test_a_newer_database_is_refused_by_every_command(
     if "Usage:" in said:
         pytest.skip("it needs arguments that no rule can make up")
     assert code == 2, said
-    [message] = [text for text in said.splitlines() if text.startswith("error: ")]
+    [message] = [text for text in said.splitlines() if text.startswith("Error: ")]
     assert "made by a newer version of horizon-train" in message
     assert "update horizon-train" in message
     assert "Traceback" not in said

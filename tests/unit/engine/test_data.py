@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from horizon_server.engine import data
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.micro_batch import IGNORED_LABEL
 from horizon_server.errors import InvalidData
+from horizon_server.planning.data_size import counted_steps
+from horizon_server.spec import parse_job_spec
+from horizon_server.store import row_packing
 
 
 def dataset_of(lengths: list[int], *, seed: int = 0) -> PreparedDataset:
@@ -43,6 +45,25 @@ plans = st.fixed_dictionaries(
     }
 )
 lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=60)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=60).filter(lambda found: len(found) % 2 == 0),
+    epochs=st.sampled_from([0.3, 1, 2.5]),
+    packing=st.booleans(),
+    group_size=st.sampled_from([1, 2]),
+    tokens=st.integers(8, 100),
+)
+def test_the_steps_that_a_plan_counts_are_those_of_the_worker(lengths, epochs, packing, group_size, tokens):  # type: ignore[no-untyped-def]
+    spec = {"epochs": epochs, "sequence_length": 20, "tokens_per_step": max(tokens, 20), "packing": packing, "seed": 3}
+    train = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "train": spec}).train
+    counted = counted_steps(np.array(lengths), train, group_size=group_size)
+    plan = StepPlan(
+        dataset_of(lengths), epochs=epochs, sequence_length=20, tokens_per_step=max(tokens, 20), packing=packing, seed=3,
+        group_size=group_size,
+    )  # fmt: skip
+    assert counted == plan.num_steps
 
 
 @settings(max_examples=60)
@@ -126,7 +147,7 @@ def test_a_fraction_of_an_epoch_takes_that_share_of_its_steps() -> None:
 def test_looking_at_few_rows_at_once_changes_nothing(lengths, options, at_once):  # type: ignore[no-untyped-def]
     whole = StepPlan(dataset_of(lengths), epochs=2, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "_ROWS_AT_ONCE", at_once)
+        patch.setattr(row_packing, "_ROWS_AT_ONCE", at_once)
         pieces = StepPlan(dataset_of(lengths), epochs=2, **options)
         assert pieces.num_steps == whole.num_steps
         assert [pieces.documents_of(i) for i in range(pieces.num_steps)] == [

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_server.engine.row_packing import Keys, PackedRows, SingleRows, permutation_keys
+from horizon_server.store.row_packing import Keys, PackedRows, SingleRows, permutation_keys
 
 lengths_lists = st.lists(st.integers(1, 30), min_size=1, max_size=120)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_server.engine.row_packing import permutation_keys, permuted
+from horizon_server.store.row_packing import permutation_keys, permuted
 
 seeds = st.integers(0, 2**63 - 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -203,6 +204,7 @@ async def test_a_digest_that_is_none_is_refused_when_it_is_pushed(
         ({}, {"rank": 8}, r"train\.lora\.rank is 8, and the adapter has 4; write rank: 4"),
         ({}, {"alpha": 3}, r"train\.lora\.alpha is 3, and the adapter has 12; write alpha: 12"),
         ({"use_rslora": True}, {}, r"train\.lora\.rslora is false, and the adapter has true; write rslora: true"),
+        ({"use_dora": True}, {}, r"train\.lora\.dora is false, and the adapter has true; write dora: true"),
         (
             {}, {"targets": ["q_proj"]},
             r"train\.lora\.targets differ: the adapter also has .*down_proj.*; write targets: \[down_proj, q_proj\]",
@@ -285,6 +287,68 @@ async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Prin
     assert checkpoints.manifest(3) == before and not (folder / "merged").exists()
 
 
+def dtypes_in(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in load_file(folder / "merged/model.safetensors").values()}
+
+
+async def test_a_merged_model_of_another_dtype_takes_the_place_of_the_one_that_is_there(
+    daemon: DaemonParts, ada: Principal
+) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    folder = checkpoints.of_step(3)
+    formats: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+    for name, dtype in formats.items():
+        assert await merged(daemon, ada, source, dtype=name), "it is made"
+        assert dtypes_in(folder) == {dtype}
+        assert await merged(daemon, ada, source, dtype=name) == [], "the same is not made again"
+        assert not (folder / "merged.new").exists() and is_complete(folder)
+        listed = checkpoints.manifest(3).files["merged/model.safetensors"]
+        assert listed.size_bytes == (folder / "merged/model.safetensors").stat().st_size
+        assert hashlib.sha256((folder / "merged/model.safetensors").read_bytes()).hexdigest() == listed.sha256
+    base = load_file(daemon.model_folder / "model.safetensors")
+    assert await merged(daemon, ada, source, dtype="source"), "fp16 is not the base's own format"
+    assert dtypes_in(folder) == {tensor.dtype for tensor in base.values()}
+
+
+async def test_a_merged_model_stays_until_another_one_is_complete(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    await merged(daemon, ada, source, dtype="bf16")
+    before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
+
+    async with aclosing(daemon.services.merges.merge(ada, source.job_id, 3, dtype="fp32")) as lines:
+        await anext(lines)
+        assert checkpoints.manifest(3) == before
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+
+    leases = daemon.services.jobs.leases
+    with await leases.take(checkpoints, 3), pytest.raises(InUse, match="step 3 is being downloaded"):
+        await merged(daemon, ada, source, dtype="fp32")
+    assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
+    assert await merged(daemon, ada, source, dtype="fp32"), "the download has ended"
+
+    # Only what is more than before counts
+    stored = (await daemon.services.merges._quotas.stored_bytes())[ada.name]
+    await daemon.allow("user", ada.name, max_stored_bytes=stored)
+    assert await merged(daemon, ada, source, dtype="bf16")
+    with pytest.raises(QuotaExceeded):
+        await daemon.allow("user", ada.name, max_stored_bytes=stored - 10_000)
+        await merged(daemon, ada, source, dtype="fp32")
+    assert dtypes_in(checkpoints.of_step(3)) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("option", "asked", "has"), [("dtype", "fp16", "bf16"), ("base", "source", "trained")])
+async def test_what_was_written_merged_is_not_made_again(
+    daemon: DaemonParts, ada: Principal, option: str, asked: str, has: str
+) -> None:
+    source = await source_of(daemon, ada, "merged", base="int8")
+    words = rf"{option} is {asked}, and the checkpoint of step 3 of job \S+ was written merged .* with {option} {has}; leave {option} out"
+    with pytest.raises(InvalidSpec, match=words):
+        await merged(daemon, ada, source, **{option: asked})
+    assert await merged(daemon, ada, source, **{option: has}) == []
+
+
 @pytest.mark.parametrize("kept_as", ["int8", "nf4"])
 async def test_the_node_merges_into_the_base_that_is_asked_for(
     daemon: DaemonParts, ada: Principal, tmp_path: Path, kept_as: str
@@ -299,11 +363,7 @@ async def test_the_node_merges_into_the_base_that_is_asked_for(
         assert (origin.base, origin.base_format) == (base, kept_as if base == "trained" else "source")
         found[base] = load_file(folder / "merged/model.safetensors")
         assert await merged(daemon, ada, source, base=base) == [], "the same is not made again"
-        other = {"trained": "source", "source": "trained"}[base]
-        words = rf"base is {other}, and the checkpoint of step 3 of job .* has a merged model of base {base} already; take it off"
-        with pytest.raises(InvalidSpec, match=words):
-            await merged(daemon, ada, source, base=other)
-        await merged(daemon, ada, source, remove=True)
+        assert await merged(daemon, ada, source) == [], "what is not asked for is as it is there"
     # As the worker of such a job exports it, which multiplies with torch; what has no adapter has the same bits.
     for base in choices:
         whole = tmp_path / base
@@ -365,7 +425,9 @@ async def test_a_merge_takes_of_the_owners_storage_quota(daemon: DaemonParts, ad
         name = ada.name if holder == "user" else ada.project
         await daemon.allow(holder, name, max_stored_bytes=stored + needed - 1)
         for caller in (ada, ROOT):
-            with pytest.raises(QuotaExceeded, match=rf"quota: .* stored by {holder} {name}, and this needs .* more"):
+            with pytest.raises(
+                QuotaExceeded, match=rf"quota: .* stored by {holder} {name} \(--max-stored\), and this needs .* more"
+            ):
                 await merged(daemon, caller, source)
         assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
         await daemon.allow(holder, name, max_stored_bytes=stored + needed)

@@ -65,10 +65,12 @@ def test_the_best_is_by_another_figure_than_the_loss(folder: CheckpointFolder) -
     assert folder.steps() == [10, 15]
 
 
-def test_without_evaluations_the_newest_is_the_best(folder: CheckpointFolder) -> None:
+def test_without_evaluations_none_is_the_best_and_the_newest_is_kept(folder: CheckpointFolder) -> None:
     write(folder, 5)
     write(folder, 10)
-    assert [record.best for record in folder.all()] == [False, True]
+    assert [record.best for record in folder.all()] == [False, False]
+    folder.apply_retention(keep_last=1, keep_best=True)
+    assert folder.steps() == [10]
 
 
 def test_retention_keeps_the_newest_and_the_best(folder: CheckpointFolder) -> None:

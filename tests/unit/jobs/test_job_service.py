@@ -118,7 +118,7 @@ async def test_what_cannot_run_is_refused_and_leaves_nothing(daemon: DaemonParts
         await daemon.submit(ada, train={"tokens_per_step": 67_108_864, "sequence_length": 1024})
     with pytest.raises(NotAllowed, match="project physics is not yours"):
         await daemon.submit(ada, project="physics")
-    assert await daemon.services.jobs.queue() == []
+    assert await daemon.services.jobs.queue(ROOT) == []
     assert (await daemon.services.jobs.plan(ada, daemon.spec()))[1].fits
 
 
@@ -310,7 +310,7 @@ async def test_the_queue_shows_resident_jobs_and_then_those_that_wait(daemon: Da
     await daemon.set_node("cordoned")
     second = await daemon.submit(ada, "two")
     assert second.queue_position == 1
-    assert [job.job_id for job in await daemon.services.jobs.queue()] == [first.job_id, second.job_id]
+    assert [job.job_id for job in await daemon.services.jobs.queue(ROOT)] == [first.job_id, second.job_id]
     users_of = daemon.parts.journal.store.users_of
     assert await users_of(second.dataset_id) == [(first.job_id, "ada"), (second.job_id, "ada")]
     daemon.release("one")
@@ -333,7 +333,7 @@ async def test_a_parked_job_does_not_overtake_those_who_waited(daemon: DaemonPar
     later = await daemon.submit(ada, "later")
     places = {job.job_id: job.queue_position for job in (await daemon.services.jobs.list(ada))[0] + [resumed]}
     assert [places[job.job_id] for job in (waiting, ticket, later)] == [1, 2, 3]
-    queue = [job.job_id for job in await daemon.services.jobs.queue()]
+    queue = [job.job_id for job in await daemon.services.jobs.queue(ROOT)]
     assert queue == [waiting.job_id, ticket.job_id, later.job_id]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from tests.daemon_parts import ROOT, DaemonParts, blob_file, chat_rows
 from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed, NotFound, QuotaExceeded, WrongJobState
+from horizon_server.errors import DoesNotFit, InUse, InvalidSpec, NotAllowed, NotFound, QuotaExceeded, WrongJobState
 from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Allowance, NodeCondition, Quota, Usage
+from horizon_server.settings import Settings
 
 S = JobState
 EVE = Principal(name="eve", role="viewer", project="eve")
@@ -102,7 +104,7 @@ async def test_a_quota_of_queued_jobs_holds_for_submit_and_resume(quiet: DaemonP
     first = await jobs.submit(ADA, request_id=request_id, spec=quiet.spec("first"))
     await quiet.services.jobs.pause(ADA, (await quiet.submit(ADA, "paused")).job_id)
     await quiet.submit(ADA, "second")
-    with pytest.raises(QuotaExceeded, match=r"^quota: 2 of 2 queued jobs of user ada; .*" + first.job_id):
+    with pytest.raises(QuotaExceeded, match=r"^quota: 2 of 2 queued jobs of user ada .*; .*" + first.job_id):
         await quiet.submit(ADA, "third")
     with pytest.raises(QuotaExceeded, match="quota: 2 of 2 queued jobs of user ada"):
         await jobs.resume(ADA, "paused")
@@ -147,7 +149,7 @@ async def test_a_quota_of_stored_bytes_counts_what_is_announced(quiet: DaemonPar
     await quiet.allow("user", "ada", max_stored_bytes=held_bytes + 1000)
     request_id = str(uuid.uuid4())
     await announce(quiet, ADA, "a", 600, request_id)
-    with pytest.raises(QuotaExceeded, match=r"quota: .* stored by user ada, and this needs .* more"):
+    with pytest.raises(QuotaExceeded, match=r"quota: .* stored by user ada .*, and this needs .* more"):
         await announce(quiet, ADA, "b", 401)
     await announce(quiet, ADA, "b", 400)
     await announce(quiet, ADA, "a", 600, request_id)  # the same call, and the same content: nothing new
@@ -213,13 +215,37 @@ async def test_a_quota_shows_what_is_used_of_it(daemon: DaemonParts) -> None:
     await daemon.until(queued.job_id, S.PAUSED)
     await sharing(daemon).charge("lab", "ada", device_s=3600, job_id=running.job_id, now_s=time.time() - 86400)
     [(mine, used), (project, used_by_project)] = await daemon.services.sharing.quota(ADA)
-    assert mine == Allowance(holder="user", name="ada", quota=Quota(max_queued_jobs=5, device_hours_per_week=10))
+    # What no admin has set is shown as the node's settings have it.
+    most = Settings.model_fields["max_resident_jobs"].default
+    quota = Quota(max_queued_jobs=5, device_hours_per_week=10, max_resident_jobs=most)
+    assert mine == Allowance(holder="user", name="ada", quota=quota)
     assert project == Allowance(holder="project", name="ada")
     assert (used.queued_jobs, used.resident_jobs, used.host_bytes) == (0, 1, host_bytes(running))
     assert used.stored_bytes == used_by_project.stored_bytes > len(chat_rows())  # the paused job has a checkpoint
     # What was charged to another project counts for the user only.
     assert used.device_hours == pytest.approx(1 + used_by_project.device_hours)
     assert used_by_project.device_hours < 0.1
+
+
+async def test_quotas_are_those_of_all_projects_that_a_user_submits_to(quiet: DaemonParts) -> None:
+    await quiet.allow("project", "lab", max_resident_jobs=1)
+    member = replace(ADA, memberships={"lab": "member", "physics": "viewer"})
+    found = await quiet.services.sharing.quota(member)
+    assert [(one.holder, one.name) for one, _ in found] == [("user", "ada"), ("project", "ada"), ("project", "lab")]
+    assert found[2][0].quota.max_resident_jobs == 1
+
+
+async def test_a_paused_job_and_a_dataset_in_use_say_what_to_do_by_name(quiet: DaemonParts) -> None:
+    job = await quiet.submit(ADA, "mine")
+    paused = await quiet.services.jobs.pause(ADA, job.job_id)
+    assert paused.message == "paused by a user; resume it with: horizon job resume mine"
+    with pytest.raises(InUse, match=rf"is needed by job {job.job_id} of ada; cancel {job.job_id}, or wait for its end"):
+        await quiet.services.datasets.delete(ADA, "chats")
+
+
+async def test_a_window_in_the_past_says_when_it_ended(quiet: DaemonParts) -> None:
+    with pytest.raises(InvalidSpec, match=r"the window has ended already .*; give one that ends in the future"):
+        await quiet.services.sharing.set_node(ROOT, NodeCondition(window_start_s=5.0, window_end_s=6.0))
 
 
 async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon, state_dir: Path) -> None:
@@ -243,15 +269,21 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
             assert caught.value.violations[0].field == field
         with pytest.raises(InvalidSpec, match="message has 1001 letters; it must have at most 1000"):
             await service.set_node(ROOT, NodeCondition(message="x" * 1001))
+        for message in ("\x1b[31mred", "\u202egnp.exe", "two\nlines"):
+            with pytest.raises(InvalidSpec, match="one line of printable letters"):
+                await service.set_node(ROOT, NodeCondition(message=message))
     async with make_daemon(state_dir, queue=False) as daemon:
         assert await daemon.services.sharing.condition() == condition
 
 
 async def test_a_simulation_answers_and_stores_nothing(quiet: DaemonParts) -> None:
     simulate = quiet.services.sharing.simulate
-    outlook = await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    outlook, plan = await simulate(ADA, quiet.spec())
     assert outlook.why
-    assert await quiet.services.jobs.queue() == []
+    assert plan.fits
+    with pytest.raises(NotFound, match="dataset 'not-pushed-yet' does not exist"):
+        await simulate(ADA, quiet.spec(dataset="not-pushed-yet"))
+    assert await quiet.services.jobs.queue(ADA) == []
     with pytest.raises(NotFound, match="model 'nothing' does not exist"):
         await simulate(ADA, quiet.spec(model="nothing"))
     with pytest.raises(NotAllowed, match="project physics is not yours"):

@@ -132,6 +132,30 @@ def test_after_a_slice_the_device_goes_to_the_one_that_has_used_less() -> None:
     in_loop(life)
 
 
+def test_a_job_that_wrote_a_checkpoint_need_not_wait_for_the_end_of_anothers_slice() -> None:
+    async def life() -> None:
+        desk = Desk(slice_s=3600.0, allowances=(Allowance(holder="project", name="a", weight=1000.0),))
+        writer, other = desk.worker("a"), desk.worker("b")
+        desk.shares.charge("b", "b", 100.0, time.time())
+        desk.turns.want(writer.seat)
+        desk.turns.want(other.seat)
+        desk.turns.ended(writer.seat, TurnEnded(released=False))
+        assert other.orders == [TURN], "the device is not idle meanwhile"
+        desk.turns.want(writer.seat)
+        await other.until_ordered(YIELD)
+        desk.turns.ended(other.seat, TurnEnded(released=False))
+        assert writer.orders == [TURN, TURN]
+        # One that has used more than its share waits for the end of the slice.
+        desk.turns.want(other.seat)
+        desk.turns.ended(writer.seat, TurnEnded(released=False))
+        desk.shares.charge("a", "a", 1e9, time.time())
+        desk.turns.want(writer.seat)
+        await asyncio.sleep(0.05)
+        assert other.orders == [TURN, YIELD, TURN]
+
+    in_loop(life)
+
+
 def test_a_job_that_is_still_next_after_its_slice_gets_another() -> None:
     async def life() -> None:
         desk = Desk(allowances=(Allowance(holder="project", name="a", weight=1000.0),))

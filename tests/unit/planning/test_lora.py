@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.kept import KeptOnDevice
-from horizon_server.planning.lora import TRANSPOSED, left_out, linear_maps
+from horizon_server.planning.lora import left_out, linear_maps
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
@@ -22,7 +22,7 @@ from horizon_server.planning.step_work import work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
 from horizon_server.spec.lora import BaseFormat
-from horizon_server.store.adapters import with_adapters
+from horizon_server.store.adapters import TRANSPOSED, with_adapters
 from horizon_server.store.layout import StoreLayout, build_layout, plane_sizes
 
 
@@ -203,7 +203,7 @@ def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
     )  # fmt: skip
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"trainable": "lora"}})
     plan = planner.plan(spec, mixtral)
-    assert plan.message.startswith("train.lora.targets is all-linear, which leaves out the experts")
+    assert plan.warnings[0].startswith("train.lora.targets is all-linear, which leaves out the experts")
     assert plan.fits
     assert plan.num_trained_parameters == layout_of(mixtral).num_trained_parameters
 

@@ -107,7 +107,11 @@ def test_without_the_data_its_speed_is_known_and_without_rates_nothing(folder: P
 def test_once_the_data_is_prepared_its_tokens_are_counted(folder: Path) -> None:
     gpu = Accelerator(index=0, name="H100", memory_bytes=80 * GIB)
     for accelerators in ((), (gpu,)):
-        found = planner(accelerators=accelerators).worker_memory(spec_of(), folder, num_tokens=320).plan.references
+        found = (
+            planner(accelerators=accelerators)
+            .worker_memory(spec_of(), folder, data=DataSize(num_tokens=320))
+            .plan.references
+        )
         assert found is not None
         assert (found.num_tokens, found.tokens_estimated) == (320, False)
 

@@ -11,7 +11,7 @@ from tests.sharing_parts import GIB, HOUR, NODE, NOW, RULES, job, no_quota, resi
 
 from horizon_server.scheduling.admission import Held, as_resident, as_waiting, decide
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Decision, Job, Node, Resident
+from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
 
 
 def decided(
@@ -21,8 +21,9 @@ def decided(
     *,
     node: Node = NODE,
     held: Held = no_quota,
+    rules: Rules = RULES,
 ) -> Decision:
-    return decide(waiting, residents, node, use or shares(), RULES, NOW, held)
+    return decide(waiting, residents, node, use or shares(), rules, NOW, held)
 
 
 def started(decision: Decision) -> list[str]:
@@ -104,6 +105,24 @@ def test_what_can_never_start_delays_no_other_job(values: dict[str, Any], messag
 
     assert decision.why == {"a": message}
     assert started(decision) == ["b"]
+
+
+def test_of_jobs_that_a_quota_holds_back_each_names_the_one_before_it() -> None:
+    def held(job: Job, residents: Sequence[Resident]) -> str:
+        return (
+            "quota: 1 of 1 running jobs of user ann (--max-resident-jobs); job q1 ends at about 09:00 UTC"
+            if residents
+            else ""
+        )
+
+    waiting = [job("q2", order=2), job("q3", order=3), job("q4", order=4, priority=5)]
+    decision = decide(waiting, [resident("q1")], NODE, shares(), RULES, NOW, held)
+    quota = "quota: 1 of 1 running jobs of user ann (--max-resident-jobs)"
+    assert decision.why == {
+        "q4": f"{quota}; job q1 ends at about 09:00 UTC",
+        "q2": f"{quota}; job q4 is before it",
+        "q3": f"{quota}; job q2 is before it",
+    }
 
 
 def test_what_a_quota_holds_back_delays_no_other_job_and_counts_what_is_loaded_now() -> None:
@@ -352,3 +371,51 @@ def test_the_processes_of_jobs_that_share_a_gpu_leave_the_largest_its_memory() -
     )
     assert started(third) == []
     assert third.why["d"].startswith("waiting for device memory: each job that shares a GPU keeps 1.00 GiB of it")
+
+
+FEW = dataclasses.replace(RULES, max_loading_jobs=3, max_loading_jobs_of_user=2)
+"""At most three jobs are loaded at a time, of a user at most two."""
+
+
+def test_of_one_user_only_a_few_jobs_are_loaded_at_a_time_and_those_of_others_pass() -> None:
+    waiting = [*(job(f"e{i}", "eve", order=i, host_gib=1) for i in range(50)), job("bob", "bob", order=99, host_gib=1)]
+    decision = decided(waiting, rules=FEW)
+    assert started(decision) == ["e0", "bob", "e1"]
+    assert (
+        decision.why["e2"]
+        == "2 jobs of user eve are being loaded, and 2 may be at a time; it follows when one is ready"
+    )
+    assert len(decision.why) == 48
+
+
+def test_a_job_that_has_asked_for_its_first_turn_lets_the_next_one_be_loaded() -> None:
+    waiting = [job(f"e{i}", "eve", order=i, host_gib=1) for i in range(5)]
+    loading = [resident(f"r{i}", "eve", host_gib=1, is_loading=True) for i in range(2)]
+    assert started(decided(waiting, loading, rules=FEW)) == []
+    ready = [dataclasses.replace(loading[0], is_loading=False), loading[1]]
+    assert started(decided(waiting, ready, rules=FEW)) == ["e0"]
+    # Nor does one that is being taken out again hold the others.
+    stopping = [dataclasses.replace(loading[0], is_stopping=True), loading[1]]
+    assert started(decided(waiting, stopping, rules=FEW)) == ["e0"]
+
+
+def test_the_node_loads_few_jobs_at_a_time_those_of_the_lowest_use_first() -> None:
+    users = ["ann", "bob", "cleo", "dan", "eve"]
+    waiting = [job(user, user, order=i, host_gib=1) for i, user in enumerate(users)]
+    use = shares({user: 5.0 - i for i, user in enumerate(users)})
+    decision = decided(waiting, use=use, rules=FEW)
+    assert started(decision) == ["eve", "dan", "cleo"]
+    assert decision.why["ann"] == "3 jobs are being loaded, and 3 may be at a time; it follows in the order of shares"
+    # What waits until another one's data is prepared uses no processor.
+    waits = [resident(user, user, host_gib=1, is_loading=True, waits_to_prepare=True) for user in ("x", "y", "z")]
+    assert started(decided(waiting, waits, use=use, rules=FEW)) == ["eve", "dan", "cleo"]
+
+
+def test_the_bound_of_loading_displaces_nobody_and_keeps_no_memory() -> None:
+    loading = [resident(f"r{i}", f"user{i}", host_gib=20, is_loading=True, unload_s=0.0) for i in range(3)]
+    decision = decided([job("a", host_gib=10), job("b", host_gib=10)], loading, rules=FEW)
+    assert (started(decision), decision.displace) == ([], ())
+
+
+def test_without_a_rule_all_are_loaded() -> None:
+    assert len(started(decided([job(f"j{i}", order=i, host_gib=1) for i in range(30)]))) == 30

@@ -13,7 +13,7 @@ from tests.sharing_parts import GIB, HOUR, NODE, NOW, RULES, job, no_quota, resi
 from horizon_server.records.sharing import Allowance
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import Estimate, outlooks, simulate
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
 
 
 def simulated(
@@ -104,6 +104,54 @@ def test_nothing_starts_on_a_cordoned_node_or_against_a_quota() -> None:
     assert held == {"w": Estimate()}
 
 
+class TestAMaintenanceWindow:
+    window = Window(start_s=NOW + 1000, end_s=NOW + 8200, message="new GPU")
+    node = dataclasses.replace(NODE, window=window)
+
+    def test_a_running_job_is_taken_out_and_continues_after_it(self) -> None:
+        estimates = simulated([], [resident("r", remaining_s=3000.0, load_s=50.0)], node=self.node)
+        assert times(estimates["r"]) == pytest.approx((0, 8200 + 50 + 2000))
+
+    def test_a_job_that_ends_before_it_is_left_alone(self) -> None:
+        estimates = simulated([], [resident("r", remaining_s=900.0)], node=self.node)
+        assert times(estimates["r"]) == pytest.approx((0, 900))
+
+    def test_a_job_that_would_start_in_it_starts_at_its_end(self) -> None:
+        node = dataclasses.replace(NODE, window=Window(start_s=NOW + 800, end_s=NOW + 2000))
+        residents = [resident("r", "ann", host_gib=80, remaining_s=900.0)]
+        estimates = simulated([job("w", "bob", host_gib=80, remaining_s=500.0)], residents, node=node)
+        assert times(estimates["r"])[1] > 2000
+        assert times(estimates["w"])[0] >= 2000
+
+    def test_in_the_window_jobs_start_at_its_end(self) -> None:
+        now = dataclasses.replace(NODE, is_open=False, window=Window(start_s=NOW - 100, end_s=NOW + 500))
+        assert times(simulated([job("w", remaining_s=60.0)], node=now)["w"]) == pytest.approx((500, 560))
+        shut = dataclasses.replace(now, window=Window(start_s=NOW - 100, end_s=NOW + 500, opens=False))
+        assert simulated([job("w", remaining_s=60.0)], node=shut)["w"] == Estimate()
+
+    def test_the_reason_names_it_to_jobs_that_it_concerns(self) -> None:
+        jobs = [resident("long", "ann", remaining_s=3000.0), resident("short", "bob", remaining_s=60.0)]
+        found = outlooks([], jobs, self.node, shares(), RULES, NOW, no_quota)
+        assert found["long"].why.endswith("; paused from 09:10 to 11:10 UTC (new GPU)")
+        assert "paused" not in found["short"].why
+        unknown = outlooks([], [resident("unknown")], self.node, shares(), RULES, NOW, no_quota)
+        assert "; paused from 09:10 to 11:10 UTC" in unknown["unknown"].why
+        far = dataclasses.replace(self.node, window=Window(start_s=NOW + 200_000, end_s=NOW + 300_000))
+        assert "paused" not in outlooks([], [resident("unknown")], far, shares(), RULES, NOW, no_quota)["unknown"].why
+
+
+def test_places_follow_priorities_and_the_first_share_is_the_one_at_the_start() -> None:
+    residents = [resident("r", "ann", host_gib=50, remaining_s=600.0)]
+    waiting = [job("p1", "bob", order=1, host_gib=60), job("p2", "bob", order=2, host_gib=60, priority=10)]
+    found = outlooks(waiting, residents, NODE, shares(), RULES, NOW, no_quota)
+    assert {one: found[one].place for one in found} == {"r": 0, "p1": 2, "p2": 1}
+    small, large = job("a", "bob", remaining_s=60.0), job("a", "bob", host_gib=60, remaining_s=60.0)
+    asked = outlooks([small], residents, NODE, shares(), RULES, NOW, no_quota, asked="a")
+    assert asked["a"].share == pytest.approx(1 / 2)
+    later = outlooks([large], residents, NODE, shares(), RULES, NOW, no_quota, asked="a")
+    assert later["a"].share == pytest.approx(1)
+
+
 def test_two_devices_work_at_the_same_time() -> None:
     node = Node(host_bytes=100 * GIB, devices={"cuda:0": GIB, "cuda:1": GIB})
     jobs = [job(f"j{i}", order=i, device="cuda", remaining_s=1000.0) for i in range(2)]
@@ -129,7 +177,7 @@ class TestOutlooks:
         jobs = [resident(f"j{i}", f"user{i}", device="cuda:0", remaining_s=600.0) for i in range(3)]
         found = outlooks([], jobs, self.node, shares(), RULES, NOW, no_quota)
 
-        assert found["j1"].why == "resident, 3 jobs share the GPU, your share 1/3"
+        assert found["j1"].why == "resident, 3 jobs share the GPU, its share 1/3"
         assert found["j1"].share == pytest.approx(1 / 3)
         assert found["j1"].estimated_start_s == NOW
         assert found["j1"].estimated_end_s == pytest.approx(NOW + 1740, abs=61)
@@ -144,16 +192,19 @@ class TestOutlooks:
         use = shares(weights={"ann": 1.37})
         whys = self.why(resident("a", "ann", device="cuda:0"), resident("b", "bob", device="cuda:0"), use=use)
 
-        assert whys["a"] == "resident, 2 jobs share the GPU, your share 58%"
+        assert whys["a"] == "resident, 2 jobs share the GPU, its share 58%"
 
     def test_a_job_that_another_precedes_names_it(self) -> None:
         low, high = resident("low", device="cuda:0"), resident("high", device="cuda:0", priority=7)
         urgent = resident("urgent", "eve", device="cuda:0", priority=200)
 
-        assert self.why(low, high)["low"] == "resident, 2 jobs share the GPU; your job high with priority 7 goes first"
+        assert (
+            self.why(low, high)["low"]
+            == "resident, 2 jobs share the GPU; job high of the same user, with priority 7, goes first"
+        )
         whys = self.why(low, high, urgent)
         assert whys["high"] == "resident, 3 jobs share the GPU; the urgent job urgent with priority 200 goes first"
-        assert whys["urgent"] == "resident, 3 jobs share the GPU, your share 1"
+        assert whys["urgent"] == "resident, 3 jobs share the GPU, its share 1"
 
     def test_a_stopping_job_says_so(self) -> None:
         whys = self.why(resident("a", device="cuda:0", is_stopping=True), resident("b", device="cuda:0"))
@@ -236,3 +287,24 @@ def test_days_of_200_jobs_are_simulated_in_less_than_a_second() -> None:
         simulate(waiting, (), life.node, life.shares, life.rules, life.now_s, no_quota)
         times_s.append(time.process_time() - began_s)
     assert min(times_s) < 1
+
+
+def test_a_few_jobs_at_a_time_are_loaded_and_the_next_begins_when_one_is_ready() -> None:
+    rules = dataclasses.replace(RULES, max_loading_jobs=4, max_loading_jobs_of_user=1)
+    jobs = [job(f"e{i}", "eve", order=i, host_gib=1, remaining_s=10.0, load_s=100.0) for i in range(4)]
+    estimates = simulate(jobs, [], NODE, shares(), rules, NOW, no_quota)
+    assert [times(estimates[f"e{i}"])[0] for i in range(4)] == pytest.approx([0, 100, 200, 300])
+    assert times(estimates["e3"])[1] == pytest.approx(410)
+    # One of which the load takes longer than expected is ready at any moment.
+    late = resident("r", "eve", host_gib=1, remaining_s=10.0, is_loading=True)
+    estimates = simulate(jobs, [late], NODE, shares(), rules, NOW, no_quota)
+    assert times(estimates["e0"])[0] == pytest.approx(0)
+
+
+def test_many_short_jobs_of_one_user_are_estimated_in_no_time() -> None:
+    rules = dataclasses.replace(RULES, max_loading_jobs=4, max_loading_jobs_of_user=2)
+    jobs = [job(f"e{i}", "eve", order=i, host_gib=1, remaining_s=1.0, load_s=20.0) for i in range(500)]
+    began_s = time.process_time()
+    estimates = simulate(jobs, [resident("a", remaining_s=1e5)], NODE, shares(), rules, NOW, no_quota)
+    assert all(one.end_s is not None for one in estimates.values())
+    assert time.process_time() - began_s < 20

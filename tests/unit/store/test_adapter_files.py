@@ -48,7 +48,9 @@ def adapter_of(tmp_path: Path) -> Callable[..., Path]:
         )
         model = get_peft_model(plain, config)
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+            elif "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
         folder = tmp_path / "adapter"
         model.save_pretrained(str(folder))
@@ -63,14 +65,15 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
 def test_a_merged_folder_computes_what_base_and_adapter_compute(
-    make_model: MakeModel, adapter_of: Callable[..., Path], tmp_path: Path, rslora: bool
+    make_model: MakeModel, adapter_of: Callable[..., Path], tmp_path: Path, options: dict[str, bool]
 ) -> None:
     base = make_model(dtype=torch.bfloat16)
-    folder = adapter_of(base, use_rslora=rslora)
+    folder = adapter_of(base, **options)
     found = read_adapter_folder(folder)
-    assert found.config.scale == (6.0 if rslora else 3.0)
+    assert found.config.scale == (6.0 if "use_rslora" in options else 3.0)
+    assert found.config.dora == ("use_dora" in options)
     merged = tmp_path / "merged"
     merged.mkdir()
     files = write_merged(merged, base=base, adapter=found, dtype="fp32", shard_bytes=20_000)
@@ -121,7 +124,7 @@ def test_a_written_config_means_the_same_modules_to_peft(
     found = read_adapter_folder(folder)
     modules = [name.removesuffix(".weight") for name in read_safetensors_headers(base) if name.endswith(".weight")]
     wanted = load_file(folder / ADAPTER_FILE)
-    (folder / ADAPTER_CONFIG_FILE).write_text(adapter_config_text(found.config, found.pairs, modules))
+    (folder / ADAPTER_CONFIG_FILE).write_text(adapter_config_text(found.config, found.adapters, modules))
 
     plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(plain, folder)
@@ -140,7 +143,7 @@ def test_a_written_config_means_the_same_modules_to_peft(
         ({"rank_pattern": {"q_proj": 8}}, "'rank_pattern' is .*; the ranks of an adapter must all be r"),
         ({"alpha_pattern": {"q_proj": 8}}, "'alpha_pattern' is .*; the scales"),
         ({"bias": "all"}, "'bias' is 'all'; only none is supported"),
-        ({"use_dora": True}, "'use_dora' is True; that is not supported"),
+        ({"use_dora": "yes"}, "use_dora is 'yes'; it must be true or false"),
         ({"an_option_of_tomorrow": 3}, "'an_option_of_tomorrow' is 3; that is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base's weights"),
         ({"r": 0}, "r is 0; it must be a whole number from 1 to 4096"),
@@ -196,7 +199,11 @@ def test_tensors_of_other_methods_and_shapes_are_refused(
     first = next(name for name in tensors if "lora_A" in name)
 
     save_file({**tensors, "base_model.model.lm_head.weight": torch.zeros(2, 2)}, folder / ADAPTER_FILE)
-    with pytest.raises(InvalidModel, match=r"lm_head\.weight is not a matrix of plain LoRA"):
+    with pytest.raises(InvalidModel, match=r"lm_head\.weight is not a tensor of plain LoRA"):
+        read_adapter_folder(folder)
+    magnitude = first.replace("lora_A.weight", "lora_magnitude_vector")
+    save_file({**tensors, magnitude: torch.zeros(2)}, folder / ADAPTER_FILE)
+    with pytest.raises(InvalidModel, match=r"lora_magnitude_vector is not a tensor of plain LoRA"):
         read_adapter_folder(folder)
     save_file({n: t for n, t in tensors.items() if n != first}, folder / ADAPTER_FILE)
     with pytest.raises(InvalidModel, match="has no counterpart"):
@@ -208,6 +215,18 @@ def test_tensors_of_other_methods_and_shapes_are_refused(
         found.of_weights(shapes)
     with pytest.raises(InvalidModel, match="which the base model does not have"):
         found.of_weights({})
+
+
+def test_magnitudes_have_the_length_of_their_outputs(make_model: MakeModel, adapter_of: Callable[..., Path]) -> None:
+    folder = adapter_of(make_model(), use_dora=True)
+    tensors = load_file(folder / ADAPTER_FILE)
+    first = next(name for name in tensors if "magnitude" in name)
+    save_file({**tensors, first: torch.zeros(3)}, folder / ADAPTER_FILE)
+    with pytest.raises(InvalidModel, match=r"have shape \[3\]; they must be \[\d+\], one for each output"):
+        read_adapter_folder(folder)
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, folder / ADAPTER_FILE)
+    with pytest.raises(InvalidModel, match="has no counterpart"):
+        read_adapter_folder(folder)
 
 
 def test_values_that_are_not_finite_are_not_merged(

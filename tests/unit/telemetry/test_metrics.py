@@ -394,3 +394,60 @@ def test_the_longest_wait_counts_from_when_a_job_was_queued(metrics: Metrics, cl
     assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == NOW_S - 500.0
     metrics.on_job_state(_job(JobState.PREPARING, job_id="job-0"), "QUEUED")
     assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == NOW_S
+
+
+def _series(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every series of a job, with its value."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if "job_id" in sample.labels
+    }
+
+
+def test_a_job_that_is_taken_over_has_the_series_that_it_had_and_counts_nothing_twice(clock: Clock) -> None:
+    before, after = Metrics(version="9.9", clock=clock), Metrics(version="9.9", clock=clock)
+    spec = parse_job_spec(
+        {"name": "toy", "model": "m", "dataset": "d", "project": "lab", "eval_dataset": "e", "train": {"max_steps": 10}}
+    )
+    name = next(iter(spec.eval_sets))
+    evaluation = EvalDone(
+        step=1,
+        eval_loss=3.0,
+        num_targets=8,
+        sets=(EvalSetFigures(name=name, loss=3.0, accuracy=0.5, num_targets=8, num_correct=4),),
+    )
+    running = dataclasses.replace(_job(), spec=spec, step=1, num_steps=10, last_step=_step(), last_eval=evaluation)
+    before.on_job_state(running, "STARTING")
+    for payload in (evaluation, _step(), CheckpointWritten(step=1, duration_s=1.0, size_bytes=10)):
+        before.on_payload(running, payload)
+    after.take_over(running, checkpoint_s=clock())
+    assert len(_series(before)) > 15
+    assert _series(after) == _series(before)
+    assert after.render(lambda labels, owners: owners.get(labels.get("job_id", ""), ("",))[0] == "ada")[0].count(
+        b"job-1"
+    )
+    assert not _value(after, "horizon_tokens_total", project="lab")
+    assert not _value(after, "horizon_step_duration_seconds_count")
+    after.on_job_state(dataclasses.replace(running, job_state=JobState.SUCCEEDED), "RUNNING")
+    assert _series(after) == {}
+
+
+def test_a_job_shows_since_when_it_is_being_loaded_until_it_has_asked_for_its_first_turn(
+    metrics: Metrics, clock: Clock
+) -> None:
+    name = "horizon_job_loading_since_timestamp_seconds"
+    metrics.on_job_state(_job(JobState.PREPARING), "QUEUED")
+    assert _value(metrics, name, job_id="job-1", state="PREPARING") == NOW_S
+    clock.now_s += 10
+    metrics.on_job_state(_job(JobState.STARTING), "PREPARING")
+    assert _value(metrics, name, job_id="job-1", state="PREPARING") is None
+    assert _value(metrics, name, job_id="job-1", state="STARTING") == NOW_S + 10
+    metrics.on_loaded("job-1")  # it waits for its first turn, still STARTING
+    assert _value(metrics, name, job_id="job-1", state="STARTING") is None
+    # Its worker died, and the next one is being loaded.
+    metrics.on_job_state(_job(JobState.STARTING), "RUNNING")
+    assert _value(metrics, name, job_id="job-1", state="STARTING") == NOW_S + 10
+    metrics.on_job_state(_job(JobState.RUNNING), "STARTING")
+    assert _value(metrics, name, job_id="job-1", state="STARTING") is None

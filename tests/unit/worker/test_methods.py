@@ -159,31 +159,34 @@ def texts(daemon: Daemon) -> list[str]:
 def test_reference_log_probabilities_are_computed_once_and_again_where_they_were_deleted(inputs: Any) -> None:
     folder, daemon = inputs("job", "dpo"), Daemon(always)
     attempt(folder, spec("dpo"), daemon)
-    straight, (file,) = result(folder, 4), reference_files(folder)
-    numbers = file.read_bytes()
+    # The same data is evaluated too, in the file's order: its rows are others, and so is how their numbers are rounded.
+    straight, files = result(folder, 4), reference_files(folder)
+    numbers = [file.read_bytes() for file in files]
+    assert len(files) == 2
     assert any(text.startswith("reference log-probabilities: 100 %") for text in texts(daemon))
 
     # Another job on the same data and weights finds them.
     shutil.rmtree(folder / "checkpoints")
     other = Daemon(always)
-    attempt(folder, spec("dpo", train={"seed": 5}, checkpoint={"every_steps": 0}), other)
+    attempt(folder, spec("dpo", train={"learning_rate": 1e-4}, checkpoint={"every_steps": 0}), other)
     assert not any("reference" in text for text in texts(other))
 
     # A resumed one whose file is gone computes the numbers of the starting weights, not of the trained ones.
     shutil.rmtree(folder / "checkpoints")
     attempt(folder, spec("dpo"), Daemon(always))
     shutil.rmtree(folder / "checkpoints/step-00000004")
-    file.unlink()
+    for file in files:
+        file.unlink()
     again = Daemon(always)
     attempt(folder, spec("dpo"), again, resume_at=2)
     assert any("computed again from the weights that the job started with" in text for text in texts(again))
-    assert [path.read_bytes() for path in reference_files(folder)] == [numbers]
+    assert [path.read_bytes() for path in reference_files(folder)] == numbers
     assert_same(result(folder, 4), straight)
 
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The lengths of the documents of each group that was computed."""
+    """The lengths of the rows of each step that was computed."""
     found: list[list[int]] = []
     log_probabilities = Trainer.log_probabilities
 
@@ -192,7 +195,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return log_probabilities(self, rows)
 
     monkeypatch.setattr(Trainer, "log_probabilities", record)
-    # Progress is reported before each group.
+    # Progress is reported before each step.
     monkeypatch.setattr(reference_pass, "_REPORTED_PERCENT", 0)
     return found
 
@@ -202,7 +205,7 @@ def unfinished_files(folder: Path) -> list[Path]:
 
 
 def short_groups() -> Any:
-    """A job whose data are four groups of documents."""
+    """A job whose data are four steps, as training and as evaluation reads them."""
     return spec("dpo", train={"tokens_per_step": 32})
 
 
@@ -210,7 +213,7 @@ def test_a_pass_that_was_stopped_is_continued_with_the_same_bits(inputs: Any, gr
     whole, folder = inputs("whole", "dpo"), inputs("job", "dpo")
     attempt(whole, short_groups(), Daemon(always))
     all_groups, groups[:] = list(groups), []
-    assert len(all_groups) == 4
+    assert len(all_groups) == 8
 
     def stop(line: Line) -> bytes:
         return STOP if isinstance(line, Message) and "reference" in line.text and groups else always(line)
@@ -222,7 +225,7 @@ def test_a_pass_that_was_stopped_is_continued_with_the_same_bits(inputs: Any, gr
 
     second = Daemon(always)
     assert attempt(folder, short_groups(), second).outcome == "succeeded"
-    assert groups == all_groups, "each group was computed once"
+    assert groups == all_groups, "each step was computed once"
     [continues] = [text for text in texts(second) if "continues" in text]
     assert "tokens were computed before this attempt" in continues
     reported = second.said(ReferencesDone)
@@ -277,7 +280,7 @@ def test_a_cancellation_ends_the_pass_between_two_groups_and_leaves_nothing(
     daemon = Daemon(cancel)
     assert attempt(folder, short_groups(), daemon).outcome == "stopped"
     assert isinstance(daemon.lines[-1], TurnEnded)
-    # The order came while the second of four groups was about to be computed.
+    # The order came while the second of eight steps was about to be computed.
     assert len(groups) == 2
     assert not reference_files(folder) and not unfinished_files(folder)
     assert not list((folder / "prepared").glob(".references*"))

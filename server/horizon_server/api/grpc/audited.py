@@ -1,16 +1,18 @@
-"""Which calls are changes, and what the audit log says about one."""
+"""What the audit log says about a call that changes something."""
 
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
-# How the calls begin that change nothing. Those of any other name are audited.
-READING = ("Get", "List", "Watch", "Query", "Find", "Read", "Plan", "Simulate", "Preview", "WhoAmI")
-# Contents of uploads: without the Create or Finalize that names them they are nothing, and they may be thousands.
-NOT_AUDITED = ("WriteBlob",)
+from horizon_server.records.account import Principal
+from horizon_server.records.audit import AuditEntry
+from horizon_server.services.audit import Audit
+
 # What a resource is called in requests and answers, the first that is there.
 _RESOURCE_FIELDS = ("job_id", "dataset_id", "model_id", "token_id", "key", "name", "project", "user", "resource")
 _MAX_VALUE_CHARS = 80
@@ -19,9 +21,35 @@ _HIDDEN = frozenset({"request_id", "secret", "token", "files", "blobs"})
 _MESSAGE = FieldDescriptor.CPPTYPE_MESSAGE
 
 
-def is_change(method: str) -> bool:
-    """Whether a call of that path (/package.Service/Method) changes something."""
-    return not method.rpartition("/")[2].startswith((*READING, *NOT_AUDITED))
+class Trail:
+    """The entries of one call: each is there before its change, and is completed when it is known how that ended."""
+
+    def __init__(self, audit: Audit, principal: Principal, *, origin: str, method: str) -> None:
+        self._audit = audit
+        self._principal = principal
+        self._origin = origin
+        self._action = method.rpartition(".")[2].replace("/", ".")
+        self._entry: AuditEntry | None = None
+        self.request: Any = None
+
+    async def begin(self, resource: str = "") -> None:
+        """Write that the call is about to change what its request names, or this one of many resources."""
+        named, detail = described(self.request, None)
+        self._entry = await self._audit.begin(
+            self._principal, origin=self._origin, action=self._action, resource=resource or named, detail=detail
+        )
+
+    async def end(self, response: Any = None, outcome: str = "OK", message: str = "") -> None:
+        """Complete the entry; write a whole one where the call was refused before it began."""
+        resource, detail = described(self.request, response)
+        entry = self._entry or AuditEntry(
+            time_s=time.time(), user=self._principal.name, token_id=self._principal.token_id, origin=self._origin,
+            action=self._action, resource=resource, outcome=outcome, detail=detail,
+        )  # fmt: skip
+        # What was begun is what is meant, unless the answer says which new thing it has become.
+        named = resource if response is not None and resource else entry.resource
+        await self._audit.end(replace(entry, resource=named, outcome=outcome, detail=message or detail))
+        self._entry = None
 
 
 def described(request: Any, response: Any) -> tuple[str, str]:

@@ -7,12 +7,14 @@ that does not follow the names is in the tables below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
+from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -95,6 +97,22 @@ def to_message(record: object, kind: type[MessageT]) -> MessageT:
 def response(kind: type[MessageT], **fields: Any) -> MessageT:
     """Return a response of these records, lists of records and plain values; raises as `to_message`."""
     return to_message(SimpleNamespace(**fields), kind)
+
+
+def packed(kind: type[Message], items: str, records: Iterable[object], **fields: Any) -> bytes:
+    """Return a response with a list of frozen records, as it is sent: what is sent of a record is made once, and kept with it."""
+    field: Field = kind.DESCRIPTOR.fields_by_name[items]
+    name = f"{field.message_type.full_name} in {field.full_name}"
+    item = message_factory.GetMessageClass(field.message_type)
+
+    def piece(record: object) -> bytes:
+        one = kind()
+        getattr(one, items).append(to_message(record, item))
+        return one.SerializeToString()
+
+    # A message is the fields that follow each other.
+    pieces = [kept(record, name, functools.partial(piece, record)) for record in records]
+    return b"".join([*pieces, response(kind, **fields).SerializeToString()])
 
 
 def from_message(message: Message, kind: type[RecordT], **given: Any) -> RecordT:

@@ -6,6 +6,7 @@ The only place that turns errors into gRPC statuses, and one of the two that may
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -22,16 +23,18 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from horizon_server.api.connections import Connections
-from horizon_server.api.grpc.audited import described, is_change, outcome_of
+from horizon_server.api.grpc.audited import Trail, outcome_of
+from horizon_server.api.grpc.effects import Effect, effect_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.status import status_of
-from horizon_server.errors import HorizonError, InvalidSpec, Stalled, TooManyCalls, Unauthenticated
+from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Stalled, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
-from horizon_server.services.access import require_calls
+from horizon_server.services.access import require_scope
 
 _log = logging.getLogger(__name__)
 _principal: ContextVar[Principal] = ContextVar("principal")
+_trail: ContextVar[Trail] = ContextVar("trail")
 
 MAX_VIOLATIONS = 100
 # How long the message of a call may take after its headers: it is 4 MiB at most.
@@ -51,6 +54,7 @@ _MOST_METADATA_BYTES = 128 * 1024
 # For other trailers, and the 32 bytes that HTTP/2 counts for each.
 _OVERHEAD_BYTES = 1024
 _MAX_MESSAGE_BYTES = 1200
+_MAX_NAME = 200
 
 Observe = Callable[[str, str, str, float], None]
 """Counts a finished call: service, method, code, seconds."""
@@ -63,6 +67,11 @@ def caller() -> Principal:
     return _principal.get()
 
 
+async def about_to_change(resource: str) -> None:
+    """Write into the audit log that the call that is being served is about to change this one of many things."""
+    await _trail.get().begin(resource)
+
+
 @dataclass(frozen=True)
 class _Call:
     """What is known of a call when its headers have arrived."""
@@ -70,7 +79,7 @@ class _Call:
     method: str
     metadata: Metadata
     is_stream: bool
-    is_change: bool
+    effect: Effect
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
@@ -97,7 +106,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             method,
             {item[0]: item[1] for item in handler_call_details.invocation_metadata or ()},
             is_stream=bool(handler.request_streaming or handler.response_streaming),
-            is_change=is_change(method),
+            # Health and reflection have none.
+            effect=Effect.READ if method.startswith(_OPEN_SERVICES) else effect_of(method),
         )
         if method.startswith(_OPEN_SERVICES):
             answer = self._open_call(handler, call)
@@ -118,7 +128,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return make(
             answer,
             request_deserializer=_decoding(method, handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=functools.partial(_encoded, handler.response_serializer),
         )
 
     @asynccontextmanager
@@ -129,18 +139,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             raise Unauthenticated(
                 "the call has no token; send metadata 'authorization: Bearer TOKEN', or run: horizon login"
             )
-        async with self._services.logins.admitted(token.strip(), peer, is_change=call.is_change) as principal:
+        async with self._services.logins.admitted(token.strip(), peer, is_change=call.effect.is_audited) as principal:
             self._connections.identified(*place_of(peer), principal.name)
-            require_calls(principal)
+            require_scope(principal, "read")
             yield principal
 
     def _unary(self, inner: Any, call: _Call) -> Any:
         async def answer(_requests: Any, context: Any) -> Any:
-            audited = _Audited()
-            async with self._around(call, context, audited=audited):
-                audited.request = await _first_message(context)
-                audited.response = await inner(audited.request, context)
-                return audited.response
+            async with self._around(call, context) as trail:
+                request = await self._allowed(call, context, trail)
+                response = await inner(request, context)
+                # Before the answer: a change that was acknowledged is in the log.
+                if call.effect.is_audited:
+                    await trail.end(response)
+                return response
 
         return answer
 
@@ -152,6 +164,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             async with aclosing(aiter(request_iterator)) as received:
                 requests = _RequestStream(received)
                 async with self._around(call, context, requests=requests):
+                    # Before the first message, so that nobody sends a content that will be refused.
+                    require_scope(caller(), call.effect.need)
                     response = await inner(requests, context)
                     await requests.read_out(refused=False)
                     return response
@@ -161,18 +175,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     def _response_stream(self, inner: Any, call: _Call) -> Any:
         # Not a generator itself: a cancelled call then unwinds through `inner` at once, not when it is collected.
         async def answer(_requests: Any, context: Any) -> None:
-            audited = _Audited()
-            async with self._around(call, context, audited=audited):
-                request = audited.request = await _first_message(context)
-                is_change = call.is_change and not getattr(request, "dry_run", False)
+            async with self._around(call, context) as trail:
+                request = await self._allowed(call, context, trail)
+                is_change_of_many = call.effect is Effect.CHANGE_MANY and not getattr(request, "dry_run", False)
                 async with aclosing(inner(request, context)) as responses:
                     async for response in responses:
-                        if is_change:  # of many things: one entry for each
-                            item = _Audited(request=request, response=response)
-                            await self._audit(call, context, _principal.get(), item, *outcome_of(response))
+                        if is_change_of_many:
+                            await trail.end(response, *outcome_of(response))
                         await context.write(response)
+                if call.effect is Effect.CHANGE:
+                    await trail.end()
 
         return answer
+
+    async def _allowed(self, call: _Call, context: Any, trail: Trail) -> Any:
+        """Return the message of a call that its token allows; a change of one thing is in the audit log by then. Raises NotAllowed."""
+        trail.request = await _first_message(context)
+        require_scope(caller(), call.effect.need)
+        if call.effect is Effect.CHANGE:
+            await trail.begin()
+        return trail.request
 
     def _open_call(self, handler: Any, call: _Call) -> Any:
         """Answer health and reflection: without a token, so for few at a time, and not for long."""
@@ -199,19 +221,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     @asynccontextmanager
     async def _around(
-        self, call: _Call, context: Any, *, requests: _RequestStream | None = None, audited: _Audited | None = None
-    ) -> AsyncIterator[None]:
+        self, call: _Call, context: Any, *, requests: _RequestStream | None = None
+    ) -> AsyncIterator[Trail]:
         started = time.perf_counter()
         code = "OK"
         failure: HorizonError | None = None
-        principal: Principal | None = None
+        trail: Trail | None = None
         try:
             async with (
                 self._admitted(call, context.peer()) as principal,
                 self._streams.one(principal) if call.is_stream else nullcontext(),
             ):
                 _principal.set(principal)
-                yield
+                origin = address_of(context.peer())
+                trail = Trail(self._services.audit, principal, origin=origin, method=call.method)
+                _trail.set(trail)
+                yield trail
         except HorizonError as error:
             code, failure = status_of(error).grpc, error
             if code == "INTERNAL":
@@ -219,8 +244,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         except asyncio.CancelledError:
             code = "CANCELLED"
             # The change may have been made: the client has left before its answer.
-            if principal is not None and audited is not None and audited.request is not None:
-                self._later(self._audit(call, context, principal, audited, "CANCELLED", ""))
+            if trail is not None and trail.request is not None and call.effect.is_audited:
+                self._later(trail.end(outcome="CANCELLED"))
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets a status and the log gets the traceback
             error_id = secrets.token_hex(4)
@@ -233,45 +258,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             # Before the answer, so that a caller who has it finds the call counted.
             service, _, name = call.method.strip("/").partition("/")
             self._observe(service, name, code, time.perf_counter() - started)
-        # Before the answer too: a change that was acknowledged is in the log.
-        # A stream that went well has an entry for each of its answers.
-        if principal is not None and audited is not None and (failure is not None or not call.is_stream):
-            outcome = (failure.reason, failure.message) if failure else ("OK", "")
-            await self._audit(call, context, principal, audited, *outcome)
         if failure is not None:
+            if trail is not None and call.effect.is_audited:
+                await trail.end(None, failure.reason, failure.message)
             if requests is not None:
                 await requests.read_out(refused=True)
             if isinstance(failure, Unauthenticated | TooManyCalls):
                 await self._services.limits.hold_back(address_of(context.peer()))
             await context.abort(*to_grpc_status(failure, metadata_bytes(call.metadata)))
 
-    async def _audit(
-        self, call: _Call, context: Any, principal: Principal, audited: _Audited, outcome: str, message: str
-    ) -> None:
-        if not call.is_change:
-            return
-        resource, detail = described(audited.request, audited.response)
-        await self._services.audit.record(
-            principal,
-            origin=address_of(context.peer()),
-            action=call.method.rpartition(".")[2].replace("/", "."),
-            resource=resource,
-            outcome=outcome,
-            detail=message or detail,
-        )
-
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-@dataclass
-class _Audited:
-    """What the audit log tells of a call."""
-
-    request: Any = None
-    response: Any = None
 
 
 async def _first_message(context: Any) -> Any:
@@ -303,6 +302,11 @@ def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], 
             return InvalidSpec(f"the message is not a valid request of {method}; use a client of the daemon's version")
 
     return decode_or_refuse
+
+
+def _encoded(encode: Callable[[Any], bytes], answer: Any) -> bytes:
+    """Return an answer as it is sent; some are made so, of pieces that were made before."""
+    return answer if isinstance(answer, bytes) else encode(answer)
 
 
 def _decoded(request: Any) -> Any:
@@ -351,6 +355,9 @@ def to_grpc_status(
     message = clip(error.message)
     status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
+    if isinstance(error, NotFound) and error.kind:
+        named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name[:_MAX_NAME])
+        status.details.add().Pack(named)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))

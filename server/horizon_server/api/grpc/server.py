@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from horizon_server.api.connections import Connections
+from horizon_server.api.grpc.effects import EFFECTS
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
 from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.limits import MAX_CALLS_PER_USER
@@ -33,6 +34,12 @@ HANDSHAKE_S = 10
 SERVICE_NAMES = tuple(
     service.full_name for module, _, _ in SERVICERS for service in module.DESCRIPTOR.services_by_name.values()
 )
+METHODS = frozenset(
+    f"{service.name}/{method.name}"
+    for module, _, _ in SERVICERS
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+)
 
 
 async def start_grpc_server(
@@ -43,6 +50,7 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
+    assert EFFECTS.keys() == METHODS, "every call is declared in api.grpc.effects"
     parsed = parse_address("grpc", address)
     credentials = None
     if tls is not None:

@@ -30,8 +30,16 @@ from horizon_proto.v1 import (
     sharing_pb2,
     sharing_pb2_grpc,
 )
-from horizon_server.api.grpc.convert import enum_text, from_message, response, seconds_of, set_fields, to_message
-from horizon_server.api.grpc.interceptor import caller
+from horizon_server.api.grpc.convert import (
+    enum_text,
+    from_message,
+    packed,
+    response,
+    seconds_of,
+    set_fields,
+    to_message,
+)
+from horizon_server.api.grpc.interceptor import about_to_change, caller
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
@@ -72,13 +80,13 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
     async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.GetJobResponse:
         return response(job_pb2.GetJobResponse, job=await self._services.jobs.get(caller(), request.job_id))
 
-    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> job_pb2.ListJobsResponse:
+    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> Any:
         page_size = page_limit(request.page_size)
         states = _states(request.states)
         jobs, token = await self._services.jobs.list(
             caller(), page_size=page_size, page_token=request.page_token, states=states
         )
-        return response(job_pb2.ListJobsResponse, jobs=jobs, next_page_token=token)
+        return packed(job_pb2.ListJobsResponse, "jobs", jobs, next_page_token=token)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Any) -> job_pb2.CancelJobResponse:
         return response(job_pb2.CancelJobResponse, job=await self._services.jobs.cancel(caller(), request.job_id))
@@ -372,14 +380,14 @@ class SharingServicer(_Servicer, sharing_pb2_grpc.SharingServiceServicer):
         return response(sharing_pb2.GetQuotaResponse, allowances=allowances)
 
     async def GetQueue(self, request: sharing_pb2.GetQueueRequest, context: Any) -> sharing_pb2.GetQueueResponse:
-        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue()]
+        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue(caller())]
         return response(sharing_pb2.GetQueueResponse, jobs=jobs)
 
     async def SimulateJob(
         self, request: sharing_pb2.SimulateJobRequest, context: Any
     ) -> sharing_pb2.SimulateJobResponse:
-        outlook = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
-        return response(sharing_pb2.SimulateJobResponse, outlook=outlook)
+        outlook, plan = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
+        return response(sharing_pb2.SimulateJobResponse, outlook=outlook, plan=plan)
 
 
 class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceServicer):
@@ -403,7 +411,8 @@ class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceS
             owner=request.owner,
             dry_run=request.dry_run,
         )
-        async with aclosing(self._services.deletions.delete(caller(), selection)) as results:
+        deletions = self._services.deletions.delete(caller(), selection, about_to_delete=about_to_change)
+        async with aclosing(deletions) as results:
             async for deletion, done, total in results:
                 yield response(housekeeping_pb2.DeleteResponse, deletion=deletion, done=done, total=total)
 

@@ -26,7 +26,7 @@ from horizon_server.api.services import Services as AllServices
 from horizon_server.api.status import status_of
 from horizon_server.errors import FieldViolation, HorizonError, InvalidSpec, TooLarge, Unauthenticated
 from horizon_server.records.account import Principal
-from horizon_server.services.access import require_calls
+from horizon_server.services.access import require_scope
 
 # REST only reads; a request with more than this is a mistake or an attack.
 MAX_BODY_BYTES = 64 * 1024
@@ -41,6 +41,8 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
+# The methods whose routes change nothing.
+_READING = frozenset({"GET", "HEAD"})
 _LONGEST_INPUT = 80
 _OPEN_CALLS = "horizon.open_calls"
 
@@ -70,6 +72,7 @@ async def scraper(request: Request, credentials: Credentials) -> Principal:
     # Until the answer is sent: an event stream is an open call too.
     open_calls: AsyncExitStack = request.scope[_OPEN_CALLS]
     principal = await open_calls.enter_async_context(services.logins.admitted(credentials.credentials, peer))
+    require_scope(principal, "metrics")
     connection = request.scope.get(SCOPE_KEY)
     if connection is not None:
         connection.identified(principal.name)
@@ -86,10 +89,10 @@ async def authenticated(request: Request, credentials: Credentials) -> Principal
 
     Raises:
         Unauthenticated: without a token, or with one that is wrong, expired or revoked.
-        NotAllowed: with a token that is for /metrics only.
+        NotAllowed: with a token that is for /metrics only, or that allows no changes where the route makes one.
     """
     principal = await scraper(request, credentials)
-    require_calls(principal)
+    require_scope(principal, "read" if request.method in _READING else "change")
     return principal
 
 

@@ -50,9 +50,13 @@ class TextCodec:
         highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._ids_may_be_too_high = vocab_size is not None and highest_id >= vocab_size
         self.chat_template: ChatTemplate | None = None
+        added = tokenizer.get_added_tokens_decoder()
+        # A tokenizer may name its end-of-text token without calling it special.
+        named = {self.eos_id} if self.eos_id is not None else set()
+        self.special_ids: frozenset[int] = frozenset(named | {token for token, about in added.items() if about.special})
+        self._is_blank: dict[int, bool] = {}
         if chat_template is not None:
-            added = tokenizer.get_added_tokens_decoder().values()
-            end_markers = [token.content for token in added if token.special]
+            end_markers = [token.content for token in added.values() if token.special]
             self.chat_template = ChatTemplate(chat_template, special_tokens, end_markers=end_markers)
 
     @classmethod
@@ -91,6 +95,17 @@ class TextCodec:
         """Return the text of tokens, special ones spelled out."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def token_text(self, token: int) -> str:
+        """Return a token as the vocabulary spells it."""
+        text: str | None = self.tokenizer.id_to_token(token)
+        return f"token {token}" if text is None else text
+
+    def is_blank(self, token: int) -> bool:
+        """Whether a token is white space only, and no special one."""
+        if token not in self._is_blank:
+            self._is_blank[token] = token not in self.special_ids and not self.decode([token]).strip()
+        return self._is_blank[token]
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse tokens that the model has no embedding for. Raises: InvalidModel."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.errors import InvalidData
 from horizon_server.store.prepared import MISMATCHED, DocumentColumns
 
@@ -72,6 +74,41 @@ def answer_document(prompt: Ids[int], completion: Ids[int], length: int) -> Docu
     """Return a prompt with a completion that is trained, cut at `length` tokens."""
     whole = Document(ids=prompt + completion, trained=bytes(len(prompt)) + b"\1" * len(completion))
     return whole.beginning(length)
+
+
+def closing_token(document: Document, codec: TextCodec) -> int | None:
+    """Return the special token that closes the last trained part of a document; None where a word of the text does.
+
+    White space behind it does not count: of pairs, templates have the line break after the end of a turn trained as well.
+    """
+    at = document.trained.rfind(1)
+    while at > 0 and document.trained[at] and codec.is_blank(document.ids[at]):
+        at -= 1
+    # The first token is never a target.
+    closes = at > 0 and document.trained[at] and document.ids[at] in codec.special_ids
+    return document.ids[at] if closes else None
+
+
+class AnswerEnds:
+    """Finds the tokens that end trained answers: special ones that close at least a tenth of them.
+
+    Fewer are ends of nothing: a text may spell out any token, and recorded samples may stop anywhere.
+    """
+
+    MIN_SHARE = 0.1
+
+    def __init__(self) -> None:
+        self._closed_by: Counter[int | None] = Counter()
+
+    def add(self, closed_by: Mapping[int | None, int]) -> None:
+        """Count answers by the special token that closes them, or None."""
+        self._closed_by.update(closed_by)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ends, lowest first."""
+        enough = self.MIN_SHARE * self._closed_by.total()
+        return tuple(sorted(end for end, count in self._closed_by.items() if end is not None and count >= enough))
 
 
 def common_beginning(prompt: Sequence[int], wholes: Sequence[Sequence[int]]) -> int:

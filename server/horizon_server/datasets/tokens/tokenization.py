@@ -16,10 +16,12 @@ from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.datasets.tokens.documents import Document, Ids, LabelledAnswer, common_beginning
+from horizon_server.datasets.tokens.documents import Document, Ids, LabelledAnswer, closing_token, common_beginning
 from horizon_server.datasets.tokens.rendering import (
     Answers,
+    Chat,
     NormalRow,
+    Pair,
     RenderedAnswers,
     RenderedRow,
     RowRenderer,
@@ -114,6 +116,7 @@ class TokenizedRow:
 
     `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the job's
     `sequence_length`. `num_cut_tokens` were beyond it. `held_out` rows are on the evaluation side of `eval_fraction`.
+    `closed_by` has for each whole answer of the row the special token that closes it, or None.
     The documents of a `preference` are chosen and rejected. A row of `kto` has its `answer` too, for the document that is joined of two.
     """
 
@@ -123,6 +126,7 @@ class TokenizedRow:
     left_out: FieldViolation | None = None
     held_out: bool = False
     answer: LabelledAnswer | None = None
+    closed_by: Sequence[int | None] = ()
 
 
 class _Part(NamedTuple):
@@ -188,6 +192,7 @@ class RowTokenizer:
                 yield TokenizedRow(violations=[_unusable(row, error)])
                 continue
             fitted = self._fit_all(row, item, wholes)
+            fitted = replace(fitted, closed_by=self._closed_by(item, fitted))
             if self._options.eval_fraction:
                 fitted = replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
             yield fitted
@@ -318,10 +323,12 @@ class RowTokenizer:
         if not item.rendered.bare:
             return parts
         leading, trailing = array.array("i", self._codec.leading_ids), array.array("i", self._codec.trailing_ids)
+        # What closes an answer counts as the answer does.
+        weights = array.array("f", item.rendered.texts[-1].weights[-1:] * len(trailing)) or None
         return [
             _Part(ids=leading, trained=bytes(len(leading))),
             *parts,
-            _Part(ids=trailing, trained=b"\1" * len(trailing)),
+            _Part(ids=trailing, trained=b"\1" * len(trailing), weights=weights),
         ]
 
     def _whole(self, item: _ReadRow, parts: Sequence[_Part]) -> Document:
@@ -357,6 +364,21 @@ class RowTokenizer:
             answer = LabelledAnswer(prompt, completion[:limit], item.normal.label)
         num_cut_tokens = sum(len(whole.ids) - len(document.ids) for whole, document in zip(wholes, kept, strict=True))
         return TokenizedRow(documents=kept, num_cut_tokens=num_cut_tokens, answer=answer)
+
+    def _closed_by(self, item: _ReadRow, fitted: TokenizedRow) -> Sequence[int | None]:
+        # What was cut has lost its end, and a text is no answer.
+        if not self._has_answer(item.normal) or fitted.num_cut_tokens:
+            return ()
+        return [closing_token(document, self._codec) for document in fitted.documents]
+
+    def _has_answer(self, normal: NormalRow | None) -> bool:
+        if isinstance(normal, Chat):
+            # Where every token is trained, the last part of it is the chat's last turn.
+            return not self._options.trains_everything or normal.messages[-1]["role"] == "assistant"
+        if isinstance(normal, Tokens):
+            # With a label for every token it is a text.
+            return UNTRAINED in normal.labels
+        return isinstance(normal, Pair | Answers | Sample)
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
@@ -427,11 +449,12 @@ def _unusable(row: Row, error: InvalidData) -> FieldViolation:
 def _joined(parts: Sequence[_Part]) -> Document:
     if len(parts) == 1:
         return Document(ids=parts[0].ids, trained=parts[0].trained, weights=parts[0].weights)
-    assert all(part.weights is None for part in parts), "only chats have weights, and a chat is one part"
-    ids = array.array("i")
+    ids, weights = array.array("i"), array.array("f")
     for part in parts:
         ids += part.ids
-    return Document(ids=ids, trained=b"".join(part.trained for part in parts))
+        weights += array.array("f", [1.0]) * len(part.ids) if part.weights is None else part.weights
+    is_weighted = any(part.weights is not None for part in parts)
+    return Document(ids=ids, trained=b"".join(part.trained for part in parts), weights=weights if is_weighted else None)
 
 
 def _part_names(normal: NormalRow) -> tuple[str, ...]:

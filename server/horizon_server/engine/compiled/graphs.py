@@ -13,9 +13,11 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vjp
@@ -53,25 +55,16 @@ class Graph:
 
         Compiling adds conditions too: ask after it.
         """
-        below = [size for size in _TRIED_SIZES if size < num_tokens]
-        above = [size for size in _TRIED_SIZES if size > num_tokens]
-        least = list(itertools.takewhile(self._holds_for, reversed(below)))
-        most = list(itertools.takewhile(self._holds_for, above))
-        return min([num_tokens, *least]), max([num_tokens, *most])
-
-    def _holds_for(self, num_tokens: int) -> bool:
-        return all(
-            bool(guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, num_tokens))) for guard in self.shape_env.guards
-        )
+        return _token_range(self.shape_env, num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, the hidden state, the tensors of the call. Its output
-    is the hidden state. `backward` takes after these: the gradient of the output, then for every place that `is_matrix` its
-    accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters named in `returned`.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden state, the tensors of
+    the call. Its output is the hidden state. `backward` takes after these: the gradient of the output, then for every place that
+    `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters in `returned`.
     """
 
     forward: Graph
@@ -94,15 +87,16 @@ def trace_layer(
     Raises:
         NotCompilable: the layer's code depends on values, or on the number of tokens.
     """
-    places = template.places[layer + 1]
+    places, norm_sizes = template.places[layer + 1], template.norm_sizes(layer)
+    names = [*(place.name for place in places), *norm_sizes]
     matrices = [place for place in places if place.is_matrix]
     trained = [place.name for place in places if place.trained]
-    num_places, num_tensors = len(places), len(pattern.tensors)
+    num_tensors = len(pattern.tensors)
     call_tensors = pattern.tensors_of(example) or []
 
     def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
-        parameters = {place.name: tensor for place, tensor in zip(places, inputs, strict=False)}
-        hidden_1TD, *rest = inputs[num_places:]
+        parameters = dict(zip(names, inputs, strict=False))
+        hidden_1TD, *rest = inputs[len(names) :]
         return parameters, hidden_1TD, pattern.call_with(example, rest[:num_tensors]), rest[num_tensors:]
 
     def forward(*inputs: Tensor) -> list[Tensor]:
@@ -126,6 +120,7 @@ def trace_layer(
     def inputs(fake: _Inputs, *, with_gradients: bool) -> list[Tensor]:
         hidden = (1, num_tokens, template.hidden_size)
         found = [fake.fixed(place, place.dtype_in(dtype)) for place in places]
+        found += [fake.of_tokens(torch.empty(size, device=device), (size,)) for size in norm_sizes.values()]
         found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
         for tensor, shape in zip(call_tensors, pattern.tensors, strict=True):
             found.append(fake.of_tokens(tensor, shape.sizes))
@@ -136,16 +131,14 @@ def trace_layer(
         return found
 
     try:
-        forward_graph = _trace(forward, lambda fake: inputs(fake, with_gradients=False), device)
-        backward_graph = _trace(backward, lambda fake: inputs(fake, with_gradients=True), device)
+        forward_graph = _trace(forward, lambda fake: inputs(fake, with_gradients=False), num_tokens, device)
+        backward_graph = _trace(backward, lambda fake: inputs(fake, with_gradients=True), num_tokens, device)
+    except NotCompilable:
+        raise
     except Exception as error:  # Tracing raises whatever the layer's code and torch make of tensors without values.
         # What torch says is for the log: it names its own files and types.
         log.warning("a layer cannot be traced: %s: %s", type(error).__name__, error)
         raise NotCompilable(_why_not_traced(places)) from error
-    for graph in (forward_graph, backward_graph):
-        least, most = graph.token_range(num_tokens)
-        if least == most:
-            raise NotCompilable("its code differs for every number of tokens")
     returned = _drop_zeros(backward_graph.module, trained)
     return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
 
@@ -188,13 +181,44 @@ class _Inputs:
             return torch.empty((), dtype=torch.bool)
 
 
-def _trace(function: Function, make_inputs: Callable[[_Inputs], list[Tensor]], device: torch.device) -> Graph:
-    shape_env = ShapeEnv()
+class _Conditions(ShapeEnv):
+    """Ends a trace once its conditions hold for no other number of tokens: a loop over chunks of them is not followed to its end."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens, self._num_seen, self.is_tracing = num_tokens, 0, True
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().evaluate_expr(*args, **kwargs)
+        if self.is_tracing and len(self.guards) > self._num_seen:
+            self._num_seen = len(self.guards)
+            least, most = _token_range(self, self._num_tokens)
+            if least == most:
+                raise NotCompilable("its code differs for every number of tokens")
+        return found
+
+
+def _token_range(shape_env: ShapeEnv, num_tokens: int) -> tuple[int, int]:
+    def holds_for(size: int) -> bool:
+        return all(bool(guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))) for guard in shape_env.guards)
+
+    below = [size for size in _TRIED_SIZES if size < num_tokens]
+    above = [size for size in _TRIED_SIZES if size > num_tokens]
+    least, most = itertools.takewhile(holds_for, reversed(below)), itertools.takewhile(holds_for, above)
+    return min([num_tokens, *least]), max([num_tokens, *most])
+
+
+def _trace(
+    function: Function, make_inputs: Callable[[_Inputs], list[Tensor]], num_tokens: int, device: torch.device
+) -> Graph:
+    shape_env = _Conditions(num_tokens)
     # Buffers that a layer computes itself (rotary tables) are real, and become constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     inputs = make_inputs(_Inputs(mode, device))
-    with mode:
+    # Without Python's dispatcher, torch 2.11 takes a product apart in C++, which asks for sizes that are symbols and fails.
+    with mode, enable_python_dispatcher():
         module = make_fx(function, tracing_mode="real", decomposition_table=select_decomp_table())(*inputs)
+    shape_env.is_tracing = False  # the compiler's conditions narrow the range, and end nothing
     module.graph.eliminate_dead_code()
     module.recompile()
     return Graph(module=module, inputs=inputs, shape_env=shape_env)

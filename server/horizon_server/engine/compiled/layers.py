@@ -62,6 +62,7 @@ class CompiledCall:
     kind: _Kind
     tensors: list[Tensor]
     places: list[Place]
+    norms: list[str]
 
     def forward(self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
         """The layer's output. Shapes: [1, T, D]."""
@@ -90,7 +91,7 @@ class CompiledCall:
         return hidden_gradient_1TD
 
     def _read(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        return [parameters[place.name] for place in self.places]
+        return [parameters[name] for name in (*(place.name for place in self.places), *self.norms)]
 
 
 class CompiledLayers:
@@ -145,7 +146,8 @@ class CompiledLayers:
         tensors = kind.pattern.tensors_of(call)
         if tensors is None:
             return None
-        return CompiledCall(kind=kind, tensors=tensors, places=self._template.places[layer + 1])
+        places, norms = self._template.places[layer + 1], list(self._template.norm_sizes(layer))
+        return CompiledCall(kind=kind, tensors=tensors, places=places, norms=norms)
 
 
 def _load(

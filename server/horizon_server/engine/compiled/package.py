@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # tracing loads the compiler, which a process that only runs 
     from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
 
 _FORWARD, _BACKWARD = "forward", "backward"
+_ONE_THREAD = True
 
 
 class CompilerFailed(NotCompilable):
@@ -33,8 +34,10 @@ class LayerCode:
     def __init__(self, path: Path) -> None:
         # The loader itself: the function around it imports the compiler, for seconds, to check what this machine can run.
         loader = torch._C._aoti.AOTIModelPackageLoader
-        self._forward = loader(str(path), _FORWARD, False, 1, -1)
-        self._backward = loader(str(path), _BACKWARD, False, 1, -1)
+        # Run by one thread at a time: a loader for several would wait, with Python's lock in hand, until the device has ended the run
+        # before (pytorch#197516), so that the host could never run ahead of a GPU.
+        self._forward = loader(str(path), _FORWARD, _ONE_THREAD, 1, -1)
+        self._backward = loader(str(path), _BACKWARD, _ONE_THREAD, 1, -1)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
         """The layer's output. The list is emptied."""

@@ -60,6 +60,8 @@ def try_layer(
     parameters = {
         place.name: random(place.piece.shape, _scale(place.piece.shape), place.dtype_in(dtype)) for place in places
     }
+    # Of the random weights: outputs are as large as they would be without magnitudes.
+    parameters |= template.norms(layer, parameters)
     hidden_1TD, gradient_1TD = (random((1, num_tokens, template.hidden_size)) for _ in range(2))
     call_tensors = pattern.tensors_of(call)
     if call_tensors is None:

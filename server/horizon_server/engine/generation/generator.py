@@ -28,8 +28,8 @@ from horizon_server.engine.generation.trial import try_cache
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.optimizer import Optimizer
-from horizon_server.engine.template import Template
-from horizon_server.errors import DoesNotFit, FieldViolation, InvalidData
+from horizon_server.engine.template import Template, VisitNorms
+from horizon_server.errors import DoesNotFit, InvalidData
 from horizon_server.planning.ledger import NUM_SLOTS
 from horizon_server.store.host_store import HostStore
 
@@ -332,11 +332,11 @@ class TokenGenerator:
             start = end
 
     def _enqueue_layer(self, sequences: Sequence[_Sequence], layer: int, flat: Tensor) -> None:
-        template = self._template
+        template, norms = self._template, VisitNorms(self._template, layer)
 
         def forward(sequence: _Sequence) -> None:
             assert sequence.hidden_1TD is not None
-            parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
+            parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
             cache = sequence.cache
             if not self.cache_on_device:
                 cache.to(layer, self._place)
@@ -369,4 +369,4 @@ class TokenGenerator:
 
 
 def _refused(name: str, description: str) -> InvalidData:
-    return InvalidData(f"{name} {description}", violations=[FieldViolation(field=name, description=description)])
+    return InvalidData.of(name, f"{name} {description}")

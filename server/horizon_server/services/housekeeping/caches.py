@@ -24,16 +24,23 @@ _JOURNAL_FILE = "journal.jsonl"
 _LOG_FILE = "worker.log"
 
 
-def mark_used(folders: JobFolders, job_ids: Iterable[tuple[str, int]]) -> None:
-    """Note that the prepared data of these attempts (job and number) is in use now. Blocking."""
+def used_data(folders: JobFolders, job_ids: Iterable[tuple[str, int]]) -> list[Path]:
+    """Return the prepared data of these attempts (job and number). Blocking."""
+    found: list[str | None] = []
     for job_id, attempt in job_ids:
         request = folders.log(job_id, attempt).with_name("request.json")
         with contextlib.suppress(OSError, ValueError):
             plain = json.loads(request.read_bytes())
             # The rows held out are inside the folder of the others, and theirs then.
-            for folder in (plain.get("prepared"), *plain.get("evaluations", {}).values()):
-                if folder:
-                    os.utime(folder)
+            found += [plain.get("prepared"), *plain.get("evaluations", {}).values()]
+    return [Path(folder) for folder in found if folder]
+
+
+def mark_used(folders: Iterable[Path]) -> None:
+    """Note that these are in use now. Blocking."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            os.utime(folder)
 
 
 def unused_tokens(root: Path, max_age_s: float) -> list[Path]:

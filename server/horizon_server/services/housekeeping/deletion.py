@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,11 @@ MAX_DELETIONS = 10_000
 _REFUSALS = (InUse, NotAllowed, WrongJobState, NotFound)
 
 Target = PushedRecord | JobRecord | CheckpointRecord
+AboutToDelete = Callable[[str], Awaitable[None]]
+
+
+async def _nothing(_key: str) -> None:
+    pass
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,9 +44,11 @@ class Deletions:
     jobs: JobService
 
     async def delete(
-        self, principal: Principal, selection: Selection
+        self, principal: Principal, selection: Selection, *, about_to_delete: AboutToDelete = _nothing
     ) -> AsyncGenerator[tuple[Deletion, int, int], None]:
         """Delete one thing after the other; yield each result with its number from 1 and the number of all.
+
+        `about_to_delete` is called before each with its key, such as JOB@STEP.
 
         Raises, before anything is deleted:
             InvalidSpec: when nothing is named, a key is malformed, or the kind of resource has no such filter.
@@ -59,9 +66,11 @@ class Deletions:
             targets = await self._checkpoints(principal, selection)
         if len(targets) > MAX_DELETIONS:
             raise TooLarge(
-                f"{len(targets)} {selection.kind}s are meant; at most {MAX_DELETIONS} are deleted at once: narrow the filter"
+                f"{len(targets)} {selection.kind}s match; at most {MAX_DELETIONS} can be deleted in one call. Narrow the filter"
             )
         for i, target in enumerate(targets, 1):
+            if not selection.dry_run:
+                await about_to_delete(_key(target))
             yield await self._result(principal, target, dry_run=selection.dry_run), i, len(targets)
 
     async def _pushed(self, principal: Principal, selection: Selection) -> list[Any]:
@@ -164,7 +173,7 @@ class Deletions:
         return found
 
     async def _checkpoint(self, principal: Principal, record: CheckpointRecord, *, dry_run: bool) -> Deletion:
-        key = f"{record.job_id}@{record.step}"
+        key = _key(record)
         try:
             job = await self.jobs.get(principal, record.job_id)
         except NotFound as error:
@@ -178,6 +187,16 @@ class Deletions:
         except _REFUSALS as error:
             return _refused(found, error)
         return found
+
+
+def _key(target: Target) -> str:
+    match target:
+        case JobRecord():
+            return target.job_id
+        case CheckpointRecord():
+            return f"{target.job_id}@{target.step}"
+        case PushedRecord():
+            return target.id
 
 
 def _refused(deletion: Deletion, error: HorizonError) -> Deletion:

@@ -53,7 +53,7 @@ class Sweep:
     async def run(self, *, dry_run: bool = False) -> tuple[list[Garbage], str]:
         """Remove what nothing needs, or only find it; return it, and why nothing may be removed, where that is so."""
         async with self._running:
-            problem = await self.pairing.problem()
+            problem = await self.pairing.problem(only_look=dry_run)
             self.uploads.store.trusts_database = problem is None
             if problem is not None:
                 # A database from a backup, or a new one, would name everything in the folder unused.
@@ -195,8 +195,11 @@ class Sweep:
         why = f"not used for {self.settings.cache_days:g} days; made again when it is needed"
         resident = await self.jobs.journal.store.in_states(sorted(RESIDENT))
         attempts = [(job.job_id, job.attempt) for job in resident]
-        await in_thread(lambda: caches.mark_used(self._folders, attempts))
+        used = await in_thread(lambda: caches.used_data(self._folders, attempts))
+        if not dry_run:
+            await in_thread(lambda: caches.mark_used(used))
         tokens = await in_thread(lambda: caches.unused_tokens(self.datasets.prepared_root, age_s))
+        tokens = [path for path in tokens if path not in used]
         found = await self._remove("prepared data", tokens, why, dry_run=dry_run)
         code = await in_thread(lambda: caches.unused_code(self._folders.compiled, age_s))
         for facts in code:

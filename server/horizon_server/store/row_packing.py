@@ -4,12 +4,15 @@ Packing is best-fit decreasing: the longest document first, each into the row th
 only, so it is done once for a histogram of them: rows that hold documents of the same lengths are one pattern, and ten million
 documents are packed by a few thousand decisions. Which document takes which place is a permutation within each length, drawn again for
 every epoch. Permutations need no list: a Feistel network computes any one place of an order.
+
+Torch-free: the daemon counts the steps of a job with it before a worker exists.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -19,6 +22,9 @@ from numpy.typing import NDArray
 Keys = NDArray[np.uint64]
 
 _NUM_ROUNDS = 6
+# What is permuted; part of the key of its permutation.
+ROWS, DOCUMENTS = 1, 2
+_ROWS_AT_ONCE = 1 << 16
 
 
 class SingleRows:
@@ -86,6 +92,84 @@ class PackedRows:
 
     def _pattern_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._first_rows, rows, side="right") - 1
+
+
+class EpochSteps:
+    """Which rows make up each step of each epoch: rows follow a seeded permutation and are grouped into steps of at most
+    `tokens_per_step` tokens (a single longer row makes a step of its own).
+
+    Thread: not thread-safe; it keeps the epoch that it was last asked for.
+    """
+
+    def __init__(self, rows: SingleRows | PackedRows, *, tokens_per_step: int, seed: int, shuffle: bool = True) -> None:
+        self._rows, self._tokens_per_step, self._seed, self._shuffle = rows, tokens_per_step, seed, shuffle
+        self._epoch: tuple[int, list[int]] | None = None  # the one at hand, and the first row of each of its steps
+        self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
+
+    def number(self, epochs: float) -> int:
+        """Return how many steps that many epochs have: of a last part, its share of that epoch's steps, at least one."""
+        fraction, whole = math.modf(epochs)
+        return self.before(int(whole)) + (math.ceil(fraction * self.within(int(whole))) if fraction else 0)
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """Return the epoch of step i of the run, and which of its steps it is."""
+        while self._first_steps[-1] <= i:
+            self.before(len(self._first_steps))
+        epoch = bisect.bisect_right(self._first_steps, i) - 1
+        return epoch, i - self._first_steps[epoch]
+
+    def before(self, epoch: int) -> int:
+        """Return the number of steps before an epoch."""
+        while len(self._first_steps) <= epoch:
+            self._first_steps.append(self._first_steps[-1] + self.within(len(self._first_steps) - 1))
+        return self._first_steps[epoch]
+
+    def within(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        return len(self._starts(epoch)) - 1
+
+    def rows_of(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """Return the rows of a step of an epoch."""
+        starts = self._starts(epoch)
+        return self._order(epoch, starts[step], starts[step + 1])
+
+    def _starts(self, epoch: int) -> list[int]:
+        """Return the first row of each step of an epoch, and the number of its rows."""
+        # One epoch is kept: a run asks for its steps one after the other.
+        if self._epoch is not None and self._epoch[0] == epoch:
+            return self._epoch[1]
+        starts, filled, num_rows = [0], 0, self._rows.num_rows
+        # In parts, so that the order of ten million rows is never in memory as a whole.
+        for begin in range(0, num_rows, _ROWS_AT_ONCE):
+            order = self._order(epoch, begin, min(begin + _ROWS_AT_ONCE, num_rows))
+            ends = np.cumsum(self._rows.tokens_of(order))
+            # Negative where the last part left a step open.
+            before = -filled
+            while (row := int(np.searchsorted(ends, before + self._tokens_per_step, side="right"))) < len(ends):
+                if begin + row == starts[-1]:
+                    # The row alone is longer than a step.
+                    row += 1
+                    if row == len(ends):
+                        break
+                starts.append(begin + row)
+                before = int(ends[row - 1]) if row else 0
+            filled = int(ends[-1]) - before
+        self._epoch = (epoch, [*starts, num_rows])
+        return self._epoch[1]
+
+    def _order(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
+        places = np.arange(begin, end)
+        if not self._shuffle:
+            return places
+        return permuted(places, self._rows.num_rows, permutation_keys(self._seed, epoch, ROWS))
+
+
+def rows_of_groups(
+    lengths: NDArray[np.int64], *, group_size: int, packing: bool, limit: int
+) -> tuple[SingleRows | PackedRows, NDArray[np.int64]]:
+    """Return the rows that documents of these lengths go into, and the lengths of their groups; a group stays together."""
+    group_lengths = lengths.reshape(-1, group_size).sum(1)
+    return PackedRows(group_lengths, limit) if packing else SingleRows(group_lengths), group_lengths
 
 
 @dataclass(frozen=True, kw_only=True)

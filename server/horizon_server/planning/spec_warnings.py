@@ -1,0 +1,77 @@
+"""What a job asks for that cannot be done, or is likely not meant, although nothing refuses it. Torch-free.
+
+Each warning is one sentence, which names the field and what to write instead; `job plan`, `queue simulate` and `job submit` show the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from horizon_server.planning.lora import left_out
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.spec import LORA, JobSpec
+
+# Whole models are trained at 1e-6 to 1e-4, adapters at 1e-4 to 1e-3, tiny models from nothing at up to 1e-2.
+_MOST_LEARNING_RATE = 0.02
+
+
+def spec_warnings(spec: JobSpec, found: ModelFolder, *, num_steps: int | None, estimated: bool) -> list[str]:
+    """Return the warnings of a job of this model. `num_steps` are the whole job's where known, by estimate where `estimated`."""
+    return [
+        *_of_the_schedule(spec, num_steps, estimated=estimated),
+        *_of_adapters(spec, found),
+        *_of_evaluations(spec, found),
+    ]
+
+
+def _of_the_schedule(spec: JobSpec, num_steps: int | None, *, estimated: bool) -> Iterator[str]:
+    train = spec.train
+    if train.learning_rate > _MOST_LEARNING_RATE:
+        yield (
+            f"train.learning_rate is {train.learning_rate:g}, far above what AdamW trains language models with (1e-6 to 1e-3): the loss "
+            "will most likely not fall; write for example 1.0e-5, or 2.0e-4 with train.trainable: lora"
+        )
+    # The schedule is that of all steps, whatever limits ends the job earlier.
+    steps = train.max_steps if train.max_steps is not None else num_steps
+    if steps is not None and train.warmup_steps >= steps:
+        of_job = f"train.max_steps is {steps}"
+        if train.max_steps is None:
+            of_job = f"the job has {'about ' if estimated else ''}{steps} steps"
+        yield (
+            f"train.warmup_steps is {train.warmup_steps} and {of_job}, so the learning rate never reaches train.learning_rate; use a "
+            f"train.warmup_steps well below {steps}"
+        )
+
+
+def _of_adapters(spec: JobSpec, found: ModelFolder) -> Iterator[str]:
+    if spec.train.trainable != LORA:
+        return
+    if experts := left_out(found.layout, spec.train.lora):
+        yield experts
+    rank, shapes = spec.train.lora.rank, {name: header.shape for name, header in found.headers.items()}
+    adapted = {tensor.adapts for _, tensor in found.layout.tensors() if tensor.adapts}
+    small = sorted((min(shapes[name]), name) for name in adapted if name in shapes and min(shapes[name]) < rank)
+    if small:
+        side, name = small[0]
+        yield (
+            f"train.lora.rank is {rank}, and {len(small)} of {len(adapted)} adapted matrices are smaller than that ({name} is "
+            f"{' by '.join(map(str, shapes[name]))}): what is above {side} takes memory and adds nothing there; use a train.lora.rank well "
+            f"below {side}, or train.trainable: all"
+        )
+
+
+def _of_evaluations(spec: JobSpec, found: ModelFolder) -> Iterator[str]:
+    if spec.eval_every_steps and not spec.eval_sets:
+        yield (
+            f"eval_every_steps is {spec.eval_every_steps}, and the job has no eval set, so nothing is evaluated; set eval_dataset, "
+            "eval_fraction or eval.sets"
+        )
+    generate, positions = spec.eval.generate, found.shape.max_position_embeddings
+    if generate is None:
+        return
+    room = positions - generate.max_new_tokens
+    what = f"eval.generate.max_new_tokens is {generate.max_new_tokens}, and the model has {positions} positions"
+    if room < 1:
+        yield f"{what}: no prompt leaves room for an answer, so none is asked; use a value well below {positions}"
+    elif room < spec.train.sequence_length - 1:
+        yield f"{what}: prompts of more than {room} tokens are left out; lower it where your prompts are longer"

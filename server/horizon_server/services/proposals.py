@@ -1,0 +1,177 @@
+"""A job before it is queued: what it names is found, everything is checked, and its memory and time are planned.
+
+`job plan`, `queue simulate` and `job submit` all begin here, so that they refuse the same jobs with the same words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from horizon_formats.formats import DatasetFormat, kind_of
+from horizon_server.db.jobs import AdmitJob
+from horizon_server.errors import DoesNotFit, InvalidSpec, NotFound, QuotaExceeded
+from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.preparation import DatasetFiles, known_size
+from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.planner import Planner
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord
+from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.services.access import require_project
+from horizon_server.services.accounts import UserTurns
+from horizon_server.services.inputs import NodeResources
+from horizon_server.services.quotas import Quotas
+from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
+from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
+from horizon_server.store.base_digest import other_base
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A job that passes every check but that of memory, with what its names mean; see `plan.fits`.
+
+    Of a machine that is only asked about, the data is not looked at: `dataset_id` is empty.
+    """
+
+    spec: JobSpec
+    """With its project."""
+    model_id: str
+    dataset_id: str = ""
+    eval_dataset_id: str = ""
+    eval_set_ids: dict[str, str] = field(default_factory=dict)
+    start: Start | None = None
+    plan: JobPlan
+    admit: AdmitJob | None = None
+    """Refuses it where too many jobs are queued."""
+
+    async def warned(self, quotas: Quotas, user: str) -> JobPlan:
+        """Return the plan, with a warning where the queue has no room for the job now."""
+        try:
+            await quotas.require_room(user, self.spec.project)
+        except QuotaExceeded as full:
+            return replace(self.plan, warnings=(*self.plan.warnings, f"it would not be queued now: {full.message}"))
+        return self.plan
+
+    def require_fit(self) -> None:
+        """Let pass a job that the node has memory for. Raises DoesNotFit, with the numbers."""
+        if not self.plan.fits:
+            raise DoesNotFit(self.plan.message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """The datasets that a job names, and those of its eval sets by their names."""
+
+    trained: DatasetFiles
+    evaluated: dict[str, DatasetFiles]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Proposals:
+    """Thread: belongs to one event loop; blocking file work goes to threads.
+
+    Args:
+        find_job: the job of a name or id that the caller may see; raises NotFound.
+    """
+
+    resources: NodeResources
+    planner: Planner
+    folders: JobFolders
+    quotas: Quotas
+    turns: UserTurns
+    find_job: Callable[[Principal, str], Awaitable[JobRecord]]
+
+    @asynccontextmanager
+    async def of(
+        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
+    ) -> AsyncIterator[Proposal]:
+        """Give the proposal, for this node or for a machine that is asked about, and one of the caller's turns until the block ends.
+
+        Raises:
+            NotAllowed: when the project is not the caller's.
+            NotFound: when model or datasets do not exist for the caller, or the checkpoint that `init_from` names.
+            InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method does not learn
+                from data of such a kind; and what the model or the machine cannot do.
+            QuotaExceeded: when the job alone needs more memory than a quota allows.
+            InUse: while the digest of a model is made that an adapter is compared with.
+        """
+        spec = spec if spec.project else spec.in_project(principal.project)
+        require_project(principal, spec.project)
+        async with self.turns.of(principal.name):
+            model_id, folder = await self.resources.model(principal, spec.model)
+        start = await self._start(principal, spec, model_id, folder)
+        async with self.turns.of(principal.name):
+            if machine is not None:
+                plan = await self._plan_elsewhere(principal, spec, folder, machine)
+                yield Proposal(spec=spec, model_id=model_id, start=start, plan=plan)
+                return
+            data = await self._data(principal, spec)
+            size = await asyncio.to_thread(self._size, spec, folder, data)
+            plan = await asyncio.to_thread(self._plan, spec, folder, start, size)
+            evaluated = {name: files.record.dataset_id for name, files in data.evaluated.items()}
+            yield Proposal(
+                spec=spec,
+                model_id=model_id,
+                dataset_id=data.trained.record.dataset_id,
+                eval_dataset_id=evaluated.pop(EVAL_SET, ""),
+                eval_set_ids=evaluated,
+                start=start,
+                plan=plan,
+                # That it does not fit the node says more than that a quota is smaller.
+                admit=await self.quotas.admit_job(principal.name, spec.project, plan) if plan.fits else None,
+            )
+
+    async def _plan_elsewhere(
+        self, principal: Principal, spec: JobSpec, folder: Path, machine: PlannedMachine
+    ) -> JobPlan:
+        try:
+            data = await self._data(principal, spec)
+        except NotFound:
+            size = None  # a machine that is asked about needs no data; where it is known, it is used
+        else:
+            size = await asyncio.to_thread(self._size, spec, folder, data)
+        return await asyncio.to_thread(partial(self.planner.plan_elsewhere, spec, folder, machine, data=size))
+
+    async def _data(self, principal: Principal, spec: JobSpec) -> _Data:
+        """Return the datasets that the job names. Raises NotFound, and InvalidSpec where its method does not learn from such data."""
+        trained = await self.resources.dataset(principal, spec.dataset)
+        named = {**({EVAL_SET: spec.eval_dataset} if spec.eval_dataset else {}), **spec.eval.sets}
+        evaluated = {name: await self.resources.dataset(principal, given) for name, given in named.items()}
+        kinds = {name: kind_of(DatasetFormat(files.record.format)) for name, files in evaluated.items()}
+        check_kinds(spec, kind_of(DatasetFormat(trained.record.format)), kinds)
+        return _Data(trained=trained, evaluated=evaluated)
+
+    async def _start(self, principal: Principal, spec: JobSpec, model_id: str, folder: Path) -> Start | None:
+        """Return what `init_from` names, which anyone may use who may download it; an adapter that names its base is compared with the
+        model. Raises NotFound, InvalidSpec, and InUse while the model's digest is made.
+        """
+        start = await self._named_start(principal, spec, model_id)
+        wanted = "" if start is None else await asyncio.to_thread(start.base_sha256)
+        if wanted and (found := await self.resources.digest_of(principal, folder)) != wanted:
+            raise InvalidSpec.of("init_from", other_base("init_from: the adapter", wanted, found))
+        return start
+
+    async def _named_start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
+        if spec.init_from is None:
+            return None
+        key, _, which = spec.init_from.rpartition("@")
+        if not key:
+            require_lora(spec)
+            return PushedAdapter(name=spec.init_from, folder=await self.resources.adapter(principal, spec.init_from))
+        source = await self.find_job(principal, key)
+        return await start_at(spec, model_id, source, which, self.folders.checkpoints(source.job_id))
+
+    def _size(self, spec: JobSpec, folder: Path, data: _Data) -> DataSize:
+        evaluated = [files.record for files in data.evaluated.values()]
+        return known_size(self.folders.prepared, spec, folder, data.trained.record, evaluated)
+
+    def _plan(self, spec: JobSpec, folder: Path, start: Start | None, size: DataSize) -> JobPlan:
+        """Return the plan of a job on this node, with the numbers of the files that it starts from. Blocking."""
+        if start is None:
+            return self.planner.plan(spec, folder, data=size)
+        return start.plan(self.planner, spec, folder, data=size)

@@ -1,0 +1,167 @@
+"""What commands do to a state folder that is none, or that another version of horizond has made."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from horizon_server.cli import run
+from horizon_server.db.database import migrate
+from horizon_server.db.database_file import known_schemas, opened_file
+from horizon_server.db.existing import MAX_COPIES, insert_entry, keep_before_migration
+from horizon_server.records.audit import UNKNOWN, AuditEntry
+
+Command = Callable[..., tuple[int, str, str]]
+
+READING = (
+    ("user", "list"), ("token", "list"), ("project", "list"), ("project", "member", "list"), ("audit",), ("gc", "--dry-run"), ("check",),
+)  # fmt: skip
+CHANGING = (
+    ("user", "add", "eve"), ("user", "set", "ada", "--weight", "2"), ("user", "remove", "ada", "--yes"), ("token", "create", "ada"),
+    ("token", "revoke", "tok_1"), ("project", "add", "lab"), ("project", "member", "add", "ada", "ada"), ("gc",),
+)  # fmt: skip
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    def invoke(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["horizond", *map(str, arguments), "--state-dir", str(tmp_path / "state")])
+        code = run()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+def earlier(schema: str, path: Path) -> None:
+    """Make the database of an earlier version."""
+    dump = Path(__file__).parents[1] / "db" / "schemas" / f"v{schema}.sql"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with sqlite3.connect(path) as connection:
+        connection.executescript(dump.read_text("utf-8"))
+        connection.execute("PRAGMA journal_mode=WAL")
+    connection.close()
+
+
+def schema_of(path: Path) -> str:
+    with opened_file(path) as file:
+        return file.schema
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mode, path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+        if not path.name.endswith(("-wal", "-shm"))  # SQLite's own, which readers make too
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [*READING, *CHANGING, ("backup", "BACKUP")], ids=" ".join)
+def test_a_folder_that_holds_no_daemons_state_is_refused_and_not_made(
+    command: Command, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    code, out, said = command(*words)
+    assert (code, out, said.count("\n")) == (2, "", 1), said
+    assert "holds no daemon's state" in said and "horizond serve" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", READING, ids=" ".join)
+@pytest.mark.parametrize("schema", ["0002", "0006"])
+def test_a_command_that_reads_reads_an_earlier_database_and_changes_nothing(
+    command: Command, tmp_path: Path, schema: str, words: tuple[str, ...]
+) -> None:
+    earlier(schema, tmp_path / "state" / "horizon.db")
+    (tmp_path / "state").chmod(0o700)
+    (tmp_path / "state" / "horizon.db").chmod(0o600)
+    (tmp_path / "state" / "prepared" / ".half.partial").mkdir(parents=True)
+    for name in ("blobs", "uploads", "jobs", "models", "trash"):
+        (tmp_path / "state" / name).mkdir()
+    before = tree(tmp_path / "state")
+    code, _, said = command(*words)
+    assert (code, "error" in said) in ((0, False), (1, False)), said
+    assert tree(tmp_path / "state") == before
+
+
+def test_users_of_an_earlier_database_are_listed(command: Command, tmp_path: Path) -> None:
+    earlier("0002", tmp_path / "state" / "horizon.db")
+    assert "ada" in command("user", "list", "-o", "name")[1].split()
+
+
+@pytest.mark.parametrize("words", CHANGING, ids=" ".join)
+def test_a_command_that_changes_something_leaves_an_earlier_database_to_serve(
+    command: Command, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    database = tmp_path / "state" / "horizon.db"
+    earlier("0006", database)
+    code, _, said = command(*words)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "format 0006" in said and "horizond serve" in said
+    assert schema_of(database) == "0006"
+
+
+def test_a_backup_and_its_restore_leave_an_earlier_database_as_it_is(command: Command, tmp_path: Path) -> None:
+    state, backup = tmp_path / "state", tmp_path / "backup"
+    earlier("0006", state / "horizon.db")
+    assert command("backup", backup)[0] == 1, "the contents that the dump names are not here"
+    assert schema_of(state / "horizon.db") == "0006"
+    code, _, said = command("restore", backup, "--replace")
+    assert code == 0, said
+    assert schema_of(state / "horizon.db") == "0006"
+    [kept] = state.glob("before-restore-*.db")
+    assert [
+        (row["action"], row["outcome"]) for row in json.loads(command("audit", "-o", "json", "--since", "1d")[1])
+    ] == [("horizond restore", "OK")]
+    with sqlite3.connect(kept) as connection:
+        rows = connection.execute("SELECT action, outcome FROM audit ORDER BY number DESC LIMIT 2").fetchall()
+    connection.close()
+    assert rows == [("horizond restore", "OK"), ("horizond backup", "OK")]
+
+
+def test_a_database_is_copied_before_it_is_migrated_and_few_copies_stay(tmp_path: Path) -> None:
+    database = tmp_path / "horizon.db"
+    assert keep_before_migration(database) is None
+    schemas = known_schemas()[:-1]
+    assert len(schemas) > MAX_COPIES
+    for schema in schemas:
+        for file in tmp_path.glob("horizon.db*"):
+            file.unlink()
+        earlier(schema, database)
+        copy = keep_before_migration(database)
+        assert copy == tmp_path / f"before-migration-{schema}.db"
+        migrate(database)
+        assert (schema_of(copy), schema_of(database)) == (schema, known_schemas()[-1])
+    assert keep_before_migration(database) is None
+    names = [f"before-migration-{schema}.db" for schema in schemas[-MAX_COPIES:]]
+    assert sorted(path.name for path in tmp_path.glob("before-*")) == names
+
+
+def test_a_command_that_is_cut_has_an_entry(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kill -9 leaves it: nothing after the change runs."""
+
+    class Killed(BaseException):
+        pass
+
+    async def cut(*_: object, **__: object) -> None:
+        raise Killed
+
+    database = tmp_path / "state" / "horizon.db"
+    migrate(database)
+    monkeypatch.setattr("horizon_server.services.accounts.Accounts.add_user", cut)
+    with pytest.raises(Killed):
+        command("user", "add", "ada")
+    [entry] = json.loads(command("audit", "--outcome", UNKNOWN, "-o", "json")[1])
+    assert (entry["action"], entry["resource"], entry["outcome"]) == ("horizond user add", "ada", UNKNOWN)
+
+
+def test_a_database_without_an_audit_log_gets_no_entry(tmp_path: Path) -> None:
+    entry = AuditEntry(time_s=1.0, user="u", token_id="", origin="o", action="a", resource="r", outcome="OK", detail="")
+    earlier("0002", tmp_path / "old.db")
+    assert insert_entry(tmp_path / "old.db", entry) == 0
+    assert insert_entry(tmp_path / "none.db", entry) == 0
+    assert not (tmp_path / "none.db").exists()
