@@ -32,7 +32,7 @@ from horizon_server.store.layout import StoreLayout
 
 _WEIGHT = ".weight"
 # Of the attribute a new object is made each time, so that it is compared by value.
-_TRANSPOSE = torch.Tensor.T.__get__
+_TRANSPOSE = torch.Tensor.T.__get__  # type: ignore[attr-defined]
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _ENDS = (LORA_A, LORA_B, MAGNITUDE)
 _NORMS = ".lora_norms"
@@ -249,6 +249,11 @@ def _refused(name: str, why: str) -> InvalidModel:
     last = name.removesuffix(_WEIGHT).rpartition(".")[2]
     return InvalidModel(
         f"{name} cannot have an adapter: {why}; name the weights to adapt in train.lora.targets, without it (such as !{last})"
+        + (
+            ", or train the experts themselves, without adapters (train.trainable: [experts])"
+            if "experts" in name
+            else ""
+        )
     )
 
 
