@@ -302,10 +302,9 @@ def _without_bias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if func is torch.addmm:
         product: Tensor = inputs @ args[2]
         return product
-    if func in _PRODUCTS:
-        product = inputs @ args[1]
-        return product
-    return functional.linear(inputs, args[1] if len(args) > 1 else kwargs["weight"])
+    weight = args[1] if len(args) > 1 else kwargs["weight"]
+    # The transpose itself is the second factor there.
+    return inputs @ weight if func in _PRODUCTS else functional.linear(inputs, weight)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
