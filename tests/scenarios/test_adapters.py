@@ -16,7 +16,8 @@ from tests.support.both_daemons import demo_spec
 from tests.support.daemon_process import DaemonProcess, wait_for_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from horizon_client import Client, HorizonError
+from horizon_client import Client
+from horizon_client.errors import InvalidSpec
 from horizon_client.resources import Job, SampledText
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
@@ -146,5 +147,5 @@ def test_after_training_on_fewer_bits_the_command_says_and_chooses_the_base(
         client.models.push(base, name="other-model")
         spec = {**demo_spec("second", **LORA), "init_from": "nf4-adapter", "model": "other-model"}
         # Said before anything waits in the queue.
-        with pytest.raises(HorizonError, match="was trained on other weights than those of model"):
+        with pytest.raises(InvalidSpec, match="was trained on other weights than those of model"):
             client.jobs.submit(spec)
