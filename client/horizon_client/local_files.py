@@ -42,7 +42,11 @@ _NO_FILES = {
     stat.S_ISBLK: "device",
     stat.S_ISDIR: "folder",
 }
-_NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")  # binary files, and texts that no program reads
+# Binary files, and texts that no program reads.
+_NOT_CHECKED = (
+    *("*.model", "*.model.v*", "LICENSE*", "NOTICE*", "README.md", "USE_POLICY*", "model_card.md", "MODEL_CARD.md"),
+    *("vocab.bpe", "bpe.codes"),
+)
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}

@@ -17,6 +17,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _VOCABULARY_PATTERNS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "spm.model", "sentencepiece*.model", "tekken.json", "*.tiktoken"),
+    *("tokenizer.model.v*", "tokenizer_v*.model.v*", "vocab.bpe", "bpe.codes"),
 )
 _TEXT_PATTERNS = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
@@ -26,7 +27,8 @@ _TEXT_PATTERNS = (
 COMPANION_PATTERNS = (
     "generation_config.json",
     *_TEXT_PATTERNS,
-    *("preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "README.md"),
+    *("preprocessor_config.json", "processor_config.json", "configuration.json", "params.json"),
+    *("LICENSE*", "NOTICE*", "README.md", "USE_POLICY*", "model_card.md", "MODEL_CARD.md"),
 )
 """What is kept with the weights of every checkpoint: data only, never code, never a pickle."""
 

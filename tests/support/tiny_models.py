@@ -83,6 +83,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128, **_NO_PDROP},
     "bloom": {"n_layer": 3, "n_head": 4},
+    "falcon": {},
     "gptj": {"n_layer": 3, "n_head": 4, "n_embd": 32, "rotary_dim": 8},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "olmo_hybrid": {},
@@ -118,6 +119,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "xlstm": {"num_heads": 4, "chunk_size": 16},
 }
 _OF_ATTENTION = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
+
+# Sizes that its config computes from others.
+_NOT_SET = {"falcon": frozenset({"head_dim"})}
 
 ARCHITECTURES = [
     "qwen3",
@@ -164,7 +168,7 @@ MIXES_DOCUMENTS = {
 
 def config_of(model_type: str, **changes: Any) -> PretrainedConfig:
     """A tiny config of an architecture."""
-    left_out = _OF_ATTENTION if model_type in WITHOUT_ATTENTION else frozenset()
+    left_out = _OF_ATTENTION if model_type in WITHOUT_ATTENTION else _NOT_SET.get(model_type, frozenset())
     sizes = {name: value for name, value in _SIZES.items() if name not in left_out}
     config: PretrainedConfig = AutoConfig.for_model(model_type, **{**sizes, **_CHANGES[model_type], **changes})
     return config

@@ -1,9 +1,9 @@
 """Adapters of low rank on the linear maps of a layer, whatever its code looks like.
 
-A model's own code calls `torch.nn.functional.linear`, or `torch.addmm` where it is GPT-2's. Inside `AdaptedMaps` such a call, where the
-weight is one that has an adapter, gives x W' + b + scale * dropout(x) A' B'. With magnitudes m and the norms n of W + scale * B A (DoRA) it
-gives x W' + b + (m / n - 1) dropout(x) W' + m / n scale * dropout(x) A' B'. The weight is known by identity, so every use of it that is
-not such a call would miss the adapter: `check_uses` runs a layer and refuses the weight by name.
+A model's own code calls `torch.nn.functional.linear`, `torch.addmm` where it is GPT-2's, or `x @ weight.T` where it is Falcon's. Inside
+`AdaptedMaps` such a call, where the weight is one that has an adapter, gives x W' + b + scale * dropout(x) A' B'. With magnitudes m and
+the norms n of W + scale * B A (DoRA) it gives x W' + b + (m / n - 1) dropout(x) W' + m / n scale * dropout(x) A' B'. The weight is known
+by identity, so every use of it that is not such a call would miss the adapter: `check_uses` runs a layer and refuses the weight by name.
 
 Shapes: T = tokens, I = inputs of a map, O = its outputs, K = rank.
 Thread: a mode belongs to the thread that enters it.
@@ -31,6 +31,9 @@ from horizon_server.store.adapters import LORA_A, LORA_B, MAGNITUDE
 from horizon_server.store.layout import StoreLayout
 
 _WEIGHT = ".weight"
+# Of the attribute a new object is made each time, so that it is compared by value.
+_TRANSPOSE = torch.Tensor.T.__get__  # type: ignore[attr-defined]
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _ENDS = (LORA_A, LORA_B, MAGNITUDE)
 _NORMS = ".lora_norms"
 
@@ -125,6 +128,7 @@ class AdaptedMaps(TorchFunctionMode):
         # With the weight itself, so that no other tensor can get its id meanwhile.
         self._adapters = {id(adapter.weight): adapter for adapter in adapters}
         self._scale, self._dropout = scale, dropout
+        self._transposed = _Transposes()
 
     def __torch_function__(
         self,
@@ -135,7 +139,10 @@ class AdaptedMaps(TorchFunctionMode):
     ) -> Any:
         """Add what the adapters put out to that of the maps. The mode itself is off in here."""
         kwargs = kwargs or {}
-        if (used := _map_of(func, args, kwargs)) is not None and (found := self._adapters.get(id(used[1]))) is not None:
+        if func == _TRANSPOSE and id(args[0]) in self._adapters:
+            return self._transposed.made_of(args[0])
+        used = _map_of(func, args, kwargs, self._transposed)
+        if used is not None and (found := self._adapters.get(id(used[1]))) is not None:
             # As in PEFT: what is computed in fp32 next to adapters in bf16, such as a router, is cast for them.
             inputs = used[0].to(found.a.dtype)
             dropped = functional.dropout(inputs, self._dropout) if self._dropout else inputs
@@ -163,6 +170,7 @@ class _WatchedUses(TorchFunctionMode):
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {id(weight): name for name, weight in weights.items()}
+        self._transposed = _Transposes()
         self.mapped: set[str] = set()
         self.others: dict[str, str] = {}
 
@@ -174,15 +182,18 @@ class _WatchedUses(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _TRANSPOSE and id(args[0]) in self._names:
+            return self._transposed.made_of(args[0])
         output = func(*args, **kwargs)
-        weight = used[1] if (used := _map_of(func, args, kwargs)) is not None else None
+        weight = used[1] if (used := _map_of(func, args, kwargs, self._transposed)) is not None else None
         if (name := self._names.get(id(weight))) is not None:
             self.mapped.add(name)
-        for value in _tensors((*args, *kwargs.values())):
+        for given in _tensors((*args, *kwargs.values())):
+            value = self._transposed.weight_of(given)
             # Asking for its dtype or its size is no use, and neither is a conversion to what it is.
             is_use = value is not weight and output is not value and any(True for _ in _tensors((output,)))
             if is_use and (name := self._names.get(id(value))) is not None:
-                self.others.setdefault(name, getattr(func, "__name__", str(func)))
+                self.others.setdefault(name, str(getattr(func, "__name__", "")).strip("_"))
         return output
 
 
@@ -224,7 +235,9 @@ def check_uses(
         zeros = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in empty.items()}
         watched = run(zeros, *call.with_hidden(torch.zeros(1, NUM_TRIAL_TOKENS, hidden_size, dtype=dtype)))
     for name, how in watched.others.items():
-        raise _refused(stored_names[name], f"the model's code gives it to {how}, which is not a linear map")
+        # What Python asks of an attribute is no operation that a user knows.
+        what = f"gives it to {how}, which" if how not in ("", "get") else "uses it in a way that"
+        raise _refused(stored_names[name], f"the model's code {what} is not a linear map")
     for name, stored_name in stored_names.items():
         # An expert that no token of the trial visits is used as its class says.
         is_linear = isinstance(layer.get_submodule(name.removesuffix(_WEIGHT)), nn.Linear)
@@ -236,10 +249,35 @@ def _refused(name: str, why: str) -> InvalidModel:
     last = name.removesuffix(_WEIGHT).rpartition(".")[2]
     return InvalidModel(
         f"{name} cannot have an adapter: {why}; name the weights to adapt in train.lora.targets, without it (such as !{last})"
+        + (
+            ", or train the experts themselves, without adapters (train.trainable: [experts])"
+            if "experts" in name
+            else ""
+        )
     )
 
 
-def _map_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+class _Transposes:
+    """The transposes that a model's code has made of some weights, by identity: `x @ weight.T` is a linear map too."""
+
+    def __init__(self) -> None:
+        # With the transpose itself, so that no other tensor can get its id meanwhile.
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def made_of(self, weight: Tensor) -> Tensor:
+        """The transpose of a weight, which is known as that from now on."""
+        transposed = weight.T
+        self._found[id(transposed)] = transposed, weight
+        return transposed
+
+    def weight_of(self, tensor: Tensor) -> Tensor:
+        """The weight that a tensor is the transpose of; the tensor itself where it is none."""
+        return found[1] if (found := self._found.get(id(tensor))) is not None else tensor
+
+
+def _map_of(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], transposed: _Transposes
+) -> tuple[Tensor, Tensor] | None:
     """The inputs and the weight of a call of a linear map."""
     if func is functional.linear or func is linear_without_value:
         inputs, weight = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(("input", "weight")))
@@ -247,6 +285,9 @@ def _map_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     # GPT-2's projections: the weight is the second factor.
     if func is torch.addmm and len(args) == 3 and not kwargs:
         return args[1], args[2]
+    if func in _PRODUCTS and len(args) == 2 and isinstance(args[1], Tensor):
+        weight = transposed.weight_of(args[1])
+        return (args[0], weight) if weight is not args[1] else None
     return None
 
 
@@ -261,7 +302,9 @@ def _without_bias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if func is torch.addmm:
         product: Tensor = inputs @ args[2]
         return product
-    return functional.linear(inputs, args[1] if len(args) > 1 else kwargs["weight"])
+    weight = args[1] if len(args) > 1 else kwargs["weight"]
+    # The transpose itself is the second factor there.
+    return inputs @ weight if func in _PRODUCTS else functional.linear(inputs, weight)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -27,6 +27,7 @@ from transformers import (
 from horizon_server.errors import InvalidModel
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 
+_OF_OTHER_HEADS = ("classif", "summary_")
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -120,7 +121,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 def draws_random_numbers(config: PretrainedConfig) -> bool:
     """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
-    settings = _numbers(config.get_text_config().to_dict())
+    # No layer and no language model's head uses those of classifiers (gpt_neox, gpt_neo) and of summaries (gpt2).
+    settings = ((n, v) for n, v in _numbers(config.get_text_config().to_dict()) if not n.startswith(_OF_OTHER_HEADS))
     return any(value > 0 and any(part in name for part in ("dropout", "pdrop", "jitter")) for name, value in settings)
 
 

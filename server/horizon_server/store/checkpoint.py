@@ -123,6 +123,7 @@ def save_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     min_free_bytes: int | None = None,
     adapter: AdapterExport | None = None,
+    on_overflow: Callable[[str], None] | None = None,
     answer_ends: Collection[int] = (),
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
@@ -130,7 +131,8 @@ def save_checkpoint(
     Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may update the
     store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk. `adapter` is needed where the store has
     adapters; the model that they are merged into is then `source`. `answer_ends` are tokens that end answers besides those that the
-    source's generation_config.json lists; the checkpoint's lists them too.
+    source's generation_config.json lists; the checkpoint's lists them too. `on_overflow` gets the name of each tensor that holds numbers
+    which are infinite in fp16, once; trainer/ has them as they are.
 
     Raises:
         AlreadyExists: `target` is there already.
@@ -141,7 +143,7 @@ def save_checkpoint(
     dtypes = _export_dtypes(store, source, dtype) if adapter is None else _adapter_dtypes(store.layout)
     companions = companion_files(source)
     generation_config = text_with_ends(source, answer_ends)
-    groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes, adapter))}
+    groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes, adapter, on_overflow))}
     needed_bytes = _SMALL_FILES_BYTES + sum((source / name).stat().st_size for name in companions)
     needed_bytes += sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for tensors in groups.values() for t in tensors)
     if adapter is not None and adapter.export != "adapter":
@@ -310,7 +312,11 @@ def _config(source: Path, store: HostStore, dtypes: Mapping[str, str]) -> dict[s
 
 
 def _tensor_bytes(
-    store: HostStore, stem: str, dtypes: Mapping[str, str], adapter: AdapterExport | None
+    store: HostStore,
+    stem: str,
+    dtypes: Mapping[str, str],
+    adapter: AdapterExport | None,
+    on_overflow: Callable[[str], None] | None,
 ) -> list[TensorBytes]:
     """The tensors of the files of a stem, which may be none."""
     tensors = []
@@ -319,7 +325,7 @@ def _tensor_bytes(
             continue
         dtype, shape = form
         size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        pieces = partial(_pieces, store, place.name, stem, dtype)
+        pieces = partial(_pieces, store, place.name, stem, dtype, on_overflow)
         name = place.name
         if stem == _MODEL and adapter is not None:
             name = f"{PEFT_PREFIX}{adapter.module_prefix}{name}"
@@ -342,7 +348,9 @@ def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[
     return (_DTYPE_OF_PLANE[stem], place.shape) if is_kept else None
 
 
-def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memoryview]:
+def _pieces(
+    store: HostStore, name: str, stem: str, dtype: str, on_overflow: Callable[[str], None] | None
+) -> Iterator[memoryview]:
     """The bytes of a tensor in the files of a stem; each piece is valid until the next is asked for."""
     if stem in _DTYPE_OF_PLANE:
         yield store.flat(name, stem).view(torch.uint8).numpy().data
@@ -358,7 +366,11 @@ def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memo
         if is_merged:
             merged = master[: len(hi[part])]
             merge_master(hi[part], lo_part, merged)
-            yield (merged if dtype == "F32" else merged.to(torch.float16)).view(torch.uint8).numpy().data
+            written = merged if dtype == "F32" else merged.to(torch.float16)
+            if dtype == "F16" and on_overflow is not None and bool((written.isinf() & merged.isfinite()).any()):
+                on_overflow(name)
+                on_overflow = None
+            yield written.view(torch.uint8).numpy().data
             continue
         bits = hi[part].view(torch.uint16).numpy()
         # 1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd.

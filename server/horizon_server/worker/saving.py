@@ -99,6 +99,7 @@ class CheckpointWriter:
     def _write(self, step: int, store: HostStore, state: Mapping[str, Any], eval_loss: float | None) -> None:
         started_s = self._clock()
         self._folder.path.mkdir(parents=True, exist_ok=True)
+        infinite: list[str] = []
         manifest = save_checkpoint(
             store,
             self._folder.of_step(step),
@@ -107,6 +108,7 @@ class CheckpointWriter:
             dtype=self._spec.dtype,
             min_free_bytes=self._min_free_bytes,
             adapter=self._adapter,
+            on_overflow=infinite.append,
             answer_ends=self._answer_ends,
         )
         self._ended_s = self._clock()
@@ -116,6 +118,14 @@ class CheckpointWriter:
             step=step, duration_s=self._duration_s, size_bytes=manifest.size_bytes, eval_loss=eval_loss
         )
         self._events.send(written)
+        if infinite:
+            more = f" and {len(infinite) - 1} more tensors" if len(infinite) > 1 else ""
+            text = (
+                f"the checkpoint of step {step} cannot be used as a model: {min(infinite)}{more} hold numbers beyond 65504, the largest of "
+                "fp16, which are infinite there. Training continues with the exact numbers, which trainer/ has; for a model that can be "
+                "used, set checkpoint.dtype: bf16 or fp32"
+            )
+            self._events.send(Message(level="warning", text=text))
         # After the new one is complete, so that there is always one to resume from.
         self._folder.apply_retention(keep_last=self._spec.keep_last, keep_best=self._spec.keep_best)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import GPT2Config, GPTNeoConfig, GPTNeoXConfig
 
-from horizon_server.engine.meta_model import ModuleState
+from horizon_server.engine.meta_model import ModuleState, draws_random_numbers
 
 
 class Growing(nn.Module):
@@ -77,3 +78,11 @@ def test_the_training_mode_is_not_part_of_it() -> None:
         pass
 
     assert not module.training
+
+
+def test_dropout_that_only_other_heads_have_is_none_of_a_language_model() -> None:
+    assert not draws_random_numbers(GPTNeoXConfig())
+    assert not draws_random_numbers(GPTNeoConfig())
+    assert not draws_random_numbers(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    assert draws_random_numbers(GPT2Config())
+    assert draws_random_numbers(GPTNeoXConfig(hidden_dropout=0.1))

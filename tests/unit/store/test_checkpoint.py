@@ -178,6 +178,13 @@ def test_data_files_of_known_names_travel_and_no_others(make_model: MakeModel, t
         "preprocessor_config.json",
         "LICENSE",
         "README.md",
+        "USE_POLICY.md",
+        "params.json",
+        "vocab.bpe",
+        "bpe.codes",
+        "tokenizer_v3.model.v3",
+        "configuration.json",
+        "model_card.md",
         "modeling_evil.py",
         "pytorch_model.bin",
         "x.txt",
@@ -193,6 +200,22 @@ def test_data_files_of_known_names_travel_and_no_others(make_model: MakeModel, t
     on_disk = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
     assert on_disk == set(manifest.files) | {"trainer/manifest.json"}
     assert (target / "tokenizer.json").stat().st_mode & 0o200
+
+
+def test_numbers_that_are_infinite_in_fp16_are_told_by_the_name_of_their_tensor(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    store = trained_store(make_model())
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = master_of(store, name)
+    weight[0, 0], weight[1, 1] = 70000.0, -1e6
+    store.write_master(name, weight)
+    told: list[str] = []
+    how = {"source": make_model(), "trainer_state": STATE, "on_overflow": told.append}
+    save_checkpoint(store, tmp_path / "bf16", dtype="bf16", **how)
+    assert told == []
+    save_checkpoint(store, tmp_path / "fp16", dtype="fp16", **how)
+    assert told == [name]
 
 
 def test_the_manifest_tells_the_truth(saved: Path) -> None:

@@ -10,6 +10,7 @@ Source: torch.fx.experimental.proxy_tensor.make_fx over torch.func.vjp.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilab
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.linear import AccumulatedProducts, Accumulator
 from horizon_server.engine.template import Template
+
+log = logging.getLogger(__name__)
 
 # Where a graph's conditions depend on the number of tokens, they are tried for these. One token is not among them: a dimension of
 # size 1 broadcasts, so a graph for it would be another one.
@@ -133,10 +136,21 @@ def trace_layer(
     except NotCompilable:
         raise
     except Exception as error:  # Tracing raises whatever the layer's code and torch make of tensors without values.
-        lines = str(error).strip().splitlines() or ["no message"]
-        raise NotCompilable(f"its code cannot be traced ({type(error).__name__}: {lines[0]})") from error
+        # What torch says is for the log: it names its own files and types.
+        log.warning("a layer cannot be traced: %s: %s", type(error).__name__, error)
+        raise NotCompilable(_why_not_traced(places)) from error
     returned = _drop_zeros(backward_graph.module, trained)
     return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
+
+
+def _why_not_traced(places: Sequence[Place]) -> str:
+    """In words why a layer's code could not be turned into a graph for rows of any length."""
+    names = [place.name for place in places]
+    if any("experts" in name for name in names):
+        return "it chooses experts by values, and the products of experts cannot be compiled in this type of computation on this device"
+    if any(part in name for name in names for part in ("conv1d", "A_log", "in_proj_qkvz", "linear_attn")):
+        return "its recurrent layers are computed in steps whose number depends on the length of a row"
+    return "its code in transformers decides by values or by the length of a row"
 
 
 class _Inputs:
