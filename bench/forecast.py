@@ -18,7 +18,7 @@ from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevic
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import EngineFacts, work_of_step
+from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
 from horizon_server.records.plan import StepPrediction
 from horizon_server.store.layout import build_layout
 
@@ -46,6 +46,7 @@ _FUSED = dataclasses.replace(_GROUPED, fused=True)
 _FUSED_HEAD = dataclasses.replace(_FUSED, fused_head=True, head_chunk_tokens=8192)
 _IN_GEMM = dataclasses.replace(_FUSED_HEAD, accumulates_in_gemm=True)
 _NO_ENDS = dataclasses.replace(_IN_GEMM, sends_rows=True, keeps_embedding=True)
+_TODAY_JOINED = dataclasses.replace(TODAY, micro_batch_tokens=16384)
 VARIANTS: Mapping[str, Variant] = {
     "now-120": Variant(title="row by row, rows of 4,096 tokens, host memory 120 GB/s", host_gbps=120),
     "now": Variant(title="row by row, rows of 4,096 tokens, host memory 200 GB/s"),
@@ -57,6 +58,11 @@ VARIANTS: Mapping[str, Variant] = {
     "4": Variant(title="4: 3 and weight gradients summed in the product", facts=_IN_GEMM),
     "5": Variant(title="5: 4 and the embedding kept on the device", facts=_NO_ENDS),
     "6": Variant(title="6: 5 and spare memory keeps products", facts=_NO_ENDS, uses_spare_memory=True),
+    "rows-today": Variant(title="the engine today, row by row, eager layers", facts=TODAY),
+    "eager-today": Variant(title="a job today, joined rows, eager layers", facts=_TODAY_JOINED),
+    "job": Variant(
+        title="a job today, joined rows, compiled layers", facts=dataclasses.replace(_TODAY_JOINED, fused=True)
+    ),
     "fp8": Variant(title="5 with FP8 products (1.55 times as fast)", facts=_NO_ENDS, gemm_factor=1.55),
 }
 

@@ -8,10 +8,10 @@ stage has a time limit of its own, writes its results as it goes, and does not s
 | file | what |
 | --- | --- |
 | summary.md | at most 40 lines: machine, tests, the curve next to the forecast, ratios, what failed |
-| machine.md | the machine, rates of matrix products and attention, memory and link |
+| machine.md | the machine, rates of matrix products and attention, memory and link, what the compiler made of the layers |
 | tests.md | tests/gpu |
-| curve.md | steps of the engine by tokens and kinds of rows, memory against the plan, rows of many different lengths |
-| profile.md, trace.json.gz | one step kernel by kernel; the trace is for Perfetto |
+| curve.md | steps of the engine as a job runs it, next to what is predicted, and with less of it; rows of many different lengths |
+| profile.md, trace.json.gz | one step kernel by kernel, compiled and eager; the trace is for Perfetto |
 | resident.md | the engine against the same kernels on resident weights |
 | results.jsonl | every number above, a line of JSON per row |
 
@@ -26,6 +26,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -65,7 +66,8 @@ STAGES = (
     Stage(name="compute", module="bench.gpu.compute", file="machine.md", weight=50, least_s=15),
     Stage(name="bandwidth", module="bench.gpu.bandwidth", file="machine.md", weight=50, least_s=20),
     Stage(name="tests", module="bench.gpu.suite", file="tests.md", weight=110, least_s=30),
-    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=210, least_s=60, fresh=True),
+    Stage(name="compile", module="bench.gpu.compile", file="machine.md", weight=110, least_s=60),
+    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=260, least_s=60, fresh=True),
     Stage(name="profile", module="bench.gpu.profile", file="profile.md", weight=50, least_s=30),
     Stage(name="resident", module="bench.gpu.resident", file="resident.md", weight=70, least_s=40),
     Stage(name="lengths", module="bench.gpu.lengths", file="curve.md", weight=60, least_s=40),
@@ -131,7 +133,11 @@ def run(plan: Plan, clock: Clock) -> list[Outcome]:
     for name in (RESULTS, SUMMARY, *{stage.file for stage in plan.stages}):
         (plan.out / name).unlink(missing_ok=True)
     outcomes: list[Outcome] = []
-    with _memory_files() as plane_fds, closing(_Runner(plan, plane_fds)) as runner:
+    with (
+        _memory_files() as plane_fds,
+        tempfile.TemporaryDirectory(prefix="horizon-bench-") as library,
+        closing(_Runner(plan, plane_fds, library)) as runner,
+    ):
         for index, stage in enumerate(plan.stages):
             weights = sum(other.weight for other in plan.stages[index:])
             seconds = max(0.0, clock.left_s - _RESERVE_S) * stage.weight / weights
@@ -166,8 +172,8 @@ def _memory_files() -> Iterator[dict[str, int]]:
 class _Runner:
     """Runs stages in a process that is replaced after a failure, and where a stage wants a fresh one."""
 
-    def __init__(self, plan: Plan, plane_fds: Mapping[str, int]) -> None:
-        self._plan, self._plane_fds = plan, plane_fds
+    def __init__(self, plan: Plan, plane_fds: Mapping[str, int], library: str) -> None:
+        self._plan, self._plane_fds, self._library = plan, plane_fds, library
         self._process: StageProcess | None = None
 
     def run(self, stage: Stage, seconds: float) -> Outcome:
@@ -214,6 +220,7 @@ class _Runner:
             tokens=plan.tokens,
             host_gib=plan.host_gib,
             plane_fds=self._plane_fds,
+            library=self._library,
         )
 
 

@@ -125,6 +125,7 @@ async def replay(folder: Path, num_jobs: int, *, arrival_s: float) -> list[Repla
     usual: dict[str, Any] = {"model_folder": model, "num_threads": 1, "time_slice_s": _SLICE_S}
     async with daemon_parts(folder / "plan", **usual, queue=False) as planning:
         owner = await planning.user("planner")
+        await planning.dataset(owner)
         _, plan = await planning.services.jobs.plan(owner, planning.spec(train=_TRAIN))
     usual |= {"host_memory_limit_bytes": _RESIDENT_JOBS * plan.host_total_bytes, "host_memory_reserve_bytes": 0}
     async with daemon_parts(state, **usual) as daemon:

@@ -300,6 +300,7 @@ TRANSFER = (
         unit="percentunit",
         queries=[
             (_rate("horizon_compute_seconds_total", "device"), "{{device}} busy"),
+            (_rate("horizon_compute_launching_seconds_total", "device"), "{{device}} busy while the host launches"),
             (_of_jobs("horizon_model_flops_utilization_ratio"), "{{name}} ({{owner}}) of peak"),
         ],
     ),

@@ -3,9 +3,10 @@ that is slower than the second over the same rows; some of the lengths are odd m
 
 from __future__ import annotations
 
+from bench.gpu.engine import job_trainer, set_up
 from bench.gpu.report import Report
 from bench.gpu.shapes import SIZES
-from bench.gpu.steps import choose_model, opened, plan_of, trainer_for
+from bench.gpu.steps import choose_model, opened
 from bench.gpu.task import Task
 from bench.models import rows_of
 from horizon_server.figures import StepFigures
@@ -30,9 +31,9 @@ def run(task: Task, report: Report) -> None:
             "note": "",
         },
     )
-    _, placement = plan_of(model, kinds["packed"])
+    found = set_up(model, kinds["packed"])
     with opened(task, model) as (store, device):
-        trainer = trainer_for(model, store, device, kinds["packed"], activation_placement=placement)
+        trainer, _ = job_trainer(task, model, store, device, kinds["packed"], found, "job")
         try:
             # Of lengths that do not come again, so that only what depends on the length is left for the first step.
             short = sizes.shortest_length // 2

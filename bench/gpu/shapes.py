@@ -18,6 +18,9 @@ QWEN25: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MAX_POSITIONS = 1 << 17
 
+Engine = Literal["job", "eager", "row by row", "products", "fp8"]
+"""What runs the rows, see `engine`."""
+
 RowKind = Literal["equal", "short", "varied", "packed"]
 """Rows of one document each, all of the full length or of a quarter of it or of many lengths; or full rows of documents of about 200
 tokens."""
@@ -30,6 +33,7 @@ class Point:
     tokens: int
     rows: RowKind = "equal"
     clip: bool = True
+    engine: Engine = "job"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class Sizes:
     row_tokens: int
     points: tuple[Point, ...]
     profile_tokens: int
+    profile_engines: tuple[Engine, ...]
     resident_tokens: tuple[int, ...]
     num_lengths: int
     shortest_length: int
@@ -67,15 +72,23 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
         points=(
             Point(tokens=8192),
             Point(tokens=65536),
+            Point(tokens=65536, engine="eager"),
+            Point(tokens=65536, engine="row by row"),
             Point(tokens=32768),
-            Point(tokens=65536, rows="packed"),
-            Point(tokens=65536, rows="varied"),
             Point(tokens=131072),
-            Point(tokens=32768, rows="short"),
+            Point(tokens=65536, rows="packed"),
+            Point(tokens=65536, rows="short"),
+            Point(tokens=65536, rows="varied"),
+            Point(tokens=65536, engine="fp8"),
+            Point(tokens=32768, engine="products"),
+            Point(tokens=8192, engine="eager"),
+            Point(tokens=8192, engine="row by row"),
+            Point(tokens=262144),
             Point(tokens=8192, clip=False),
             Point(tokens=65536, clip=False),
         ),
-        profile_tokens=16384,
+        profile_tokens=65536,
+        profile_engines=("job", "eager"),
         resident_tokens=(65536, 8192),
         num_lengths=64,
         shortest_length=256,
@@ -96,22 +109,15 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
             Point(tokens=256, rows="packed"),
             Point(tokens=256, rows="varied"),
             Point(tokens=256, rows="short"),
+            Point(tokens=256, engine="eager"),
+            Point(tokens=256, engine="row by row"),
             Point(tokens=256, clip=False),
         ),
         profile_tokens=128,
+        profile_engines=("eager", "job"),
         resident_tokens=(256,),
         num_lengths=16,
         shortest_length=8,
     ),
 }
 """7b takes 106 GB of host memory; where that is not there, the next shape runs."""
-
-FORECAST_TFLOPS: Mapping[str, Mapping[int, float]] = {
-    "eager": {8192: 181, 32768: 330, 65536: 346, 131072: 354, 262144: 358},
-    "eager, short": {8192: 156, 32768: 262, 65536: 269, 131072: 273, 262144: 276},
-    "eager, packed": {8192: 170, 32768: 294, 65536: 301, 131072: 307, 262144: 310},
-    "all": {8192: 242, 32768: 477, 65536: 495, 131072: 482, 262144: 476},
-}
-"""Useful TFLOP/s of the 7b shape on one H100, exact clipping, bf16, by tokens per step: predicted before any GPU had run it, for the
-eager engine and for one with own attention, long micro-batches, fused layers and head, accumulation in the products and spare memory
-in use. Assumes 670 TFLOP/s in products, a link of 50 GB/s and host memory of 200 GB/s."""

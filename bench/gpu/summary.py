@@ -40,7 +40,13 @@ def summary_lines(folder: Path, outcomes: Sequence[Outcome], *, minutes: float, 
     lines += _ceilings(rows)
     lines += _tests(rows("tests", "tests/gpu"))
     lines += _curve(rows("curve", "The curve"))
-    lines += _profile(rows("profile", "One step"), rows("profile", "Where"))
+    lines += _compiled(rows("compile", "Compiled"))
+    for engine in ("job", "eager"):
+        lines += _profile(
+            engine,
+            rows("profile", f"One step by class of kernel, {engine}"),
+            rows("profile", f"Where the step's time went, {engine}"),
+        )
     lines += [
         f"- rows of many lengths, {row['rows']}: first step {row['first s']:.2f} s, second {row['second s']:.2f} s"
         for row in rows("lengths", "First")
@@ -106,11 +112,11 @@ def _curve(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "",
-        "| shape | tokens | rows | clip | tokens/s | useful TFLOP/s | forecast eager | all done | step s | memory / plan |",
+        "| shape | tokens | rows | clip | engine | tokens/s | useful TFLOP/s | forecast | of it | step s | memory / plan |",
     ]
     lines.append("|" + " --- |" * (lines[-1].count("|") - 1))
     for row in rows:
-        first = [row["shape"], f"{row['tokens']:,}", row["rows"], row["clip"]]
+        first = [row["shape"], f"{row['tokens']:,}", row["rows"], row["clip"], row["engine"]]
         if not row["step s"]:
             lines.append(f"| {' | '.join([*first, row['note'][:60], *[''] * 5])} |")
             continue
@@ -118,7 +124,7 @@ def _curve(rows: Sequence[Row]) -> list[str]:
             f"{row['tokens/s']:,.0f}",
             f"{row['useful TFLOP/s']:.1f}",
             _number(row["forecast"]),
-            _number(row.get("forecast_all", "")),
+            f"{row['of forecast']:.2f}" if row["of forecast"] else "-",
             f"{row['step s']:.3f}",
             f"{row['allocated/planned']:.2f}",
         ]
@@ -126,15 +132,26 @@ def _curve(rows: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def _profile(classes: Sequence[Row], parts: Sequence[Row]) -> list[str]:
+def _compiled(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"- compiled layer, kind {row['kind']}: "
+        + (
+            row["note"][:_MAX_WHY]
+            or f"{row['times as fast']:.2f} times as fast ({row['kernels']}), {row['s']:.0f} s to compile"
+        )
+        for row in rows
+    ]
+
+
+def _profile(engine: str, classes: Sequence[Row], parts: Sequence[Row]) -> list[str]:
     lines = []
     if classes:
         listed = ", ".join(f"{row['class']} {row['share']:.0%}" for row in classes if row["s"])
-        lines.append(f"- kernels: {listed}")
+        lines.append(f"- kernels, {engine}: {listed}")
     gaps = [row for row in parts if row["what"].startswith(("launch gaps", "exposed"))]
     if gaps:
         listed = "; ".join(f"{row['what']} {row['share']:.1%}" for row in gaps)
-        lines.append(f"- of the profiled step: {listed}")
+        lines.append(f"- of the profiled step, {engine}: {listed}")
     return lines
 
 

@@ -39,7 +39,8 @@ class Task:
 
     `end_s`, of the machine's monotonic clock, is when its process is stopped. `shape` is empty where the largest model that fits is
     wanted, `tokens` where the stage chooses. `host_gib` replaces what the system says is free, for virtual machines whose memory
-    grows when it is used. `plane_fds` are the store's memory files, of size 0 until a stage makes the store.
+    grows when it is used. `plane_fds` are the store's memory files, of size 0 until a stage makes the store;
+    `library` is the folder of compiled layers.
     """
 
     stage: str
@@ -51,6 +52,7 @@ class Task:
     tokens: tuple[int, ...] = ()
     host_gib: float = 0.0
     plane_fds: Mapping[str, int] = field(default_factory=dict)
+    library: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> Task:

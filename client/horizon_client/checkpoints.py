@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -186,9 +187,9 @@ class AsyncCheckpoints:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
         A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders; or a row
-        with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A single prompt needs no list around it. `job` may name the checkpoint
-        itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for
-        their turn.
+        as datasets have it, `{"prompt": ...}` or `{"messages": [...], "tools": [...]}`, whose messages may have `tool_calls` and
+        `tool_call_id`. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the
+        answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -250,22 +251,38 @@ def _single_or_several(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, An
 
 
 def _prompt(place: str, prompt: Any) -> checkpoint_pb2.SamplePrompt:
-    if isinstance(prompt, Mapping) and len(given := prompt.keys() & {"prompt", "messages"}) == 1:
-        prompt = prompt[given.pop()]
+    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str) and prompt.get("messages") is None:
+        prompt = prompt["prompt"]
     if isinstance(prompt, str):
         return checkpoint_pb2.SamplePrompt(text=prompt)
-    if isinstance(prompt, Sequence) and prompt and all(map(_is_message, prompt)):
-        messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in prompt]
+    chat: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+    given = chat.get("messages")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given or not all(map(_is_message, given)):
+        raise InvalidRequest.of(
+            place,
+            f"{place} is not a prompt; write a text, a list of messages with role and content, "
+            '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
+        )
+    if is_plain_chat(chat):
+        messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in given]
         return checkpoint_pb2.SamplePrompt(messages=messages)
-    raise InvalidRequest.of(
-        place,
-        f"{place} is not a prompt; write a text, a list of messages with role and content, "
-        '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
-    )
+    return checkpoint_pb2.SamplePrompt(chat_json=json.dumps({name: chat.get(name) for name in ("messages", "tools")}))
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    """Whether it is a message: of a role, and a content or calls of tools."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return value.get("content") is not None or bool(value.get("tool_calls"))
+
+
+def is_plain_chat(chat: Mapping[str, Any]) -> bool:
+    """Whether a chat is messages of a role and a text alone, without tools; a `weight` is for training."""
+    return not chat.get("tools") and all(
+        all(isinstance(message.get(key), str) for key in ("role", "content"))
+        and not any(value is not None for key, value in message.items() if key not in ("role", "content", "weight"))
+        for message in chat["messages"]
+    )
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:
@@ -318,7 +335,9 @@ class _Download:
             if taken and not force:
                 raise FileConflict(
                     f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to replace it",
-                    violations=[FieldViolation(field=str(t), description="exists and is different") for t in taken],
+                    violations=[
+                        FieldViolation(field=str(t), description=f"{t} exists and is different") for t in taken
+                    ],
                 )
             return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
         except OSError as error:
@@ -436,7 +455,9 @@ def _require_room(folder: Path, targets: Sequence[Path], *, force: bool) -> None
         names = ", ".join(path.name for path in others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
         raise FileConflict(
             f"{folder} holds another model ({names}); choose another folder",
-            violations=[FieldViolation(field=str(path), description="belongs to another model") for path in others],
+            violations=[
+                FieldViolation(field=str(path), description=f"{path} belongs to another model") for path in others
+            ],
         )
 
 

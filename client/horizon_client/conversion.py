@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from horizon_client import resources
 from horizon_client.errors import FieldViolation, InvalidRequest, InvalidSpec, did_you_mean
+from horizon_formats.other_names import other_name, other_value
 from horizon_proto.v1 import job_pb2
 
 ResourceT = TypeVar("ResourceT")
@@ -182,7 +183,7 @@ def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations:
             if (usual := _USUAL_NAMES.get(str(key))) in known:
                 elsewhere = [str(usual)]
             hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(str(key), known)
-            hint = hint or f"fields: {', '.join(known)}"
+            hint = (other_name(str(key)) if not elsewhere else "") or hint or f"fields: {', '.join(known)}"
             text = f"{path} is not a field of the job spec; {hint}"
             violations.append(FieldViolation(field=path, description=text))
             continue
@@ -191,7 +192,8 @@ def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations:
         except _Refused as refused:
             text = repr(value)
             shown = text if len(text) <= 60 else f"{text[:57]}..."
-            violations.append(FieldViolation(field=path, description=f"{path} is {shown}; it {refused}"))
+            what = other_value(path, value) or f"it {refused}"
+            violations.append(FieldViolation(field=path, description=f"{path} is {shown}; {what}"))
 
 
 def _set(message: Message, field: Any, value: object, path: str, violations: list[FieldViolation]) -> None:

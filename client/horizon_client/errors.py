@@ -11,7 +11,7 @@ people, the refused fields (`violations`) and the exit code of the `horizon` com
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Self
 
@@ -217,10 +217,11 @@ class NotAllowed(HorizonClientError, PermissionError):
 
 
 class NotFound(HorizonClientError, LookupError):
-    """It does not exist, or is not the caller's."""
+    """It does not exist, or is not the caller's. `kind` and `name` say what, where the caller named a job, dataset or model."""
 
     reason = "NOT_FOUND"
     exit_code = 4
+    kind = name = ""
 
 
 class Unavailable(HorizonClientError, ConnectionError):
@@ -346,14 +347,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near[:_MOST_NAMES])}?" if near else ""
 
 
-async def suggested(
-    problem: NotFound, kind: str, name: str, list_names: Callable[[], Awaitable[Iterable[str]]]
-) -> NotFound:
-    """Return `problem` with similar names of the same kind (model, dataset, job), and the command that lists them all."""
-    see = f"see: horizon {kind} list"
-    text = problem.message.removesuffix(see).rstrip("; ")
+async def suggested(problem: NotFound, names_of: Mapping[str, Callable[[], Awaitable[Iterable[str]]]]) -> NotFound:
+    """Return `problem` with names that are similar to the one that was named; `names_of` lists those of a kind (model, dataset, job)."""
+    if problem.kind not in names_of:
+        return problem
     try:
-        hint = did_you_mean(name, await list_names())
+        hint = did_you_mean(problem.name, await names_of[problem.kind]())
     except HorizonClientError:
         hint = ""  # the first problem is the one to report
-    return NotFound(f"{text}; {f'{hint} {see.capitalize()}' if hint else see}", reason=problem.reason)
+    if not hint:
+        return problem
+    text = f"{problem.kind} {problem.name!r} does not exist, or is not yours; {hint} See: horizon {problem.kind} list"
+    found = NotFound(text, reason=problem.reason, violations=problem.violations)
+    found.kind, found.name = problem.kind, problem.name
+    return found

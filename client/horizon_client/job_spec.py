@@ -1,7 +1,8 @@
 """A job spec as users write it: YAML, JSON or a mapping, with `--set` overrides, and with local files that are pushed first.
 
 A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare word that is also the
-name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of `eval.sets` can be local.
+name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of `eval.sets` can be local. `map` names the
+columns of local data, which is pushed with it; the job does not have it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from horizon_client.conversion import spec_to_proto
 from horizon_client.errors import BadFile, InvalidRequest, NotFound
 from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
 from horizon_client.reporter import Reporter
+from horizon_formats.other_names import other_value
 from horizon_proto.v1 import job_pb2
 
 SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
@@ -28,6 +30,7 @@ _PLACEHOLDER = "local"
 _Place: TypeAlias = tuple[str, ...]
 _MODEL: _Place = ("model",)
 _EVAL_SETS: _Place = ("eval", "sets")
+_MAP = "map"
 
 
 async def spec_to_send(
@@ -40,13 +43,17 @@ async def spec_to_send(
     """Return the wire form of a spec; local files that it names are pushed, unless there is nothing to push them to."""
     written, folders = _loaded(spec)
     mapping = with_overrides(written, overrides)
+    field_map = _field_map(mapping.pop(_MAP, None))
     if push_to is None:
+        _refuse_unused(field_map, mapping)
         return spec_to_proto(mapping)
     models, datasets = push_to
     kinds: dict[_Place, AsyncPushed[Any]] = {_MODEL: models, **dict.fromkeys(_data_places(mapping), datasets)}
     local = {place: _local_sources(_at(mapping, place), folders, many=place != _MODEL) for place in kinds}
     _refuse_missing_paths(mapping, local)
     local = {place: sources for place, sources in local.items() if sources}
+    if not local.keys() - {_MODEL}:
+        _refuse_unused(field_map, mapping)
     # Refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
     checked = _copied(mapping)
     for place in local:
@@ -58,8 +65,29 @@ async def spec_to_send(
             if len(place) > 1:
                 noun = f"eval set {place[-1]}"
             reporter.notice(f"pushing the {noun} {', '.join(map(str, sources))}")
-            _put(mapping, place, await push_under_free_name(kinds[place], sources, reporter))
+            options = {"field_map": field_map} if place != _MODEL and field_map else {}
+            _put(mapping, place, await push_under_free_name(kinds[place], sources, reporter, **options))
     return spec_to_proto(mapping)
+
+
+def _field_map(value: object) -> dict[str, str]:
+    """Return the columns of local data by field, as `horizon dataset push --map` takes them."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+        raise InvalidRequest.of(
+            _MAP, f"map is {value!r:.60}; it must name a column for each field, such as {{prompt: question}}"
+        )
+    return dict(value)
+
+
+def _refuse_unused(field_map: Mapping[str, str], mapping: Mapping[str, Any]) -> None:
+    if field_map:
+        raise InvalidRequest.of(
+            _MAP,
+            f"map is for data files that the job file names, and dataset {_at(mapping, ('dataset',))!r:.80} is not a file here; a pushed "
+            "dataset has the map that it was pushed with: leave map out",
+        )
 
 
 def _data_places(mapping: Mapping[str, Any]) -> list[_Place]:
@@ -72,6 +100,7 @@ def _data_places(mapping: Mapping[str, Any]) -> list[_Place]:
 def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> dict[str, Any]:
     """Return a spec in which everything that names data has this name instead."""
     mapping = with_overrides(_loaded(spec)[0], overrides)
+    mapping.pop(_MAP, None)
     for place in _data_places(mapping):
         if place == ("dataset",) or _at(mapping, place) is not None:
             _put(mapping, place, name)
@@ -94,6 +123,8 @@ def _put(mapping: dict[str, Any], place: _Place, value: object) -> None:
 def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Sequence[Path]]) -> None:
     for place, sources in local.items():
         value, field = _at(mapping, place), ".".join(place)
+        if not sources and place == _MODEL and (hub := other_value("model", value)):
+            raise InvalidRequest.of(field, f"model is {value!r}; {hub}")
         # an absolute path may be a folder on the node
         if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
             continue
@@ -174,7 +205,7 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
         raise BadFile(f"{name}, line {error.lineno}: not JSON: {error.msg}") from error
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadFile(f"{name}{line}: not YAML: {error.problem or error.context}") from error
+        raise BadFile(f"{name}{line}: not YAML: {_bad_escape(error) or error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise BadFile(f"{name}: not YAML: {error}".splitlines()[0]) from error
     except RecursionError as error:  # both parsers recurse
@@ -182,6 +213,13 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
     if not isinstance(content, dict):
         raise BadFile(f"{name} must contain a mapping of fields such as name, model and dataset")
     return content
+
+
+def _bad_escape(error: yaml.YAMLError) -> str:
+    """Return what to write for an expression with a backslash in double quotes; empty for any other error."""
+    if not isinstance(error, yaml.MarkedYAMLError) or "unknown escape character" not in str(error.problem):
+        return ""
+    return r"in YAML a backslash, as in \., needs single quotes: ['layers\.[4-5]']"
 
 
 def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -195,7 +233,8 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
         try:
             value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError as error:
-            raise InvalidRequest(f"--set {override}: the value is not YAML; put it in quotes") from error
+            problem = _bad_escape(error) or "the value is not YAML; put it in quotes"
+            raise InvalidRequest(f"--set {override}: {problem}") from error
         section = result
         for depth, key in enumerate(keys[:-1]):
             if section.get(key) is None:

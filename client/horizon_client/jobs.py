@@ -56,7 +56,7 @@ class AsyncJobs:
         try:
             return await self._answered(self._connection.calls.jobs.SubmitJob, request)
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
 
     async def plan(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
@@ -71,7 +71,7 @@ class AsyncJobs:
                 self._connection.calls.jobs.PlanJob, job_pb2.PlanJobRequest(spec=wire_spec)
             )
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
         return from_message(PlannedJob, answer)
 
     async def plan_elsewhere(
@@ -103,7 +103,7 @@ class AsyncJobs:
         try:
             answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request)
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
         return from_message(PlannedJob, answer)
 
     async def simulate(
@@ -121,7 +121,7 @@ class AsyncJobs:
         try:
             answer = await self._connection.unary(self._connection.calls.sharing.SimulateJob, request)
         except NotFound as problem:
-            raise await self._missing_input(problem, wire_spec) from None
+            raise await self._with_similar(problem) from None
         return from_message(SimulatedJob, answer)
 
     async def queue(self) -> list[QueueEntry]:
@@ -139,7 +139,7 @@ class AsyncJobs:
         try:
             return await self._answered(self._connection.calls.jobs.GetJob, request)
         except NotFound as problem:
-            raise await suggested(problem, "job", job, self._names) from None
+            raise await self._with_similar(problem) from None
 
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
@@ -272,14 +272,10 @@ class AsyncJobs:
         jobs = await self.list(limit=_SEARCHED_JOBS)
         return [text for job in jobs for text in (job.name, job.job_id)]
 
-    async def _missing_input(self, problem: NotFound, spec: job_pb2.JobSpec) -> NotFound:
-        """Return the error for a model or dataset that does not exist, with similar names."""
-        if problem.message.startswith("model "):
-            return await suggested(problem, "model", spec.model, self._models.names)
-        for name in (spec.dataset, spec.eval_dataset, *spec.eval.sets.values()):
-            if name and problem.message.startswith("dataset ") and name in problem.message:
-                return await suggested(problem, "dataset", name, self._datasets.names)
-        return problem
+    async def _with_similar(self, problem: NotFound) -> NotFound:
+        """Return the error for a job, model or dataset that does not exist, with similar names."""
+        names_of = {"job": self._names, "model": self._models.names, "dataset": self._datasets.names}
+        return await suggested(problem, names_of)
 
     async def _wire_spec(
         self, spec: SpecLike, overrides: Sequence[str], push: bool, reporter: Reporter

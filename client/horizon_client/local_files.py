@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from horizon_formats.checks import DatasetCheck
 from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
 from horizon_formats.formats import parse_format
 from horizon_formats.model_files import ADAPTER_WEIGHTS_FILE, is_adapter, is_pickle, pushed_files
-from horizon_formats.problems import FormatError, InvalidOption, ServerOnly
+from horizon_formats.problems import FormatError, InvalidOption, ServerOnly, writable
 
 Sources: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """One file or folder, or several."""
@@ -34,6 +35,13 @@ PIECE_BYTES = 4 * 2**20  # files are read in pieces, so that an interrupt is not
 MAX_NAME = 63
 
 _MOST_NAMED = 5
+_NO_FILES = {
+    stat.S_ISFIFO: "pipe",
+    stat.S_ISSOCK: "socket",
+    stat.S_ISCHR: "device",
+    stat.S_ISBLK: "device",
+    stat.S_ISDIR: "folder",
+}
 _NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")  # binary files, and texts that no program reads
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
@@ -47,7 +55,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadFile(f"cannot read {path}: {error.strerror}") from error
+        raise BadFile(f"cannot read {writable(str(path))}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +69,18 @@ class SourceFile:
 
     @classmethod
     def of(cls, source: Path, path: str) -> SourceFile:
-        """Return the file at `source`, which will be `path` on the server; BadFile when it cannot be read or is empty."""
-        # stat works without the right to read, and that should be noticed before the first file is sent
-        with reading(source), source.open("rb"):
+        """Return the file at `source`, which will be `path` on the server; BadFile when it cannot be read, or there is nothing to read."""
+        if writable(path) != path:
+            raise BadFile(f"the name of the file {writable(str(source))} is not UTF-8; rename it")
+        with reading(source):
             status = source.stat()
+            # Before it is opened: a named pipe would wait for somebody who writes into it
+            kind = next((name for is_kind, name in _NO_FILES.items() if is_kind(status.st_mode)), None)
+            if kind is not None:
+                raise BadFile(f"{source} is a {kind}, not a regular file; write its data to a file and push that")
+            # stat works without the right to read, and that should be noticed before the first file is sent
+            with source.open("rb"):
+                pass
         if status.st_size == 0:
             raise BadFile(f"{source} is empty")
         return cls(source=source, path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
@@ -222,7 +238,9 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
 
 
 def _first(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''} ({len(names)} in all)"
+    return writable(
+        f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''} ({len(names)} in all)"
+    )
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:

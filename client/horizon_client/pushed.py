@@ -72,7 +72,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
         try:
             return self._item(await self._connection.unary(*self._rpc("Get", name=name)))
         except NotFound as problem:
-            raise await suggested(problem, self._noun, name, self.names) from None
+            raise await suggested(problem, {self._noun: self.names}) from None
 
     async def delete(self, name: str) -> None:
         """Delete one that no active job needs."""
@@ -97,7 +97,9 @@ class AsyncPushed(ABC, Generic[ItemT]):
         return from_message(self._kind, getattr(answer, self._noun))
 
     @abstractmethod
-    async def _read(self, sources: Any, reporter: Reporter) -> tuple[Sequence[HashedFile], dict[str, Any]]:
+    async def _read(
+        self, sources: Any, reporter: Reporter, **options: Any
+    ) -> tuple[Sequence[HashedFile], dict[str, Any]]:
         """Check and hash local files; return them, and what is announced with them."""
 
     async def _push(self, files: Sequence[HashedFile], reporter: Reporter, **announced: Any) -> tuple[ItemT, int]:
@@ -122,9 +124,14 @@ class AsyncPushed(ABC, Generic[ItemT]):
         return self._item(finalized), sent_bytes
 
 
-async def push_under_free_name(kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter) -> str:
-    """Push under the source's name without its endings, with part of the content's hash appended where that name is taken."""
-    files, announced = await kind._read(sources, reporter)
+async def push_under_free_name(
+    kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter, **options: Mapping[str, str]
+) -> str:
+    """Push under the source's name without its endings, with part of the content's hash appended where that name is taken.
+
+    `options` are those of `_read`.
+    """
+    files, announced = await kind._read(sources, reporter, **options)
     name = valid_name(sources[0])
     try:
         # The same content under this name is not an error, it is the same dataset or model
@@ -132,6 +139,7 @@ async def push_under_free_name(kind: AsyncPushed[Any], sources: Sequence[Path], 
     except AlreadyExists:
         # Over the paths and contents, so that another push of the same files gets the same name
         lines = sorted(f"{file.path}\0{file.sha256}" for file in files)
+        lines += sorted(f"{field}\0{column}" for columns in options.values() for field, column in columns.items())
         digest = hashlib.sha256("\n".join([*kind._digest_head, *lines]).encode()).hexdigest()
         item, _ = await kind._push(files, reporter, name=f"{name[: MAX_NAME - 9]}-{digest[:8]}", **announced)
     return str(item.name)
@@ -156,7 +164,7 @@ class AsyncModels(AsyncPushed[Model]):
         return ModelPush(model=model, sent_bytes=sent_bytes)
 
     async def _read(
-        self, sources: Sequence[str | os.PathLike[str]], reporter: Reporter
+        self, sources: Sequence[str | os.PathLike[str]], reporter: Reporter, **options: Any
     ) -> tuple[Sequence[HashedFile], dict[str, Any]]:
         found = await asyncio.to_thread(model_files, sources[0])
         if notice := links_outside(sources[0], found):
@@ -193,7 +201,7 @@ class AsyncDatasets(AsyncPushed[Dataset]):
             BadFile: naming file and line, when a file is unusable; nothing is sent then.
             InvalidRequest: with one violation per line, when the server refuses rows.
         """
-        hashed, announced = await self._read(files, reporter, format, field_map)
+        hashed, announced = await self._read(files, reporter, row_format=format, field_map=field_map)
         dataset, sent_bytes = await self._push(hashed, reporter, name=name, request_id=request_id or "", **announced)
         return DatasetPush(dataset=dataset, sent_bytes=sent_bytes)
 
@@ -201,8 +209,10 @@ class AsyncDatasets(AsyncPushed[Dataset]):
         self,
         sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         reporter: Reporter,
+        *,
         row_format: str = "auto",
         field_map: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> tuple[Sequence[HashedFile], dict[str, Any]]:
         number = enum_number(dataset_pb2.DatasetFormat, "format", row_format)
         found = dataset_sources(sources, reporter)
@@ -250,7 +260,6 @@ class AsyncDatasets(AsyncPushed[Dataset]):
         try:
             answer = await self._connection.unary(call, request, deadline_s=PREVIEW_DEADLINE_S)
         except NotFound as problem:
-            if problem.message.startswith("model "):
-                raise await suggested(problem, "model", model, AsyncModels(self._connection).names) from None
-            raise await suggested(problem, "dataset", name, self.names) from None
+            names_of = {"dataset": self.names, "model": AsyncModels(self._connection).names}
+            raise await suggested(problem, names_of) from None
         return from_message(DatasetPreview, answer)

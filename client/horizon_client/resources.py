@@ -471,6 +471,8 @@ class StepEvent:
     little. Absent while unknown, as where steps are a single micro-batch."""
     method_figures: Mapping[str, float]
     """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
+    launching_s: float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,6 +552,8 @@ class EvalEvent:
     """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
     method_figures: Mapping[str, float]
     """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
+    launching_s: float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -691,12 +695,15 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer. One of both is set."""
+    """A text to continue, or a chat to answer. One of the three is set."""
 
     text: str
     """Continued as it is."""
     messages: tuple[SampleMessage, ...]
     """Rendered by the model's chat template, with the cue for an answer."""
+    chat_json: str
+    """A chat with what else a template prints, as JSON: an object with messages, and tools where it has them, as a row of the dataset
+    format messages. Rendered as that row is for training, with the cue for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
     retry = _detail(status, error_details_pb2.RetryInfo())
     bad_request = _detail(status, error_details_pb2.BadRequest())
     kind = _BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
-    return kind(
+    problem = kind(
         status.message or f"horizond at {server} answered {error.code().name} without a message",
         reason=info.reason,
         violations=[
@@ -90,6 +90,10 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
         ],
         retry_after_s=None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9,
     )
+    named = _detail(status, error_details_pb2.ResourceInfo())
+    if named is not None and isinstance(problem, errors.NotFound):
+        problem.kind, problem.name = named.resource_type, named.resource_name
+    return problem
 
 
 def is_lost_status(error: AioRpcError) -> bool:

@@ -472,9 +472,9 @@ class Checkpoints:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
 
         A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders; or a row
-        with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A single prompt needs no list around it. `job` may name the checkpoint
-        itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for
-        their turn.
+        as datasets have it, `{"prompt": ...}` or `{"messages": [...], "tools": [...]}`, whose messages may have `tool_calls` and
+        `tool_call_id`. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the
+        answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.

@@ -13,7 +13,16 @@ from horizon_formats.answer_checks import check_kto_row, check_preference_row, c
 from horizon_formats.files import Container, DataFile, Row, container_of
 from horizon_formats.formats import DatasetFormat, check_field_map, columns_of, detect_format, require_columns
 from horizon_formats.problems import FieldViolation, InvalidFile, Problem, ViolationTally, check_learnable
-from horizon_formats.row_checks import ALPACA, PAIR, Columns, FieldMap, check_chat_row, check_fields, check_tokens_row
+from horizon_formats.row_checks import (
+    ALPACA,
+    PAIR,
+    Columns,
+    FieldMap,
+    check_answer_row,
+    check_chat_row,
+    check_fields,
+    check_tokens_row,
+)
 from horizon_formats.row_checks import UNTRAINED as UNTRAINED
 from horizon_formats.rows import read_rows, read_text
 
@@ -169,8 +178,8 @@ def check_row(row: Row, dataset_format: DatasetFormat, field_map: FieldMap) -> l
 _CHECKS: dict[DatasetFormat, Callable[[Columns, FieldMap], list[Problem]]] = {
     DatasetFormat.MESSAGES: partial(check_chat_row, sharegpt=False),
     DatasetFormat.SHAREGPT: partial(check_chat_row, sharegpt=True),
-    DatasetFormat.PROMPT_COMPLETION: partial(check_fields, PAIR),
-    DatasetFormat.ALPACA: partial(check_fields, ALPACA),
+    DatasetFormat.PROMPT_COMPLETION: partial(check_answer_row, PAIR),
+    DatasetFormat.ALPACA: partial(check_answer_row, ALPACA),
     DatasetFormat.TEXT: partial(check_fields, {"text": (check_learnable, True)}),
     DatasetFormat.TOKENS: check_tokens_row,
     DatasetFormat.PREFERENCE: check_preference_row,

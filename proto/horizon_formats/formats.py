@@ -64,8 +64,10 @@ class _Fields:
 
 _FIELDS = {
     DatasetFormat.MESSAGES: _Fields(required=("messages",), optional=("tools",)),
-    DatasetFormat.PROMPT_COMPLETION: _Fields(required=("prompt", "completion")),
-    DatasetFormat.ALPACA: _Fields(required=("instruction", "output"), optional=("input", "system", "history")),
+    DatasetFormat.PROMPT_COMPLETION: _Fields(required=("prompt", "completion"), optional=("weight",)),
+    DatasetFormat.ALPACA: _Fields(
+        required=("instruction", "output"), optional=("input", "system", "history", "weight")
+    ),
     DatasetFormat.SHAREGPT: _Fields(required=("conversations",), optional=("system", "tools")),
     DatasetFormat.TEXT: _Fields(required=("text",)),
     DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels", "attention_mask")),
@@ -106,6 +108,10 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
             problem = f"{path} is empty; it must name a column of the file, as in --map {field}=COLUMN"
         elif len(column.encode("utf-8", "replace")) > MAX_COLUMN_BYTES:
             problem = f"{path} is {column!r:.40}, which is longer than {MAX_COLUMN_BYTES} bytes; give the column a shorter name"
+        elif not column.isprintable():
+            problem = (
+                f"{path} is {column!r:.40}; it is shown to all who see the dataset, so it must be printable letters"
+            )
         elif column in columns:
             problem = (
                 f"{path} and field_map.{columns[column]} both name column {column!r}; give each field its own column"
@@ -144,6 +150,14 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str], place:
     if fitting:
         raise InvalidFile(
             f"{place}: the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format {fitting[0]}"
+        )
+    if "chosen" in columns or "rejected" in columns:
+        absent = [
+            name for name in _FIELDS[DatasetFormat.PREFERENCE].required if field_map.get(name, name) not in columns
+        ]
+        raise InvalidFile(
+            f"{place}: the row has {present}: for preference, {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing; if "
+            f"yours has another name: horizon dataset push FILE --map {absent[0]}=COLUMN"
         )
     needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
     raise InvalidFile(

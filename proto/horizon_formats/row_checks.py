@@ -46,6 +46,15 @@ def check_fields(checks: Mapping[str, tuple[Check, bool]], columns: Columns, fie
     return problems
 
 
+def check_answer_row(checks: Mapping[str, tuple[Check, bool]], columns: Columns, field_map: FieldMap) -> list[Problem]:
+    """Return everything that is wrong with a row of a question and its answer, which may have a weight."""
+    problems = check_fields(checks, columns, field_map)
+    weight = field_map.get("weight", "weight")
+    if not problems and columns.get(weight) == 0 and not columns.get(field_map.get("history", "history")):
+        problems.append((weight, "is 0, so there is nothing to learn in this row; leave the row out"))
+    return problems
+
+
 def missing(column: str, columns: Columns) -> Problem:
     """Return the problem of a column that the row lacks."""
     present = listed(columns, none="no columns")
@@ -67,6 +76,18 @@ def check_chat_row(columns: Columns, field_map: FieldMap, *, sharegpt: bool) -> 
             if first[sharegpt_spelling(first).speaker] == "system":
                 problems.append((system, f"is given, and {column}[0] is a system message too; keep one of them"))
     return problems + check_fields(TOOLS, columns, field_map)
+
+
+def check_prompt_row(columns: Columns) -> list[Problem]:
+    """Return everything that is wrong with a chat that is to be answered: a row of `messages`, of which nothing need be trained."""
+
+    def check_chat(path: str, messages: object) -> list[Problem]:
+        if not isinstance(messages, list) or not messages:
+            return [(path, f"is {shown(messages)}; it must be a non-empty list of messages")]
+        found = ((index, check_message(message, OPENAI)) for index, message in enumerate(messages))
+        return [(f"{path}[{index}]{key}", problem) for index, problems in found for key, problem in problems]
+
+    return check_fields({"messages": (check_chat, True), **TOOLS}, columns, {})
 
 
 def check_tokens_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
@@ -202,6 +223,15 @@ def _check_extras(message: Mapping[str, Any], spelling: Spelling) -> Iterator[Pr
             yield from check_string(f".{key}", value)
 
 
+def _check_weight(path: str, weight: object) -> list[Problem]:
+    problem = _weight_problem(weight, "assistant")
+    return (
+        [(path, f"{problem}: it says how much the answer counts; rename a column that means something else")]
+        if problem
+        else []
+    )
+
+
 def _weight_problem(weight: object, speaker: object) -> str:
     # True and False are 1 and 0 in Python.
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -233,13 +263,15 @@ def _check_calls(calls: object, speaker: object) -> Iterator[Problem]:
 
 
 _SYSTEM: dict[str, tuple[Check, bool]] = {"system": (check_string, False)}
+_WEIGHT: dict[str, tuple[Check, bool]] = {"weight": (_check_weight, False)}
 TOOLS: dict[str, tuple[Check, bool]] = {"tools": (check_tools, False)}
 # Of a prompt, an instruction or an input nothing is trained, so it may be blank.
-PAIR: dict[str, tuple[Check, bool]] = {"prompt": (check_string, True), "completion": (check_learnable, True)}
+PAIR: dict[str, tuple[Check, bool]] = {"prompt": (check_string, True), "completion": (check_learnable, True), **_WEIGHT}
 ALPACA: dict[str, tuple[Check, bool]] = {
     "instruction": (check_string, True),
     "output": (check_learnable, True),
     "input": (check_string, False),
     **_SYSTEM,
     "history": (_check_history, False),
+    **_WEIGHT,
 }

@@ -16,8 +16,8 @@ from horizon_server.errors import AlreadyExists, DiskFull
 # A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it.
 PARTIAL_SUFFIX = ".partial"
 
-# EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
 _MAX_KEPT_FREE_BYTES = 2 * 2**30
+# EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -74,7 +74,20 @@ class RequestIdReused(HorizonError, ValueError, reason="REQUEST_ID_REUSED"):
 
 
 class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
-    """The resource does not exist, or the caller may not know that it does."""
+    """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has named, where
+    that is a job, dataset or model; else both are empty."""
+
+    kind = name = ""
+
+    @classmethod
+    def named(cls, kind: str, name: str) -> Self:
+        """Return the error of a job, dataset or model that the caller has named."""
+        error = cls(f"{kind} {name!r:.80} does not exist, or is not yours; see: horizon {kind} list")
+        error.kind, error.name = kind, name
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(type(self).named, self.kind, self.name), ()) if self.kind else super().__reduce__()
 
 
 class AlreadyExists(HorizonError, ValueError, reason="ALREADY_EXISTS"):

@@ -58,7 +58,8 @@ class QueueFigures:
     """What the device's queues did over a period, from their own clocks. Units: seconds.
 
     `compute_s` is from the first to the last operation of each piece of work. On a GPU it counts the gaps in between, where the device
-    waits for the next launch.
+    waits for the next launch. `launching_s` is the part of it in which the host was still launching that piece: gaps are there and nowhere
+    else, so they are at most as long. Where it is near 0, the device always had work queued; it is 0 where work runs as it is called.
 
     The optimizer's seconds are those since the previous figures were taken: the update of a step runs during the next one, or
     during the evaluation that follows it. `optimizer_exposed_s` is the part that nothing else hid.
@@ -68,6 +69,14 @@ class QueueFigures:
     d2h: TransferFigures = field(default_factory=TransferFigures)
     compute_s: Annotated[
         float, Metric("horizon_compute_seconds_total", "Seconds the compute queue worked.", ("device",))
+    ] = 0.0
+    launching_s: Annotated[
+        float,
+        Metric(
+            "horizon_compute_launching_seconds_total",
+            "Seconds the compute queue worked while the host was still launching that work: launch gaps are at most this.",
+            ("device",),
+        ),
     ] = 0.0
     optimizer_s: Annotated[float, Metric("horizon_optimizer_seconds_total", "Seconds the optimizer worked.")] = 0.0
     optimizer_exposed_s: Annotated[
@@ -205,6 +214,7 @@ def total_evaluation(parts: Iterable[EvalFigures]) -> EvalFigures:
         h2d=_total_transfer(part.h2d for part in listed),
         d2h=_total_transfer(part.d2h for part in listed),
         compute_s=sum(part.compute_s for part in listed),
+        launching_s=sum(part.launching_s for part in listed),
         optimizer_s=sum(part.optimizer_s for part in listed),
         optimizer_exposed_s=sum(part.optimizer_exposed_s for part in listed),
     )

@@ -130,7 +130,11 @@ def run_daemon(settings: Settings) -> int:
     """
     configure_logging(settings.log_level, settings.log_json)
     with (
-        disk_full_reported(f"free space for {settings.state_dir}, then start again"),
+        # Without the reserve nothing can be written, so nobody can delete through the daemon.
+        disk_full_reported(
+            f"free space on the disk of {settings.state_dir}, then start again; if nothing else can go, compiled/ and trash/ in it are not "
+            "needed, and prepared/ is made again (docs/housekeeping.md)"
+        ),
         held_state_dir(settings.state_dir),
     ):
         # Before the database is opened, which takes some space.
@@ -147,7 +151,7 @@ async def _serve(settings: Settings) -> None:
         stop.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    # Who presses Ctrl-C wants everything to end.
+    # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)

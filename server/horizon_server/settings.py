@@ -59,7 +59,7 @@ class Settings(BaseSettings):
         "has signed; a token is needed too.",
     )
     max_calls_per_s: float = Field(
-        100.0, gt=0, description="Calls a second of one user, on average; more wait for their turn or are refused."
+        100.0, gt=0, description="Average calls per second per user; further calls wait or are refused."
     )
     audit_days: float = Field(365.0, gt=0, description="Days that entries of the audit log are kept.")
     metrics_token_required: bool = Field(
@@ -104,10 +104,12 @@ class Settings(BaseSettings):
         7.0, ge=0, description="Days that unreferenced files stay in the state folder's trash/ before they are deleted."
     )
     cache_days: float = Field(
-        30.0, gt=0, description="Days that prepared data and compiled layers are kept that no job uses."
+        30.0, gt=0, description="Days to keep prepared data and compiled layers that no job uses."
     )
     max_log_bytes: int = Field(
-        64 * 2**20, ge=2**20, description="Longest log of a job's attempt; of a longer one the ends are kept."
+        64 * 2**20,
+        ge=2**20,
+        description="Maximum size of an attempt's log; a longer log keeps its beginning and its end.",
     )
     deletion_notice_days: float = Field(
         7.0, ge=0, description="Days between the warning to a job's owner and the deletion of its checkpoints."
@@ -131,7 +133,7 @@ class Settings(BaseSettings):
         5,
         ge=0,
         le=1000,
-        description="How often in a row a job is restarted by itself after a failure that may pass, without a step of progress in between.",
+        description="Maximum automatic restarts in a row after transient failures, without a completed step in between.",
     )
     time_slice_s: float = Field(
         60.0,
@@ -141,8 +143,7 @@ class Settings(BaseSettings):
     turn_grace_s: float = Field(
         30.0,
         gt=0,
-        description="How much longer than a step a worker may take to give its device back; then it is reported, and killed after as "
-        "long again.",
+        description="Grace period beyond one step for a worker to return its device; then a warning, and after another one it is killed.",
     )
     silence_limit_s: float = Field(
         600.0,
@@ -153,7 +154,7 @@ class Settings(BaseSettings):
     share_half_life_s: float = Field(
         86400.0,
         gt=0,
-        description="After this time, what a user has used of a device counts half in the choice of who is next.",
+        description="Half-life of a user's device use in the fair-share order.",
     )
     max_loading_jobs: int = Field(
         4,
@@ -180,7 +181,7 @@ class Settings(BaseSettings):
     max_wait_s: float = Field(
         86400.0,
         gt=0,
-        description="A user whose jobs have waited for longer, none in memory and no device used, is first in line for memory.",
+        description="A user whose jobs have waited longer than this gets the next free memory.",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -11,7 +13,7 @@ import horizon_client
 from horizon_client import HorizonClientError
 from horizon_client.rpc_errors import from_rpc
 from horizon_server.api.status import STATUS, status_of
-from horizon_server.errors import HorizonError
+from horizon_server.errors import HorizonError, NotFound
 
 
 @pytest.mark.parametrize("kind", [*STATUS], ids=lambda kind: str(kind.__name__))
@@ -35,3 +37,11 @@ def test_damaged_details_still_give_an_error() -> None:
         grpc.StatusCode.NOT_FOUND, Metadata(), trailing, details="no such thing", debug_error_string=None
     )
     assert isinstance(from_rpc(error, "gpubox:7171"), horizon_client.NotFound)
+
+
+def test_what_was_named_survives_a_copy() -> None:
+    error = copy.copy(NotFound.named("job", "x"))  # by __reduce__, as pickle does
+    assert (error.kind, error.name, error.message) == (
+        "job", "x", "job 'x' does not exist, or is not yours; see: horizon job list"
+    )  # fmt: skip
+    assert copy.copy(NotFound("gone")).kind == ""

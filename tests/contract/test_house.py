@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_no_test_waits_for_a_process_without_a_limit() -> None:
         if "timeout" not in {keyword.arg for keyword in call.keywords}
     ]
     assert unbounded == []
+
+
+def test_the_floors_in_the_architecture_are_those_of_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract.get("type") == "layers")
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = page.partition("| floor, from the top | packages |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    floors = [set(re.findall(r"`(\w+)`", row)) for row in table.splitlines()]
+    assert floors == [set(re.split(r" [:|] ", layer)) for layer in layers]
 
 
 def test_import_contracts_hold() -> None:

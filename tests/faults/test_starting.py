@@ -137,7 +137,11 @@ def test_the_state_folder_that_a_daemon_makes_is_private(tmp_path: Path) -> None
             daemon.close()
     finally:
         os.umask(before)
-    found = {path.name: path.stat().st_mode & 0o077 for path in (state, *state.rglob("*")) if path.name != "test.log"}
+    found = {
+        path.name: path.stat().st_mode & 0o077
+        for path in (state, *state.rglob("*"))
+        if not path.name.startswith("test.")
+    }
     assert "horizon.db" in found
     assert not any(found.values()), found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.support.double import check_numbers, check_tensors, gradients_of, plain_and_exact
+from tests.support.double import check_gradients, check_numbers, gradients_of, plain_and_exact
 from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def check(report: StepFigures, run: Run, wanted: tuple[Outcome, Outcome]) -> Non
     """Check loss and gradients of a step."""
     plain, exact = wanted
     check_numbers(report.loss, plain.loss, exact.loss)
-    check_tensors({name: run.gradient(name) for name in exact.gradients}, plain.gradients, exact.gradients)
+    check_gradients({name: run.gradient(name) for name in exact.gradients}, plain.gradients, exact.gradients)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -240,3 +240,16 @@ def test_a_second_candidate_that_fails_costs_nothing(
     entry = library.find(layer_key(TEMPLATE, 0, TARGET))
     assert entry is not None and entry.kernels == "inductor" and compiled == [False]
     assert "compiling layers: kind 1 of 1: not with Triton's kernels (RuntimeError: no such kernel)" in texts
+
+
+def test_code_is_loaded_for_one_thread(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For several, each run would wait until a GPU has ended the run before, and hold Python's lock meanwhile."""
+    loader, asked = torch._C._aoti.AOTIModelPackageLoader, list[bool]()
+
+    def load(path: str, name: str, run_single_threaded: bool, num_runners: int, device: int) -> Any:
+        asked.append(run_single_threaded)
+        return loader(path, name, run_single_threaded, num_runners, device)
+
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", load)
+    LayerCode(code)
+    assert asked == [True, True]

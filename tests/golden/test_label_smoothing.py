@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.double import check_gradients, check_numbers, gradients_of, plain_and_exact
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,22 +38,20 @@ def test_gradients_are_those_of_torch(
 
     report = run.trainer.train_step(rows)
 
-    reference, loss = model.reference(), 0.0
-    for row in rows:
-        logits_TV = reference(input_ids=row.input_ids_T[None], use_cache=False).logits[0]
-        part = functional.cross_entropy(
-            logits_TV, row.labels_T, reduction="sum", ignore_index=IGNORED_LABEL, label_smoothing=SMOOTHING
-        )
-        torch.autograd.backward(part / num_targets)
-        loss += part.item() / num_targets
-    assert report.loss == pytest.approx(loss, rel=1e-6)
-    wanted, got = [], []
-    for name, parameter in reference.named_parameters():
-        assert parameter.grad is not None
-        wanted.append(parameter.grad.reshape(-1))
-        got.append(run.gradient(name).reshape(-1))
-    error = float((torch.cat(got) - torch.cat(wanted)).norm() / torch.cat(wanted).norm())
-    assert error <= 1e-6, f"gradients are off by {error:.1e}"
+    def autograd(reference: Any) -> tuple[float, dict[str, Tensor]]:
+        loss = 0.0
+        for row in rows:
+            logits_TV = reference(input_ids=row.input_ids_T[None], use_cache=False).logits[0]
+            part = functional.cross_entropy(
+                logits_TV, row.labels_T, reduction="sum", ignore_index=IGNORED_LABEL, label_smoothing=SMOOTHING
+            )
+            torch.autograd.backward(part / num_targets)
+            loss += part.item() / num_targets
+        return loss, gradients_of(reference)
+
+    plain, exact = plain_and_exact(model.reference, autograd)
+    check_numbers(report.loss, plain[0], exact[0])
+    check_gradients({name: run.gradient(name) for name in exact[1]}, plain[1], exact[1])
 
 
 def test_an_evaluation_is_not_smoothed(

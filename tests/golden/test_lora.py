@@ -6,12 +6,14 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import peft
 import pytest
 import torch
+from tests.support.double import check_gradients, check_numbers, check_weights, plain_and_exact
 from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS, config_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -98,6 +100,13 @@ class PeftModel:
                 parameter.copy_(values[name])
         self.model.train(False)
 
+    def double(self) -> PeftModel:
+        self.model.double()
+        return self
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
 
 @pytest.fixture
 def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]:
@@ -129,14 +138,17 @@ def test_loss_and_gradients_are_those_of_peft(
     tmp_path: Path,
 ) -> None:
     model = adapted(tiny_model(architecture), tmp_path)
-    reference = PeftModel(model, model.template.layout, model.weights, use_rslora=rslora)
+    peft_model = partial(PeftModel, model, model.template.layout, model.weights, use_rslora=rslora)
     run = start(model, adapter_scale=LoraSpec(rank=4, alpha=6, rslora=rslora).scale)
-    loss = loss_of(reference.model, rows, plain_loss)
-    torch.autograd.backward(loss)
-    assert run.trainer.train_step(rows).loss == pytest.approx(loss.item(), rel=1e-6)
-    ours = {name: run.gradient(name) for name in reference.parameters}
-    theirs = {name: parameter.grad for name, parameter in reference.parameters.items() if parameter.grad is not None}
-    assert relative(flat(ours), flat(theirs)) <= 1e-6
+
+    def autograd(reference: PeftModel) -> tuple[float, dict[str, Tensor]]:
+        loss = loss_of(reference.model, rows, plain_loss)
+        torch.autograd.backward(loss)
+        return loss.item(), reference.gradients()
+
+    plain, exact = plain_and_exact(peft_model, autograd)
+    check_numbers(run.trainer.train_step(rows).loss, plain[0], exact[0])
+    check_gradients({name: run.gradient(name) for name in exact[1]}, plain[1], exact[1])
 
 
 @pytest.mark.parametrize("architecture", COMPARED)
@@ -164,24 +176,24 @@ def test_twenty_steps_are_those_of_peft(
         run.trainer.flush()
         return {name: master(store, name) for name in adapter_names(layout)}
 
-    reference = PeftModel(model, layout, values())
-    parameters = list(reference.parameters.values())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-8, weight_decay=0.1)
-    losses, reported = [], []
-    for _ in range(20):
-        loss = loss_of(reference.model, rows, plain_loss)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-        reported.append(run.trainer.train_step(rows).loss)
-    assert reported == pytest.approx(losses, rel=1e-6)
-    assert losses[-1] < losses[0]
-    found = values()
-    assert (
-        relative(flat(found), flat({name: parameter.data for name, parameter in reference.parameters.items()})) <= 1e-6
-    )
+    def trained(reference: PeftModel) -> tuple[list[float], dict[str, Tensor]]:
+        parameters = list(reference.parameters.values())
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-8, weight_decay=0.1)
+        losses = []
+        for _ in range(20):
+            loss = loss_of(reference.model, rows, plain_loss)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, {name: parameter.data for name, parameter in reference.parameters.items()}
+
+    plain, exact = plain_and_exact(partial(PeftModel, model, layout, values()), trained)
+    reported = [run.trainer.train_step(rows).loss for _ in range(20)]
+    check_numbers(reported, plain[0], exact[0], "the losses")
+    assert exact[0][-1] < exact[0][0]
+    check_weights(values(), plain[1], exact[1])
 
 
 def test_dropout_draws_what_peft_draws_again_in_the_recompute(

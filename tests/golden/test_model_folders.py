@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.double import check_numbers, plain_and_exact
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -118,13 +120,17 @@ def test_a_folder_is_planned_loaded_trained_exported_and_read_again(
     rows = [pack([document]) for document in documents(14, 22)]
     trainer = trainer_of(template, store)
     report = trainer.train_step(rows)
-    reference = plain(folder)
-    loss = sum(plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows)
-    assert isinstance(loss, Tensor)
-    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
-    torch.autograd.backward(loss)
-    total = sum(float(p.grad.double().square().sum()) for p in reference.parameters() if p.grad is not None)
-    assert report.grad_norm == pytest.approx(total**0.5, rel=1e-6)
+
+    def autograd(reference: torch.nn.Module) -> tuple[float, float]:
+        loss = sum(plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows)
+        assert isinstance(loss, Tensor)
+        torch.autograd.backward(loss)
+        total = sum(float(p.grad.double().square().sum()) for p in reference.parameters() if p.grad is not None)
+        return loss.item(), total**0.5
+
+    in_fp32, exact = plain_and_exact(partial(plain, folder), autograd)
+    check_numbers(report.loss, in_fp32[0], exact[0])
+    check_numbers(report.grad_norm, in_fp32[1], exact[1], "the norm")
 
     trainer.train_step(rows)
     trainer.flush()
@@ -133,9 +139,12 @@ def test_a_folder_is_planned_loaded_trained_exported_and_read_again(
     again = load_file(exported / "model.safetensors")
     assert {name: tensor.shape for name, tensor in again.items()} == {name: t.shape for name, t in names.items()}
     ours = trainer_of(*load(exported)).evaluate(rows)
-    with torch.no_grad():
-        theirs = sum(plain_loss(plain(exported), row) for row in rows) / sum(row.num_targets for row in rows)
-    assert ours.eval_loss == pytest.approx(float(theirs), rel=1e-6)
+
+    def evaluated(reference: torch.nn.Module) -> float:
+        with torch.no_grad():
+            return float(sum(plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows))
+
+    check_numbers(ours.eval_loss, *plain_and_exact(partial(plain, exported), evaluated))
     assert ours.eval_loss < report.loss
 
 

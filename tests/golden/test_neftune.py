@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
+from tests.support.double import check_gradients, check_numbers, gradients_of, plain_and_exact
 from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
@@ -52,27 +53,30 @@ def test_gradients_are_those_of_plain_autograd_with_the_same_noise(
 
     if not run.trainer.supports_packing:
         batches = [[document] for batch in batches for document in batch]
-    reference: Any = model.reference()
-    width = reference.get_input_embeddings().weight.shape[1]
-    added: list[Tensor] = []
-    reference.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + added[0])
-    loss, num_targets = 0.0, sum(row.num_targets for row in rows)
-    for index, batch in enumerate(batches):
-        lengths = [document.numel() for document in batch]
-        for document, noise in zip(batch, noise_of(StepKey(seed=SEED, step=0), index, lengths, width), strict=True):
-            added[:] = [noise]
-            part = plain_loss(reference, pack([document])) / num_targets
-            torch.autograd.backward(part)
-            loss += part.item()
-    assert report.loss == pytest.approx(loss, rel=1e-6)
+    num_targets = sum(row.num_targets for row in rows)
+    width = model.config.hidden_size
+    # Drawn here, because a generator gives other numbers in float64.
+    noises = [
+        noise_of(StepKey(seed=SEED, step=0), index, [document.numel() for document in batch], width)
+        for index, batch in enumerate(batches)
+    ]
+
+    def autograd(reference: Any) -> tuple[float, dict[str, Tensor]]:
+        added: list[Tensor] = []
+        reference.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + added[0])
+        loss = 0.0
+        for batch, noise in zip(batches, noises, strict=True):
+            for document, own in zip(batch, noise, strict=True):
+                added[:] = [own]
+                part = plain_loss(reference, pack([document])) / num_targets
+                torch.autograd.backward(part)
+                loss += part.item()
+        return loss, gradients_of(reference)
+
+    plain, exact = plain_and_exact(model.reference, autograd)
+    check_numbers(report.loss, plain[0], exact[0])
     assert report.loss != pytest.approx(start(model).trainer.train_step(rows).loss, rel=1e-5)
-    got, wanted = [], []
-    for name, parameter in reference.named_parameters():
-        assert parameter.grad is not None
-        got.append(run.gradient(name).reshape(-1))
-        wanted.append(parameter.grad.reshape(-1))
-    error = float((torch.cat(got) - torch.cat(wanted)).norm() / torch.cat(wanted).norm())
-    assert error <= 1e-6, f"gradients are off by {error:.1e}"
+    check_gradients({name: run.gradient(name) for name in exact[1]}, plain[1], exact[1])
 
 
 def test_the_noise_is_as_strong_as_that_of_transformers() -> None:

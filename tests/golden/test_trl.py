@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.support.double import check_numbers, check_tensors, plain_and_exact, values_of
+from tests.support.double import check_gradients, check_numbers, check_weights, plain_and_exact, values_of
 from tests.support.tiny_models import VOCAB
 from torch import Tensor
 
@@ -262,9 +262,9 @@ def test_twenty_steps_are_those_of_trl(
 
     check_numbers([figures.loss for figures in own], plain.losses, exact.losses, "the losses")
     assert exact.losses[-1] < 0.9 * exact.losses[0], "the test is about steps that train"
-    check_tensors(gradients, plain.gradients, exact.gradients)
+    check_gradients(gradients, plain.gradients, exact.gradients)
     weights = {name: weight_of(run, name).view_as(value) for name, value in exact.model.named_parameters()}
-    check_tensors(weights, values_of(plain.model), values_of(exact.model), "weight ")
+    check_weights(weights, values_of(plain.model), values_of(exact.model))
     assert len(exact.figures) == NUM_STEPS
     for figure in own[0].method_figures:
         mine, theirs, wanted = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.double import check_gradients, check_numbers, check_weights, gradients_of, plain_and_exact, values_of
 from tests.support.worker_attempts import spec_of
 from torch import Tensor
 from torch.nn import functional
@@ -111,11 +112,6 @@ def weighted_mean(model: torch.nn.Module, documents: Sequence[tuple[Tensor, Tens
     return total / divisor
 
 
-def relative_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    got, wanted = (torch.cat([pair[side].reshape(-1).double() for pair in pairs]) for side in (0, 1))
-    return float((got - wanted).norm() / wanted.norm())
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_twenty_steps_follow_a_plain_loop_with_the_same_weighted_mean(
     packed: bool, folder: Path, model: TinyModel, prepared: Callable[..., MethodData], start: Callable[..., Run]
@@ -125,36 +121,38 @@ def test_twenty_steps_follow_a_plain_loop_with_the_same_weighted_mean(
         data.dataset, sequence_length=LENGTH, tokens_per_step=3 * LENGTH, packing=packed, seed=5, max_steps=NUM_STEPS
     )
     run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
-    plain = model.reference()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    num_rows = set()
+    names = [name for name, _ in model.reference().named_parameters()]
+    num_rows, losses, gradients = set(), [], {}
     for step in range(NUM_STEPS):
         rows, objective = data.step(plan, step)
         num_rows.add(len(rows))
-        figures = run.trainer.train_step(rows, objective)
-
-        loss = weighted_mean(plain, [documents[number] for row in plan.documents_of(step) for number in row])
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        assert figures.loss == pytest.approx(loss.item(), rel=1e-6)
-        if step == 0:
-            gradients = []
-            for name, parameter in plain.named_parameters():
-                assert parameter.grad is not None
-                gradients.append((run.gradient(name).clone(), parameter.grad))
-            assert relative_error(gradients) <= 1e-6
-        optimizer.step()
+        losses.append(run.trainer.train_step(rows, objective).loss)
+        gradients = gradients or {name: run.gradient(name).clone() for name in names}
     run.trainer.flush()
+
+    def trained(plain: torch.nn.Module) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        losses, gradients = [], {}
+        for step in range(NUM_STEPS):
+            loss = weighted_mean(plain, [documents[number] for row in plan.documents_of(step) for number in row])
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            gradients = gradients or gradients_of(plain)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, gradients, values_of(plain)
 
     assert max(num_rows) > 1, "the test is about several micro-batches"
     assert not packed or max(len(row) for step in range(NUM_STEPS) for row in plan.documents_of(step)) > 1
-    trained = []
-    for name, parameter in plain.named_parameters():
-        own = torch.empty(parameter.numel())
+    plain, exact = plain_and_exact(model.reference, trained)
+    check_numbers(losses, plain[0], exact[0], "the losses")
+    check_gradients(gradients, plain[1], exact[1])
+    weights = {}
+    for name, parameter in exact[2].items():
         hi, lo = (run.store.tensor(name, plane).reshape(-1) for plane in ("hi", "lo"))
-        merge_master(hi, lo, own)
-        trained.append((own, parameter.detach()))
-    assert relative_error(trained) <= 1e-6
+        weights[name] = torch.empty(parameter.shape)
+        merge_master(hi, lo, weights[name].view(-1))
+    check_weights(weights, plain[2], exact[2])
 
 
 def test_a_weight_of_0_is_a_message_that_is_masked_bit_for_bit(
@@ -206,18 +204,21 @@ def test_label_smoothing_is_weighted_too(
     rows, objective = data.step(plan, 0)
     figures = run.trainer.train_step(rows, objective)
 
-    plain, total, divisor = model.reference(), torch.zeros((), dtype=torch.float64), 0.0
-    for number in itertools.chain.from_iterable(plan.documents_of(0)):
-        ids_T, weights_T = documents[number]
-        logits_TV = plain(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
-        losses_T = functional.cross_entropy(logits_TV, ids_T[1:], reduction="none", label_smoothing=0.1)
-        total = total + (losses_T.double() * weights_T[1:]).sum()
-        divisor += float(weights_T[1:].sum())
-    loss = total / divisor
-    torch.autograd.backward(loss)
-    assert figures.loss == pytest.approx(loss.item(), rel=1e-6)
-    pairs = [(run.gradient(name), parameter.grad) for name, parameter in plain.named_parameters()]
-    assert relative_error([(got, wanted) for got, wanted in pairs if wanted is not None]) <= 1e-6
+    def autograd(reference: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
+        total, divisor = torch.zeros((), dtype=torch.float64), 0.0
+        for number in itertools.chain.from_iterable(plan.documents_of(0)):
+            ids_T, weights_T = documents[number]
+            logits_TV = reference(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+            losses_T = functional.cross_entropy(logits_TV, ids_T[1:], reduction="none", label_smoothing=0.1)
+            total = total + (losses_T.double() * weights_T[1:]).sum()
+            divisor += float(weights_T[1:].sum())
+        loss = total / divisor
+        torch.autograd.backward(loss)
+        return loss.item(), gradients_of(reference)
+
+    plain, exact = plain_and_exact(model.reference, autograd)
+    check_numbers(figures.loss, plain[0], exact[0])
+    check_gradients({name: run.gradient(name) for name in exact[1]}, plain[1], exact[1])
 
 
 def test_an_evaluation_counts_every_target_alike(

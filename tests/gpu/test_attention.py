@@ -66,6 +66,16 @@ def test_outputs_and_gradients_are_those_of_a_mask(
             assert float((one.float() - other).norm() / other.norm()) < 2e-2
 
 
+def test_nothing_waits_for_the_device() -> None:
+    tensors = [tensor.requires_grad_() for tensor in inputs(8, 2, 64, 64, 832)]
+    boundaries, gradient = torch.tensor([0, 300, 832]), torch.ones(1, 832, 8, 64, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.backward(attend(*tensors, boundaries), gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_scores_far_below_zero_give_finite_gradients() -> None:
     """What cuDNN's masked backward answers with NaN: rows of 64 + 128 k tokens, every score of a query below -88."""
     query, key, value = inputs(2, 2, 64, 64, 64 + 128)
@@ -91,4 +101,5 @@ def test_rows_of_many_lengths_cost_no_more_in_the_first_step_than_in_the_second(
         run.trainer.train_step(rows)
         run.trainer.flush()
         durations.append(time.perf_counter() - start_s)
-    assert durations[0] < 1.5 * durations[1]
+    # cuBLAS chooses a kernel for each new shape; what is compiled for a length costs ten times as much.
+    assert durations[0] < 2.0 * durations[1]

@@ -367,14 +367,14 @@ def test_a_step_that_does_not_fit_leaves_its_memory_to_the_next_device(
     device = CudaDevice()
     run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
     held_before = torch.cuda.memory_allocated()
-    TorchCuda().limit_memory(torch.cuda.memory_reserved() + (640 << 20))
+    TorchCuda().limit_memory(torch.cuda.memory_reserved() + (96 << 20))
 
     with pytest.raises(DoesNotFit, match="device memory: ") as kept:
         run.trainer.train_step([pack(documents(4096))])
 
-    # The error is still referenced, as in the code that reports it; the 512 MiB of logits are freed.
+    # The error is still referenced, as in the code that reports it; what the step had allocated is freed.
     assert kept.value is not None
-    assert torch.cuda.memory_allocated() - held_before < 128 << 20
+    assert torch.cuda.memory_allocated() - held_before < 48 << 20
 
 
 def test_pinned_planes_cross_the_link_at_the_speed_of_a_bus(

@@ -92,7 +92,7 @@ def test_a_pushed_weight_is_in_the_loss_of_the_job(
         assert losses[0] == pytest.approx(weighted, rel=1e-6)
         assert evals[0] == pytest.approx(plain, rel=1e-6)
         texts = [event.text for event in events if event.kind == "message"]
-        assert any("some messages have a weight" in text for text in texts)
+        assert any("some answers have a weight" in text for text in texts)
 
 
 def test_a_wrong_weight_is_named_with_file_line_and_field(daemon: AnyDaemon, tmp_path: Path) -> None:

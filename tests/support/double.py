@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-M = TypeVar("M", bound=torch.nn.Module)
+M = TypeVar("M", bound="Doubles")
 T = TypeVar("T")
 
 FACTOR = 3.0
 """How many times plain fp32's distance from float64 ours may be. Measured are 0.5 to 1.6 on all architectures."""
 FLOOR = 2.0**-22
 """Relative to the values: a distance of two roundings to fp32's 24 bits, which plain fp32 may be spared by chance."""
+
+
+class Doubles(Protocol):
+    """A model, or what holds one."""
+
+    def double(self) -> Self:
+        """Widen all parameters and tables to float64."""
+        ...
 
 
 class InDouble(TorchFunctionMode):
@@ -59,29 +67,44 @@ def plain_and_exact(make: Callable[[], M], run: Callable[[M], T]) -> tuple[T, T]
         return plain, run(model)
 
 
-def check_tensors(
-    ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], what: str = "gradient of "
-) -> None:
-    """Check that each of our tensors is as near to the exact one as plain fp32's is, by its norm, and all together.
+def check_gradients(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """Check that each of our gradients is as near to the exact one as plain fp32's is, by its norm, and all together.
 
     The distances of tensors of a few numbers are a matter of luck, so each may be as far away as the median of all too.
     """
-    assert ours.keys() == plain.keys() == exact.keys()
+    _check_all(ours, plain, exact, "gradients")
     mine, theirs = _distances(ours, exact), _distances(plain, exact)
     sizes = {name: float(exact[name].double().norm()) for name in exact}
-    size = sum(value**2 for value in sizes.values()) ** 0.5
+    size = _together(sizes)
     median = statistics.median(theirs[name] / max(sizes[name], FLOOR * size) for name in exact) if size else 0.0
     for name in exact:
         # What is nothing but rounding, as the gradient of a bias that softmax ignores, is held to the size of all.
         floor = max(FLOOR * sizes[name], FLOOR**2 * size)
         allowed = FACTOR * max(theirs[name], median * sizes[name]) + floor
         assert mine[name] <= allowed, (
-            f"{what}{name} is {mine[name]:.2e} from float64, plain fp32 is {theirs[name]:.2e}, its norm {sizes[name]:.2e}"
+            f"gradient of {name} is {mine[name]:.2e} from float64, plain fp32 is {theirs[name]:.2e}, its norm {sizes[name]:.2e}"
         )
-    error, plain_error = (sum(value**2 for value in distances.values()) ** 0.5 for distances in (mine, theirs))
-    assert error <= FACTOR * plain_error + FLOOR * size, (
-        f"{what}all is {error:.2e} from float64, plain fp32 is {plain_error:.2e}, the norm {size:.2e}"
+
+
+def check_weights(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """Check that trained weights are as near to the exact ones as plain fp32's are, all together.
+
+    Not each: Adam divides gradients by their size, and so an element near zero by its own rounding, which decides its whole tensor's.
+    """
+    _check_all(ours, plain, exact, "weights")
+
+
+def _check_all(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], what: str) -> None:
+    assert ours.keys() == plain.keys() == exact.keys()
+    mine, theirs = _together(_distances(ours, exact)), _together(_distances(plain, exact))
+    size = _together({name: float(exact[name].double().norm()) for name in exact})
+    assert mine <= FACTOR * theirs + FLOOR * size, (
+        f"the {what} are {mine:.2e} from float64, plain fp32's are {theirs:.2e}, their norm {size:.2e}"
     )
+
+
+def _together(norms: Mapping[str, float]) -> float:
+    return sum(norm**2 for norm in norms.values()) ** 0.5
 
 
 def check_numbers(
@@ -89,12 +112,17 @@ def check_numbers(
     plain: Sequence[float] | float,
     exact: Sequence[float] | float,
     what: str = "the loss",
+    *,
+    scale: float = 0.0,
 ) -> None:
-    """As `check_tensors`, of numbers that belong together, as the losses of the steps do."""
+    """As `check_weights`, of numbers that belong together, as the losses of the steps do.
+
+    `scale` is the size of what they are differences of, where that is more than theirs: its rounding is in them.
+    """
     vectors = [torch.tensor(numbers, dtype=torch.float64).reshape(-1) for numbers in (ours, plain, exact)]
     assert len({vector.numel() for vector in vectors}) == 1
     mine, theirs = (float((vector - vectors[2]).norm()) for vector in vectors[:2])
-    size = float(vectors[2].norm())
+    size = max(float(vectors[2].norm()), scale)
     assert mine <= FACTOR * theirs + FLOOR * size, (
         f"{what}: {mine:.2e} from float64, plain fp32 is {theirs:.2e}; ours {ours}, plain {plain}, exact {exact}"
     )

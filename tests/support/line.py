@@ -102,7 +102,7 @@ class Line:
 
     def refuse(
         self, method: str, code: str, message: str, *, times: int = 1, reason: str = "",
-        violations: tuple[tuple[str, str], ...] = (), retry_after_s: int = 0,
+        violations: tuple[tuple[str, str], ...] = (), retry_after_s: int = 0, named: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Answer the next calls of `method` with an error, with details as the daemon sends them."""
         status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message=message)
@@ -113,6 +113,8 @@ class Line:
             for field, description in violations:
                 bad_request.field_violations.add(field=field, description=description)
             status.details.add().Pack(bad_request)
+        if named:
+            status.details.add().Pack(error_details_pb2.ResourceInfo(resource_type=named[0], resource_name=named[1]))
         if retry_after_s:
             retry = error_details_pb2.RetryInfo()
             retry.retry_delay.FromSeconds(retry_after_s)

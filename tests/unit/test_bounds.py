@@ -204,7 +204,7 @@ async def test_a_deletion_is_bounded(still: DaemonParts, monkeypatch: pytest.Mon
     for i in range(3):
         await _announce(still, ann, f"d{i}")
     monkeypatch.setattr(deletion, "MAX_DELETIONS", 2)
-    with pytest.raises(TooLarge, match="3 datasets are meant; at most 2 are deleted at once"):
+    with pytest.raises(TooLarge, match=r"3 datasets match; at most 2 can be deleted in one call\. Narrow"):
         await anext(still.services.deletions.delete(ann, Selection(kind="dataset", keys=keys[:3])))
 
 

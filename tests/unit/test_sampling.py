@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,7 @@ async def everything(samples: Samples, principal: Principal = ADA, step: int = 1
 
 async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: Any, folder: Path) -> None:
     samples, hold, wakes = make()
+    start_s = time.monotonic()
     held = []
     pieces = []
     async for piece in samples.sample(ADA, "job", 1, [HELLO, HELLO], SHORT):
@@ -93,6 +95,9 @@ async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: 
 
     *texts, figures = pieces
     assert isinstance(figures, SampleFigures)
+    # What the caller waited for, the start of the child with it: importing torch alone takes longer than loading this model.
+    waited_s = time.monotonic() - start_s
+    assert 0.5 * waited_s <= figures.load_s + figures.duration_s <= waited_s
     assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}
     assert set(held) == {sample_memory(sample_layout(open_model_folder(folder))).total}
     assert hold.num_bytes == 0
@@ -199,6 +204,8 @@ def test_weights_take_no_memory_for_training(folder: Path) -> None:
         ([HELLO] * (MAX_PROMPTS + 1), {}, "prompts"),
         ([HELLO, SamplePrompt()], {}, "prompts[1]"),
         ([SamplePrompt(text="a", messages=(SampleMessage(role="user", content="b"),))], {}, "prompts[0]"),
+        ([SamplePrompt(text="a", chat_json="{}")], {}, "prompts[0]"),
+        ([SamplePrompt(chat_json=" " * (MAX_PROMPT_CHARACTERS + 1))], {}, "prompts[0]"),
         ([SamplePrompt(text="a" * (MAX_PROMPT_CHARACTERS + 1))], {}, "prompts[0]"),
         ([SamplePrompt(messages=(SampleMessage(role="user", content="b"),) * (MAX_MESSAGES + 1))], {}, "prompts[0]"),
         ([SamplePrompt(messages=(SampleMessage(role="", content="b"),))], {}, "prompts[0]"),

@@ -21,8 +21,9 @@ from horizon_client.cli.output import (
     print_result,
     time_text,
 )
+from horizon_client.cli.pushed import field_map_of
 from horizon_client.cli.root import Commands
-from horizon_client.cli.sampling import answer_text, answers, printable, read_prompts
+from horizon_client.cli.sampling import Prompt, answer_text, answers, printable, read_prompts, with_system
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
 from horizon_client.resources import SampledText
 
@@ -61,7 +62,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull, merge, sample and delete the checkpoints of a job."""
+    """List, pull, merge, sample, chat with and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -202,29 +203,56 @@ def _sampling_options(command: CommandT) -> CommandT:
     epilog="""\b
 Example:
   horizon checkpoint sample JOB --prompts prompts.jsonl
+  horizon checkpoint sample JOB --prompt "Who wrote Faust?" --system "Be brief."
+  horizon checkpoint sample JOB --prompts gsm8k.jsonl --map prompt=question
   horizon checkpoint sample JOB@best --prompts prompts.jsonl --temperature 0.7 --out answers.jsonl
 
 \b
 A line of the file is {"prompt": "a text to continue"} or
-{"messages": [{"role": "user", "content": "a question"}]}.
+{"messages": [{"role": "user", "content": "a question"}]}; a chat may have
+tools and tool_calls, as in a dataset.
 A base that the job has kept in fewer bits (train.lora.base) answers as it was
 trained on, as in the job's evaluations."""
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option("--prompts", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Prompts, as JSON lines.")
 @click.option(
-    "--prompts",
-    required=True,
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Prompts, as JSON lines.",
+    "--prompt",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="A text to continue; with --system, the user's message of a chat. Repeatable.",
+)
+@click.option(
+    "--system", metavar="TEXT", help="System message of every chat; texts become the user's message after it."
+)
+@click.option(
+    "--map",
+    "field_map",
+    multiple=True,
+    metavar="FIELD=COLUMN",
+    help="Column that holds a field (prompt, messages, tools) of the file; repeatable.",
 )
 @_sampling_options
 @click.option("--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write the answers as JSON lines.")
 @connected
-def sample(client: Client, checkpoint: str, prompts: str, out: str | None, **options: Any) -> None:
+def sample(
+    client: Client,
+    checkpoint: str,
+    prompts: str | None,
+    texts: tuple[str, ...],
+    system: str | None,
+    field_map: tuple[str, ...],
+    out: str | None,
+    **options: Any,
+) -> None:
     """Have a checkpoint answer prompts on the node."""
     job, at = _job_and_place(checkpoint, default="last")
-    given = read_prompts(Path(prompts))
+    if not prompts and not texts:
+        raise click.UsageError("give --prompts FILE or --prompt TEXT")
+    given: list[Prompt] = [*(read_prompts(Path(prompts), field_map_of(field_map)) if prompts else ()), *texts]
+    if system:
+        given = [with_system(prompt, system) for prompt in given]
     found = find_job(client, job)
     with Path(out).open("w", encoding="utf-8") if out else contextlib.nullcontext() as file:
         for answer in answers(client.checkpoints.sample(found.job_id, given, at=at, **options), given, Notices()):
@@ -242,18 +270,19 @@ Example:
   horizon checkpoint chat JOB@best --temperature 0.7
 
 \b
-An empty line ends the chat. The node loads the checkpoint for each answer.
+An empty line ends the chat. --system begins it with a system message. The node loads the checkpoint for each answer.
 A base that the job has kept in fewer bits (train.lora.base) answers as it was
 trained on."""
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
 @_sampling_options
 @connected
-def chat(client: Client, checkpoint: str, **options: Any) -> None:
+def chat(client: Client, checkpoint: str, system: str | None, **options: Any) -> None:
     """Talk with a checkpoint on the node."""
     job, at = _job_and_place(checkpoint, default="last")
     job_id = find_job(client, job).job_id
-    messages: list[dict[str, str]] = []
+    messages = [{"role": "system", "content": system}] if system else []
     answered_with = ""
     while question := click.prompt(">", prompt_suffix=" ", default="", show_default=False):
         messages.append({"role": "user", "content": question})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from horizon_client.cli.job_file import spec_fields
 from horizon_client.errors import HorizonClientError
 
 if TYPE_CHECKING:
@@ -58,8 +59,6 @@ model_names = _completer(lambda client: client.models.names())
 
 def spec_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the fields that `--set` can change."""
-    from horizon_client.cli.jobs import spec_fields
-
     return [CompletionItem(f"{path}=") for path, _ in spec_fields() if path.startswith(incomplete)]
 
 

@@ -29,8 +29,8 @@ Example:
   horizon {kind} delete --older-than 30d{state} --dry-run
 
 \b
-What is in use is refused, with who uses it; the rest is deleted. What filters
-select{jobs} is shown first and deleted after a question, or with --yes.
+Resources in use are kept, and the message says who uses them. A filtered
+selection{jobs} is listed first and needs confirmation or --yes.
 Exit code 2 when something that you named was refused."""
 
 
@@ -43,7 +43,7 @@ def add_delete(group: click.Group, kind: str, complete: Completer, example: str)
         "checkpoint": "Delete checkpoints, named by their steps.",
     }.get(kind, f"Delete {kind}s that no active job needs.")
     state = " --state failed" if of_jobs else ""
-    epilog = _EPILOG.format(kind=kind, example=example, state=state, jobs=", and jobs," if kind == "job" else "")
+    epilog = _EPILOG.format(kind=kind, example=example, state=state, jobs=", and any job," if kind == "job" else "")
 
     @connected
     def delete(

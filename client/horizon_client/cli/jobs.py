@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import click
 
 from horizon_client.cli.completion import job_names, spec_keys
 from horizon_client.cli.deletion import add_delete
+from horizon_client.cli.job_file import SCHEMA_FILE, header_line, job_schema, template
 from horizon_client.cli.job_views import (
     JOB_VIEW,
     OUTLOOK_COLUMNS,
+    DataView,
     open_view,
     plan_page,
     speed_text,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
-_SCHEMA_FILE = "job.schema.json"
 _STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", "succeeded", "failed", "cancelled"]
 _JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
 SPEC_ARGUMENT = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
@@ -182,16 +180,38 @@ def watch(client: Client, job_id: str, output: str) -> int:
     return _watch(client, find_job(client, job_id), output, sys.stdout)
 
 
-@job.command(epilog="\b\nExample:\n  horizon job logs JOB --follow")
+@job.command(
+    epilog="""\b
+Example:
+  horizon job logs JOB --follow
+  horizon job logs JOB -o json
+
+\b
+The log says in words what an attempt has done. -o json prints the job's events
+instead, of all attempts, one JSON object a line, with all figures and answers."""
+)
 @_JOB
 @click.option("--follow", "-f", is_flag=True, help="Wait for more until the attempt has ended.")
 @click.option(
     "--attempt", type=click.IntRange(min=0), default=0, metavar="N", help="Number of the attempt. Default: the newest."
 )
+@click.option(
+    "--output",
+    "-o",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="The log as text, or the job's events as JSON.",
+)
 @connected
-def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
+def logs(client: Client, job_id: str, follow: bool, attempt: int, output: str) -> None:
     """Print the log of a job's worker."""
+    if output == "json" and attempt:
+        raise click.UsageError("-o json prints the events of all attempts; leave out --attempt")
     found = find_job(client, job_id)
+    if output == "json":
+        _print_events(client, found, follow=follow)
+        return
     out = sys.stdout.buffer
     is_terminal = sys.stdout.isatty()
     try:
@@ -201,6 +221,20 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
             out.flush()
     except KeyboardInterrupt:
         raise Interrupted(_continues(found.job_id, "logs")) from None
+
+
+def _print_events(client: Client, job: Job, *, follow: bool) -> None:
+    """Print the events that there are, with `follow` those to come too."""
+    if not job.last_sequence and not follow:
+        return
+    try:
+        with closing(DataView(sys.stdout, "json")) as view, closing(client.jobs.watch(job.job_id)) as events:
+            for event in events:
+                view.show(event)
+                if event.sequence >= job.last_sequence and not follow:
+                    return
+    except KeyboardInterrupt:
+        raise Interrupted(_continues(job.job_id, "logs")) from None
 
 
 @job.command(epilog="\b\nExample:\n  horizon job cancel JOB")
@@ -336,37 +370,6 @@ def _continues(job_id: str, command: str) -> str:
     return f"the job continues; to return to it: horizon job {command} {job_id}"
 
 
-@cache
-def job_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the job spec, as generated from the server's definition of each field."""
-    schema: dict[str, Any] = json.loads((files("horizon_client") / "job_schema.json").read_text("utf-8"))
-    return schema
-
-
-def header_line(schema_file: str) -> str:
-    """Return the first line of a YAML file that editors with YAML support read to find its schema."""
-    return f"# yaml-language-server: $schema={schema_file}"
-
-
-def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the dotted path and the schema of each field that takes a value, those of a section after all others of its level."""
-    schema = job_schema()
-
-    def below(prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        sections = []
-        for name, field in part["properties"].items():
-            # A section that may be null is one of two choices.
-            found = next((choice["$ref"] for choice in field.get("anyOf", [field]) if "$ref" in choice), None)
-            if found is None:
-                yield prefix + name, field
-            else:
-                sections.append((f"{prefix}{name}.", schema["$defs"][found.rsplit("/", 1)[1]]))
-        for path, section in sections:
-            yield from below(path, section)
-
-    return below("", schema)
-
-
 @job.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Write the schema to this file.")
 def schema(target: Path | None) -> None:
@@ -380,7 +383,7 @@ def schema(target: Path | None) -> None:
     else:
         _write(target, text + "\n", mode="w")
     note = "make this the first line of the job file, so that an editor with YAML support checks it:"
-    click.echo(f"{note}\n{header_line(str(target) if target else _SCHEMA_FILE)}", err=True)
+    click.echo(f"{note}\n{header_line(str(target) if target else SCHEMA_FILE)}", err=True)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job init --to job.yaml")
@@ -388,39 +391,21 @@ def schema(target: Path | None) -> None:
 def init(target: Path | None) -> None:
     """Print a job spec to start from.
 
-    It contains the required fields, and every other field with its default as a comment.
+    It contains the required fields, and every other field with its default as a comment. With --to, the schema that editors check it with
+    is written next to it, as job.schema.json.
     """
     if target is None:
         click.echo(template(), nl=False)
+        click.echo(
+            f"for the first line, write the schema next to the file: horizon job schema --to {SCHEMA_FILE}", err=True
+        )
         return
     _write(target, template(), mode="x")
-    click.echo(f"wrote {target}; set name, model and dataset, then: horizon job plan {target}", err=True)
-
-
-def template() -> str:
-    """Return a YAML file that contains every field of the spec with its default and description."""
-    import yaml  # only here: `horizon job --help` imports this module
-
-    schema = job_schema()
-    methods = schema["properties"]["method"]["enum"]
-    lines = [header_line(_SCHEMA_FILE)]
-    section = ""
-    for path, field in spec_fields():
-        prefix, _, name = path.rpartition(".")
-        outer, _, inner = prefix.rpartition(".")
-        # With its heading: what is in such a section is refused in jobs that it is not for.
-        is_special = bool(outer) or prefix in methods
-        if prefix != section:
-            section = prefix
-            heading = f"  # {inner}:" if outer else f"# {inner}:" if is_special else f"{inner}:"
-            lines += [*([] if outer else [""]), heading]
-        if path in schema["required"]:
-            lines.append(f"{name}: my-{name}  # {field['description']}")
-        else:
-            value = yaml.safe_dump(field.get("default"), default_flow_style=True).splitlines()[0]
-            indent = "  #   " if outer else "#   " if is_special else "  # " if prefix else "# "
-            lines.append(f"{indent}{name}: {value}  # {field['description']}")
-    return "\n".join(lines) + "\n"
+    # Its first line names this file; one that is there may be of another version
+    _write(target.with_name(SCHEMA_FILE), json.dumps(job_schema(), indent=1) + "\n", mode="w")
+    click.echo(
+        f"wrote {target} and {SCHEMA_FILE}; set name, model and dataset, then: horizon job plan {target}", err=True
+    )
 
 
 def _write(target: Path, text: str, *, mode: str) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Generic, TypeVar
 
 import click
 
+from horizon_formats.problems import writable
+
 ItemT = TypeVar("ItemT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -161,7 +163,7 @@ def _is_figure(text: str) -> bool:
 
 def clean(text: str) -> str:
     """Return `text` on one line and without control characters, so that the server cannot control the terminal."""
-    spaced = " ".join(text.split())
+    spaced = " ".join(writable(text).split())
     # Cf too: marks that turn the direction of text can make a name look like another
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf"))
 

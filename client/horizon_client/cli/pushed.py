@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ _FORMATS = [
     "kto",
     "samples",
 ]
+METHODS = ["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy"]
 _TRAIN_ON = ["assistant", "last-assistant", "all"]
 _PUSH_INTERRUPTED = "interrupted; what the server has is kept: the same command continues from there"
 _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
@@ -214,14 +215,7 @@ def push_dataset(
     paths = [f for f in files if f not in further]
     if not paths:
         raise click.UsageError("Missing argument 'FILE...'.")
-    field_map: dict[str, str] = {}
-    for mapping in (*mappings, *further):
-        field, separator, column = mapping.partition("=")
-        if not separator or not field or not column:
-            raise click.UsageError(f"--map {mapping}: write it as field=column, such as prompt=question")
-        if field in field_map:
-            raise click.UsageError(f"--map names the field {field!r} twice")
-        field_map[field] = column
+    field_map = field_map_of((*mappings, *further))
     with TransferReporter(_PUSH_INTERRUPTED) as reporter:
         result = client.datasets.push(
             paths,
@@ -232,6 +226,19 @@ def push_dataset(
             reporter=reporter,
         )
     _print_push(result, result.dataset, _DATASET_VIEW, output)
+
+
+def field_map_of(mappings: Iterable[str]) -> dict[str, str]:
+    """Return what `--map field=column` says. Raises click.UsageError for one that is written otherwise, or a field twice."""
+    field_map: dict[str, str] = {}
+    for mapping in mappings:
+        field, separator, column = mapping.partition("=")
+        if not separator or not field or not column:
+            raise click.UsageError(f"--map {mapping}: write it as field=column, such as prompt=question")
+        if field in field_map:
+            raise click.UsageError(f"--map names the field {field!r} twice")
+        field_map[field] = column
+    return field_map
 
 
 def _print_push(result: DatasetPush | ModelPush, item: Any, view: View[Any], output: str) -> None:
@@ -263,9 +270,7 @@ a terminal of 100 columns, else one after the other."""
 @click.option(
     "--train-on", type=click.Choice(_TRAIN_ON), default="assistant", show_default=True, help="As in the job spec."
 )
-@click.option(
-    "--method", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="As in the job spec."
-)
+@click.option("--method", type=click.Choice(METHODS), default="sft", show_default=True, help="As in the job spec.")
 @click.option(
     "--sequence-length", type=click.IntRange(8), default=1024, show_default=True, help="Longest row in tokens."
 )

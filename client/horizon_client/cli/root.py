@@ -33,7 +33,10 @@ _COMMANDS = {
     "usage": ("sharing:usage", "Show what you have used of the node."),
     "quota": ("sharing:quota", "Show your weight and quotas, and how much of them is used."),
     "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
-    "checkpoint": ("checkpoints:checkpoint", "List, pull and delete the checkpoints of a job."),
+    "checkpoint": (
+        "checkpoints:checkpoint",
+        "List, pull, merge, sample, chat with and delete the checkpoints of a job.",
+    ),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),
     "version": ("node:version", "Print the versions of client and server."),
     "completion": ("completion:completion", "Print the completion script for your shell."),
@@ -125,14 +128,10 @@ def show_error(error: HorizonClientError) -> None:
     """Print the message, then the violations that it does not contain, one per line."""
     message = clean(error.message)
     click.echo(f"Error: {message}", err=True)
-    # A single violation is usually the message itself
+    # A single violation is usually the message itself, and of several it has the first
     more = [violation for violation in error.violations if clean(violation.description) not in message]
     for violation in more[:MAX_VIOLATIONS]:
-        field, description = clean(violation.field), clean(violation.description)
-        # Many descriptions begin with their place already: the field, or for a row its file and line
-        has_place = description.startswith((field, "line ", f"{field.rpartition(':')[0] or field}:"))
-        line = description if has_place else f"{field}: {description}"
-        click.echo(f"  {line}", err=True)
+        click.echo(f"  {clean(violation.description)}", err=True)
     if len(more) > MAX_VIOLATIONS:
         click.echo(f"  ... and {len(more) - MAX_VIOLATIONS} more", err=True)
 

@@ -3,44 +3,85 @@
 from __future__ import annotations
 
 import json
+import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from horizon_client.checkpoints import is_plain_chat
 from horizon_client.errors import BadFile
 from horizon_client.resources import SampledText
+from horizon_formats.formats import text_of
+from horizon_formats.problems import listed
+from horizon_formats.row_checks import check_prompt_row
 
 if TYPE_CHECKING:
     from horizon_client.reporter import Reporter
     from horizon_client.resources import SampleFigures
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, Any]] | dict[str, Any]
+
+# Of a call, besides loading and answering.
+_SHOWN_WAIT_S = 0.5
+_FIELDS = ("prompt", "messages", "tools")
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file of JSON lines. Raises BadFile, which names the line."""
+def read_prompts(path: Path, field_map: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Return the prompts of a file of JSON lines; `field_map` has the columns of a file that uses other names.
+
+    Raises BadFile, which names the line.
+    """
+    columns = {field: (field_map or {}).get(field, field) for field in _FIELDS}
+    if unknown := (field_map or {}).keys() - set(_FIELDS):
+        raise BadFile(f"--map {min(unknown)}=...: a prompt has the fields {', '.join(_FIELDS)}")
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadFile(f"cannot read {path}: {error}") from error
-    return [_prompt(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [_prompt(path, number, line, columns) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    wanted = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+def with_system(prompt: Prompt, system: str) -> Prompt:
+    """Return the prompt as a chat that begins with this system message: a text as the user's. Raises BadFile where it has one already."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = prompt["messages"] if isinstance(prompt, dict) else prompt
+    if messages[0].get("role") == "system":
+        raise BadFile(
+            "a chat of the prompts has a system message already; leave --system out, or take it out of the chat"
+        )
+    messages = [{"role": "system", "content": system}, *messages]
+    return {**prompt, "messages": messages} if isinstance(prompt, dict) else messages
+
+
+def _prompt(path: Path, number: int, line: str, columns: Mapping[str, str]) -> Prompt:
+    wanted = (
+        f'write {{"{columns["prompt"]}": "..."}} or {{"{columns["messages"]}": [{{"role": "user", "content": "..."}}]}}'
+    )
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"{path}:{number} is not JSON ({error}); {wanted}") from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if isinstance(prompt, str) and messages is None:
+    given = {field: row.get(column) for field, column in columns.items()} if isinstance(row, dict) else {}
+    prompt, messages, tools = (given.get(field) for field in _FIELDS)
+    if isinstance(prompt, str) and messages is None and not tools:
         return prompt
-    if prompt is None and isinstance(messages, list) and all(map(_is_message, messages)):
-        # Training data may have more keys (weight), which are not for a prompt.
-        return [{"role": message["role"], "content": message["content"]} for message in messages]
-    raise BadFile(f"{path}:{number} is not a prompt; {wanted}")
+    if prompt is None and messages is not None:
+        if isinstance(messages, list) and all(map(_is_message, messages)) and is_plain_chat({**given}):
+            # Training data may have a weight, which is not for a prompt.
+            return [{"role": message["role"], "content": message["content"]} for message in messages]
+        chat = {"messages": messages} | ({"tools": tools} if tools else {})
+        problems = check_prompt_row(chat)
+        if not problems:
+            return chat
+        raise BadFile(f"{path}:{number} is not a prompt: {problems[0][0]} {problems[0][1]}; {wanted}")
+    held = (
+        f" (it has {listed(row, none='no columns')}; --map prompt=COLUMN names another)"
+        if isinstance(row, dict)
+        else ""
+    )
+    raise BadFile(f"{path}:{number} is not a prompt{held}; {wanted}")
 
 
 def _is_message(value: object) -> bool:
@@ -48,15 +89,21 @@ def _is_message(value: object) -> bool:
 
 
 def answers(
-    pieces: Iterable[SampledText | SampleFigures], prompts: Sequence[Prompt], reporter: Reporter
+    pieces: Iterable[SampledText | SampleFigures],
+    prompts: Sequence[Prompt],
+    reporter: Reporter,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[dict[str, Any]]:
     """Yield each answer with its prompt once it is complete; the figures go to `reporter`."""
     texts: dict[int, str] = {}
+    start_s = clock()
     for piece in pieces:
         if not isinstance(piece, SampledText):
+            # Other users' calls come first, and the connection has to be made.
+            waited_s = clock() - start_s - piece.duration_s - piece.load_s
             reporter.notice(
                 f"{piece.num_tokens} tokens in {piece.duration_s:.1f} s ({piece.tokens_per_second:.1f} tokens/s), after "
-                f"{piece.load_s:.1f} s to load"
+                f"{piece.load_s:.1f} s to load{f' and {waited_s:.1f} s of waiting' if waited_s >= _SHOWN_WAIT_S else ''}"
             )
             # A daemon of an earlier version does not say.
             if piece.weights:
@@ -65,19 +112,24 @@ def answers(
         texts[piece.prompt] = texts.get(piece.prompt, "") + piece.text
         if piece.ended:
             prompt = prompts[piece.prompt]
-            given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
             yield {
                 "index": piece.prompt,
-                **given,
+                **_row(prompt),
                 "answer": texts.pop(piece.prompt),
                 "num_tokens": piece.num_tokens,
                 "ended": piece.ended,
             }
 
 
+def _row(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return prompt if isinstance(prompt, dict) else {"messages": prompt}
+
+
 def answer_text(answer: dict[str, Any]) -> str:
     """Return an answer for people, with the last of what it answers."""
-    asked = answer["prompt"] if "prompt" in answer else answer["messages"][-1]["content"]
+    asked = answer["prompt"] if "prompt" in answer else text_of(answer["messages"][-1].get("content"))
     return printable(f"[{answer['index']}] {asked}\n--> {answer['answer']}\n")
 
 

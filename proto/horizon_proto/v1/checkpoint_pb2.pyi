@@ -284,14 +284,19 @@ global___SampleMessage = SampleMessage
 
 @typing.final
 class SamplePrompt(google.protobuf.message.Message):
-    """SamplePrompt is a text to continue, or a chat to answer. One of both is set."""
+    """SamplePrompt is a text to continue, or a chat to answer. One of the three is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
     MESSAGES_FIELD_NUMBER: builtins.int
+    CHAT_JSON_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Continued as it is."""
+    chat_json: builtins.str
+    """A chat with what else a template prints, as JSON: an object with messages, and tools where it has them, as a row of the dataset
+    format messages. Rendered as that row is for training, with the cue for an answer.
+    """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampleMessage]:
         """Rendered by the model's chat template, with the cue for an answer."""
@@ -301,8 +306,9 @@ class SamplePrompt(google.protobuf.message.Message):
         *,
         text: builtins.str = ...,
         messages: collections.abc.Iterable[global___SampleMessage] | None = ...,
+        chat_json: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat_json", b"chat_json", "messages", b"messages", "text", b"text"]) -> None: ...
 
 global___SamplePrompt = SamplePrompt
 

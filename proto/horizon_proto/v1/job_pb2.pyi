@@ -1893,6 +1893,7 @@ class StepEvent(google.protobuf.message.Message):
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
     NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
+    LAUNCHING_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -1933,6 +1934,8 @@ class StepEvent(google.protobuf.message.Message):
     """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
     little. Absent while unknown, as where steps are a single micro-batch.
     """
+    launching_s: builtins.float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
     @property
     def h2d(self) -> global___TransferFigures:
         """Host to device."""
@@ -1979,9 +1982,10 @@ class StepEvent(google.protobuf.message.Message):
         model_flops: builtins.float = ...,
         noise_scale_tokens: builtins.float | None = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        launching_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent
@@ -2099,6 +2103,7 @@ class EvalEvent(google.protobuf.message.Message):
     JUDGED_FIELD_NUMBER: builtins.int
     NUM_CORRECT_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
+    LAUNCHING_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
@@ -2121,6 +2126,8 @@ class EvalEvent(google.protobuf.message.Message):
     """The figure that best_by of the spec names; unset where it was not measured."""
     num_correct: builtins.int
     """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
+    launching_s: builtins.float
+    """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
     @property
     def h2d(self) -> global___TransferFigures:
         """The link from host to device while it ran. What the queues did for an evaluation is not part of any step's figures."""
@@ -2159,9 +2166,10 @@ class EvalEvent(google.protobuf.message.Message):
         judged: builtins.float | None = ...,
         num_correct: builtins.int = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        launching_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_judged", b"_judged", "d2h", b"d2h", "h2d", b"h2d", "judged", b"judged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "method_figures", b"method_figures", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "launching_s", b"launching_s", "method_figures", b"method_figures", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_judged", b"_judged"]) -> typing.Literal["judged"] | None: ...
 
 global___EvalEvent = EvalEvent

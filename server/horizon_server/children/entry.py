@@ -26,17 +26,19 @@ from typing import Any
 from horizon_server import cpu_priority
 from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
 from horizon_server.events import (
-    MemoryReleased,
-    MergeProgress,
+    AttemptReady,
+    CheckpointWritten,
+    EvalDone,
+    Message,
     PrepareProgress,
-    SampledText,
+    ReferencesDone,
     StepDone,
-    TurnEnded,
-    TurnWanted,
     WorkerLine,
     decode,
     encode,
 )
+from horizon_server.figures import EvalSetFigures
+from horizon_server.records.plan import size_text
 
 log = logging.getLogger(__name__)
 
@@ -173,26 +175,50 @@ class EventWriter:
             if now_s - self._logged_s < _LOG_EVERY_S and not is_last:
                 return
             self._logged_s = now_s
-        match line:
-            case StepDone():
-                log.info(
-                    "step %d/%d loss %.4f grad_norm %.3f %.0f tokens/s",
-                    line.step,
-                    line.num_steps,
-                    line.loss,
-                    line.grad_norm,
-                    line.tokens_per_second,
-                )
-            case Answer():
-                log.info("done")
-            case Failure():
-                log.info("failed: %s: %s", line.error.reason, line.error.message)
-            case TurnWanted() | TurnEnded() | MemoryReleased():
-                pass  # up to several for each step
-            case SampledText() | MergeProgress():
-                pass  # what a user's model says is not for the daemon's log, nor how each piece of a merge goes
-            case event:
-                log.info("%s", encode(event))
+        if text := log_text(line):
+            log.info("%s", text)
+
+
+def log_text(line: Line) -> str:
+    """Return what the log says of a line, in words; "" for what is not for it. The figures, answers and rows are in the job's events."""
+    match line:
+        case StepDone():
+            skipped = f", skipped: {line.skipped}" if line.skipped else ""
+            return (
+                f"step {line.step}/{line.num_steps}: loss {line.loss:.4f}, grad_norm {line.grad_norm:.3f}, "
+                f"{line.tokens_per_second:,.0f} tokens/s{skipped}"
+            )
+        case PrepareProgress():
+            counts = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in line.report.items())
+            of_total = f" of {line.total_rows:,}" if line.total_rows else ""
+            return f"data prepared: {counts}" if counts else f"preparing data: {line.done_rows:,}{of_total} rows"
+        case EvalDone():
+            sets = "; ".join(map(_of_set, line.sets))
+            took = f" in {line.duration_s:.1f} s" if line.duration_s else ""
+            return f"evaluation at step {line.step}: {sets or f'loss {line.eval_loss:.4f}'}{took}"
+        case CheckpointWritten():
+            return f"checkpoint of step {line.step} written: {size_text(line.size_bytes)} in {line.duration_s:.1f} s"
+        case Message():
+            return line.text if line.level == "info" else f"{line.level}: {line.text}"
+        case AttemptReady():
+            of_epoch = f"; an epoch has {line.packed_rows:,} packed rows" if line.packed_rows else ""
+            return f"ready on {line.device}: step {line.step} of {line.num_steps} is done{of_epoch}"
+        case ReferencesDone():
+            return f"reference log-probabilities of {line.done_tokens:,} of {line.total_tokens:,} tokens are done"
+        case Answer():
+            return "done"
+        case Failure():
+            return f"failed: {line.error.reason}: {line.error.message}"
+        case _:
+            # Turns, up to several for each step; what a user's model says; how each piece of a merge goes
+            return ""
+
+
+def _of_set(figures: EvalSetFigures) -> str:
+    accuracy = "" if figures.accuracy is None else f", accuracy {figures.accuracy:.1%}"
+    found = figures.exact_match
+    matches = "" if found is None else f", exact match {found:.1%} ({figures.num_matches} of {figures.num_answers})"
+    return f"{figures.name}: loss {figures.loss:.4f}{accuracy} on {figures.num_targets:,} tokens{matches}"
 
 
 def end_of(work: Callable[[], Any], who: str) -> Answer | Failure | None:

@@ -47,7 +47,8 @@ def horizond() -> None:
 def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...], **flags: str | bool | None) -> int:
     """Run the daemon in the foreground.
 
-    SIGTERM and Ctrl-C checkpoint the running job and end with exit code 0.
+    SIGTERM ends the daemon alone: workers train on, and the next daemon takes them over. Ctrl-C ends everything: running jobs are
+    checkpointed, and continue when the daemon is back. Exit code 0.
 
     Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every --tls-name, and prints
     the CA file that clients need.

@@ -28,7 +28,7 @@ _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
 
 @click.group(cls=Commands, name="user")
 def user_group() -> None:
-    """Create, list and remove users."""
+    """Create, change, list and remove users."""
 
 
 @user_group.command("add")

@@ -18,6 +18,7 @@ from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES
+from horizon_server.planning.gpu_compiler import CPP_COMPILER, what_is_missing
 from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import (
     Gpu,
@@ -85,6 +86,7 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
         _pinning(usable),
         _huge_pages(),
         _kernel(),
+        _compiler(usable),
         _speed(settings, usable),
         _disk(settings.state_dir),
         _largest_model(settings, usable),
@@ -180,6 +182,19 @@ def _kernel() -> Part:
     part = Part("AdamW kernel", found, facts)
     if measured.ratio < _LEAST_KERNEL_RATIO:
         return part.warn("the kernel is slower than this memory allows; measure again while nothing else runs")
+    return part
+
+
+def _compiler(usable: tuple[Gpu, ...]) -> Part:
+    on_host = shutil.which(CPP_COMPILER) is not None
+    missing = what_is_missing(child_environment()) if usable else []
+    kinds = [name for name, can in (("the host", on_host), ("the GPU", usable and not missing)) if can]
+    found = f"can be compiled for {' and '.join(kinds)}" if kinds else "cannot be compiled"
+    part = Part("layers", found, {"layers_compile_for": kinds})
+    if missing:
+        return part.warn(f"jobs on the GPU run their layers eagerly, which is slower; missing: {', '.join(missing)}")
+    if not on_host:
+        return part.warn(f"jobs run their layers eagerly, which is slower; missing: the C++ compiler {CPP_COMPILER}")
     return part
 
 

@@ -12,6 +12,7 @@ import click
 import yaml
 
 from horizon_server.cli.options import audited, with_settings_options
+from horizon_server.db.database_file import opened_file
 from horizon_server.db.existing import database_to_change, database_to_read
 from horizon_server.errors import InUse
 from horizon_server.records.housekeeping import Garbage
@@ -48,6 +49,8 @@ def gc(dry_run: bool, timeout_s: float, output: str, config: Path | None, state_
     """
     settings = load_settings(config, state_dir=state_dir)
     existing_state_dir(settings.state_dir)
+    with opened_file(settings.database_path):  # refused where a newer version made it
+        pass
     with nullcontext() if dry_run else audited(settings.database_path):
         found, problem = _swept(settings, dry_run=dry_run, timeout_s=timeout_s)
     if problem:

@@ -23,7 +23,7 @@ from horizon_server.store.cpus import available_cpus
 
 _SHOWN = (
     *("num_parameters", "device", "compute_dtype", "host_bytes", "host_total_bytes", "host_limit_bytes"),
-    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "hint"),
+    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "warnings", "hint", "num_steps"),
 )
 
 
@@ -78,7 +78,10 @@ def _spec_and_folder(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, 
         names["eval"] = {**evaluation, "sets": dict.fromkeys(evaluation["sets"], "local")}
     if _is_text(model) and (folder is not None or "/" in str(model)):
         names["model"] = "local"
-    return parse_job_spec({**written, **names}), folder or Path(str(model))
+    # The columns of local data are the client's own.
+    return parse_job_spec({**{key: value for key, value in written.items() if key != "map"}, **names}), folder or Path(
+        str(model)
+    )
 
 
 def _is_text(value: object) -> bool:
@@ -114,6 +117,8 @@ def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
         match value:
             case None | "":
                 pass
+            case tuple():
+                lines |= {f"warning {i}" if len(value) > 1 else "warning": text for i, text in enumerate(value, 1)}
             case dict() if key == "prediction":
                 lines["predicted.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s"
                 lines["predicted.step"] = f"{value['step_s']:,.3g} s"

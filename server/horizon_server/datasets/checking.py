@@ -43,7 +43,7 @@ async def check_dataset(
     except WorkerCrashed as error:
         # Arrow is native code, and the files come from other users: what crashes it ends the child only.
         raise InvalidData(
-            f"{name} crashes the program that reads it; its files are damaged, so write them again"
+            f"{name} could not be read: the reader crashed. The files are probably damaged; create them again"
         ) from error
     except Stalled as error:
         raise Stalled(

@@ -23,7 +23,7 @@ _PLAIN = (
 )  # fmt: skip
 STORED_FIELDS = (*_PLAIN, "plan", "data_report", "last_step", "wanted", "eval_set_ids")
 """Fields of a record that can be set."""
-# The largest page. A record takes some 20 kB with its row and its message (see `records.kept`).
+# The largest page. A record takes some 20 kB with its row and its message (see `api.kept`).
 _KEPT_RECORDS = 1000
 # The first pages of twenty users.
 _KEPT_ENDED = 2000
@@ -124,6 +124,7 @@ def record_of(row: Row[Any]) -> JobRecord:
     if plan:  # one of an earlier version has none of these
         prediction, kept = plan.get("prediction"), plan.get("kept")
         plan["prediction"] = StepPrediction(**prediction) if prediction else None
+        plan["warnings"] = tuple(plan.get("warnings", ()))
         plan["kept"] = KeptMemory(**kept) if kept else None
         plan["references"] = ReferencePass(**references) if (references := plan.get("references")) else None
     evaluations = json.loads(row.evaluations) if row.evaluations else {}

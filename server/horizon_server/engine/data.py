@@ -8,6 +8,8 @@ of a selection.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +26,9 @@ from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.errors import InvalidData
 from horizon_server.store.prepared import WEIGHTS, group_size_of, open_prepared
 from horizon_server.store.row_packing import DOCUMENTS, EpochSteps, permutation_keys, rows_of_groups
+
+# Of a run's order: its first steps, and as many over a whole epoch.
+_DIGESTED_STEPS = 64
 
 
 class PreparedDataset:
@@ -303,6 +308,20 @@ class StepPlan:
             fits = int(self.dataset.document_lengths[documents].sum()) <= self._row_limit
             parts += [documents] if self._packs and fits else [[document] for document in documents]
         return parts
+
+    def digest(self) -> str:
+        """What names the order of the documents: the sha256 of those of some steps of the first epoch, row by row.
+
+        Later epochs are ordered in the same way. Steps are looked at, and not only `ORDER`: what gives the same order is the same.
+        """
+        num_steps = min(self.num_steps, self._steps.within(0))
+        chosen = sorted(
+            {*range(min(num_steps, _DIGESTED_STEPS)), *range(0, num_steps, -(-num_steps // _DIGESTED_STEPS))}
+        )
+        digest = hashlib.sha256(str(num_steps).encode())
+        for step in chosen:
+            digest.update(json.dumps(self.documents_of(step)).encode())
+        return digest.hexdigest()
 
     def epoch_of(self, i: int) -> float:
         """Epochs done once step i is done: 0.25 after a quarter of the first epoch's steps, 1.0 at its end."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from horizon_formats.checks import UNTRAINED
 from horizon_server.engine.device.protocol import Device
-from horizon_server.errors import FieldViolation, InvalidData
+from horizon_server.errors import InvalidData
 
 # As in the rows that users upload, and as torch's cross_entropy takes it.
 IGNORED_LABEL = UNTRAINED
@@ -167,5 +167,4 @@ def check_micro_batches(
 
 def refused(field: str, description: str) -> InvalidData:
     """The error for rows, or what belongs to them, that cannot be trained on."""
-    violation = FieldViolation(field=field, description=description)
-    return InvalidData(f"{field} {description}", violations=[violation])
+    return InvalidData.of(field, f"{field} {description}")

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
+from horizon_server.engine.attention.kernels import without_fused_kernels
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch, grouped
 
@@ -95,7 +96,7 @@ def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dt
         return error <= tolerance
     # Packed and single rows may run in different kernels of attention, and in a deep model their rounding alone adds up to more than that:
     # two kernels on the same rows, which cannot mix documents, show how much.
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), without_fused_kernels():
         noise = float((added_by(apart) - apart_ND).norm())
     return error <= min(_TIMES_NOISE * noise, _MOST_NOISE * size)
 

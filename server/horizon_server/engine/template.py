@@ -211,6 +211,7 @@ class Template:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
         self._own_attention: OwnAttention | None = None
+        self.keeps_masks = ""
         self._buffer_device = torch.device("cpu")
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
@@ -226,9 +227,13 @@ class Template:
         # Dropout in attention shows in training mode alone, and after a layer's last projection it saves its mask.
         self.train(True)
         if own_attention:
-            self._own_attention = find_own_attention(
+            found = find_own_attention(
                 self._model, self._layers, self.layer_groups, calls_of, hidden_size=self.hidden_size
             )
+            if isinstance(found, OwnAttention):
+                self._own_attention = found
+            else:
+                self.keeps_masks = found
         if self._own_attention:
             calls = calls_of(torch.arange(NUM_TRIAL_TOKENS))
         self._skipped_projections = {
@@ -257,7 +262,10 @@ class Template:
 
     @property
     def needs_masks(self) -> bool:
-        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means."""
+        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means.
+
+        `keeps_masks` says why, where that was tried.
+        """
         return self._own_attention is None
 
     @property

@@ -133,7 +133,9 @@ def judge(job: JobRecord, failure: Failure, *, max_restarts: int, now_s: float) 
     num_before = 0 if failure.step > job.failed_step else job.num_restarts
     is_repeated = failure.reason not in _FROM_OUTSIDE and failure.identity == job.last_failure
     restart = failure.is_transient and not is_repeated and num_before < max_restarts
-    where = "before its first step" if failure.step < 0 else f"after step {failure.step}"
+    where = f"after step {failure.step}"
+    if failure.step < 0:
+        where = f"before it continued after step {job.step}" if job.step > 0 else "before its first step"
     pause_s = 0.0
     if restart:
         # The daemon's own absence was the pause already.

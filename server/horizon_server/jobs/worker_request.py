@@ -1,4 +1,4 @@
-"""What a worker is asked to do, as the plain data of its request file. `worker.training.WorkerRequest` is the other side."""
+"""What a worker is asked to do, as the plain data of its request file. `worker.request.WorkerRequest` is the other side."""
 
 from __future__ import annotations
 

@@ -120,7 +120,11 @@ class BackupFolder:
             backup = Backup(**document | {"entries": entries, "problems": tuple(document["problems"])})
         except BadSetting:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except RecursionError as error:
+            raise BadSetting(
+                f"{file} cannot be read (it is nested too deep); use another backup with --backup"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadSetting(f"{file} cannot be read ({error}); use another backup with --backup") from error
         for entry in backup.entries:
             # Paths are joined to the state folder, hashes to the folder of contents.

@@ -133,6 +133,7 @@ def _check_contents(report: Report, state_dir: Path, pushed: list[PushedFiles], 
     """Check the blobs that datasets and models are made of, and the folders of models."""
     checked: set[str] = set()
     problems: list[tuple[PushedFiles, str, str]] = []
+    copies: list[int] = []
     for each in pushed:
         for file in each.files if each.is_ready else ():
             blob = state_dir / "blobs" / file.sha256[:2] / file.sha256
@@ -143,9 +144,19 @@ def _check_contents(report: Report, state_dir: Path, pushed: list[PushedFiles], 
             if each.kind == "model":
                 linked = state_dir / "models" / each.resource_id / file.path
                 # The same file, so its bytes are checked above.
-                if not linked.exists() or (blob.exists() and not linked.samefile(blob)):
-                    problem = "is not a link to its content" if linked.exists() else "is missing"
+                if linked.exists() and blob.exists() and linked.samefile(blob):
+                    continue
+                if problem := report.file(linked, sha256=file.sha256, size_bytes=file.size_bytes, full=full):
                     problems.append((each, str(linked.relative_to(state_dir)), problem))
+                else:
+                    copies.append(file.size_bytes)
+    if copies:
+        report.note(
+            "models",
+            f"{len(copies)} files of {size_text(sum(copies))} are copies of their contents instead of links, as a copy of the folder "
+            "leaves them that does not keep hard links; nothing is lost",
+            "they only take more space; copy with cp -a or rsync -aH next time",
+        )
     deleted: set[str] = set()
     if problems:  # what was deleted while this looked at it is not lost
         with opened_file(state_dir / DATABASE_ENTRY) as database:

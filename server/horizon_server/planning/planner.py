@@ -271,7 +271,7 @@ class Planner:
             device=choice.device_kind,
             compute_dtype=choice.compute_dtype,
             message=self._why_not(spec, found, ledger, limit_bytes, choice),
-            warnings=self._warnings(spec, found, choice),
+            warnings=tuple(self._warnings(spec, found, choice)),
             prediction=prediction,
             kept=kept,
         )

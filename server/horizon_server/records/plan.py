@@ -93,7 +93,7 @@ class KeptMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
+    """The memory ledger of a job against the node's limits. Units: bytes; components by name, such as weights and moments."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
@@ -119,7 +119,7 @@ class JobPlan:
     """Steps of the whole job; None while nothing is known of its data, where only that decides."""
     steps_estimated: bool = False
     """Whether they are estimated from the size of the files, as the data is not prepared."""
-    warnings: list[str] = field(default_factory=list)
+    warnings: tuple[str, ...] = ()
     """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
 
     @property

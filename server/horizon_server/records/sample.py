@@ -33,10 +33,14 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer, which the model's chat template renders. One of both is set."""
+    """A text to continue, or a chat to answer, which the model's chat template renders. One of the three is set.
+
+    `chat_json` is a chat with tools, or with more in its messages: a row of the dataset format `messages`, as JSON.
+    """
 
     text: str = ""
     messages: tuple[SampleMessage, ...] = ()
+    chat_json: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,9 @@ class SampleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFigures:
-    """What answering took. `load_s` is until the weights were in memory and tried; `duration_s` is from there to the last token."""
+    """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included; `duration_s` is from
+    there to the last token.
+    """
 
     num_prompt_tokens: int
     num_tokens: int
@@ -110,7 +116,9 @@ class SampleRequest:
         """Return the request that `to_mapping` has made plain."""
         prompts = tuple(
             SamplePrompt(
-                text=prompt["text"], messages=tuple(SampleMessage(**message) for message in prompt["messages"])
+                text=prompt["text"],
+                messages=tuple(SampleMessage(**message) for message in prompt["messages"]),
+                chat_json=prompt["chat_json"],
             )
             for prompt in plain["prompts"]
         )
@@ -159,13 +167,17 @@ def check_sample(prompts: Sequence[SamplePrompt], options: SampleOptions) -> Non
 
 
 def _problem(prompt: SamplePrompt) -> str:
-    if bool(prompt.text) == bool(prompt.messages):
-        return "must have either text or messages"
+    if [bool(prompt.text), bool(prompt.messages), bool(prompt.chat_json)].count(True) != 1:
+        return "must have either text or messages or chat_json"
     if len(prompt.messages) > MAX_MESSAGES:
         return f"has {len(prompt.messages)} messages; at most {MAX_MESSAGES} are allowed"
     if not all(message.role for message in prompt.messages):
         return "has a message without a role"
-    length = len(prompt.text) + sum(len(message.role) + len(message.content) for message in prompt.messages)
+    length = (
+        len(prompt.text)
+        + len(prompt.chat_json)
+        + sum(len(message.role) + len(message.content) for message in prompt.messages)
+    )
     if length > MAX_PROMPT_CHARACTERS:
         return f"has {length} characters; at most {MAX_PROMPT_CHARACTERS} are allowed"
     return ""

@@ -36,7 +36,7 @@ from horizon_server.records.job import (
 )
 from horizon_server.records.plan import JobPlan, PlannedMachine
 from horizon_server.scheduling.texts import to_owner
-from horizon_server.services.access import require_change, require_submit, require_visible
+from horizon_server.services.access import may_see, require_change, require_submit
 from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.proposals import Proposals
@@ -129,23 +129,22 @@ class JobService:
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
-        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        absent = NotFound.named("job", key)
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
         store = self.journal.store
         async with self.turns.of(principal.name):
             job = await store.get(key)
-            if job is not None:
-                require_visible(principal, job.owner, f"job {key}", project=job.project)
+            # One of another user's is looked for on as if there were none: the same words, and as many queries.
+            if job is not None and may_see(principal, job.owner, project=job.project):
                 return self._with_outlook(principal, job)
             named = await store.find(principal.name, name=key)
             everyone = None if principal.sees_all else principal.name
             if not named and (principal.sees_all or principal.memberships):
                 named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
-                return self._with_outlook(
-                    principal, named[0]
-                )  # of several runs of one spec the newest is meant; the answer carries its id
+                # Of several runs of one spec the newest is meant; the answer carries its id.
+                return self._with_outlook(principal, named[0])
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
             found = await store.find(everyone, projects=principal.memberships, prefix=key)

@@ -79,7 +79,7 @@ async def _read(request: Mapping[str, Any], who: str, limits: Limits) -> Any:
         raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
     except WorkerCrashed as error:
         raise InvalidModel(
-            "the model folder crashes the program that reads it; its files are damaged, so write them again"
+            "the model folder could not be read: the reader crashed. The files are probably damaged; create them again"
         ) from error
 
 

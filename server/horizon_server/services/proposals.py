@@ -54,7 +54,7 @@ class Proposal:
         try:
             await quotas.require_room(user, self.spec.project)
         except QuotaExceeded as full:
-            return replace(self.plan, warnings=[*self.plan.warnings, f"it would not be queued now: {full.message}"])
+            return replace(self.plan, warnings=(*self.plan.warnings, f"it would not be queued now: {full.message}"))
         return self.plan
 
     def require_fit(self) -> None:

@@ -134,7 +134,7 @@ class PushedService(ABC, Generic[RecordT]):
         own = [record for record in visible if record.owner == principal.name]
         found = by_id or own or visible
         if not found:
-            raise NotFound(f"{self._kind} {key!r:.80} does not exist, or is not yours")
+            raise NotFound.named(self._kind, key)
         if len(found) > 1:
             owners = ", ".join(f"{record.id} of {record.owner}" for record in found[:5])
             raise InvalidSpec(f"several users have a {self._kind} named {key}; give an id: {owners}")

@@ -68,12 +68,17 @@ class SharingService:
 
         Raises:
             NotAllowed: when the caller is not an admin, or their token allows no changes.
-            InvalidSpec: when the window has no length, has only one end, or has passed already.
+            InvalidSpec: when the message is too long or not printable, or the window has no length, only one end, or has passed already.
         """
         require_admin(principal, "cordon or drain the node")
         if len(condition.message) > MAX_MESSAGE_LENGTH:
             number = len(condition.message)
             raise InvalidSpec.of("message", f"message has {number} letters; it must have at most {MAX_MESSAGE_LENGTH}")
+        if not condition.message.isprintable():
+            raise InvalidSpec.of(
+                "message",
+                f"message is {condition.message!r:.80}; it is shown on all terminals, so it must be one line of printable letters",
+            )
         start_s, end_s = condition.window_start_s, condition.window_end_s
         if (start_s is None) != (end_s is None):
             absent = "window_start_time" if start_s is None else "window_end_time"

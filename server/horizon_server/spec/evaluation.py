@@ -82,7 +82,7 @@ class EvalSpec(Section):
         max_length=80,
         description="The figure by which a checkpoint is the best and patience counts: loss (that of the set eval, or else of the first by "
         "name), SET.loss, SET.accuracy "
-        "or SET.exact_match. Of a loss the lowest is the best, of the others the highest.",
+        "or SET.exact_match. For a loss, lower is better; for the others, higher.",
     )
 
     @field_validator("sets")

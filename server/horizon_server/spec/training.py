@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from horizon_formats.other_names import meant_trainable
 from horizon_server.expressions import NOT, problem_of
 from horizon_server.spec.fields import (
     MAX_EXPRESSION_CHARS,
@@ -178,6 +179,8 @@ class TrainSpec(Section):
     @field_validator("trainable")
     @classmethod
     def _expressions_that_can_be_used(cls, trainable: tuple[str, ...]) -> tuple[str, ...]:
+        if len(trainable) == 1 and (meant := meant_trainable(trainable[0])):
+            raise ValueError(f"is {trainable[0]!r}; did you mean {meant}?")
         for expression in trainable:
             if problem := problem_of(expression.removeprefix(NOT)):
                 raise ValueError(problem)

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from horizon_formats.other_names import other_name, other_value
+
 RULE = "x-allowed"
 """Schema key of a field whose pattern is not readable: what is allowed, in words."""
 
@@ -20,13 +22,17 @@ def problem_with(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[st
     if error["type"] == "extra_forbidden" and not in_list:
         known = list(field_at(schema, keys[:-1])["properties"])
         # Often right but one level off: learning_rate for train.learning_rate.
-        near = [path for path in _paths(schema) if path.rpartition(".")[2] == keys[-1]]
-        near = near[:1] or difflib.get_close_matches(keys[-1], known, n=1)
+        exact = [path for path in _paths(schema) if path.rpartition(".")[2] == keys[-1]]
+        near = exact[:1] or difflib.get_close_matches(keys[-1], known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(known)}"
+        if not exact:
+            hint = other_name(keys[-1]) or hint
         return f"is not a field of the job spec; {hint}"
     value = plain
     for key in keys:
         value = value[key]
+    if not in_list and (meant := other_value(".".join(keys), value)):
+        return f"is {value!r:.60}; {meant}"
     if error["type"] == "model_type" and not in_list:
         return f"must be a mapping, not {value!r:.40}"
     return f"is {value!r:.60}; it must be {allowed_values(field_at(schema, keys))}"

@@ -51,10 +51,22 @@ class DigestBook:
         if found := self._read(identity):
             return found
         digest = _digest(model, headers)
+        self._write(identity, digest)
+        return digest
+
+    def of_file(self, file: Path) -> str:
+        """The sha256 of one file, remembered or made. Blocking. Raises OSError where it cannot be read."""
+        identity = _named([file])
+        if found := self._read(identity):
+            return found
+        digest = file_digest(file)
+        self._write(identity, digest)
+        return digest
+
+    def _write(self, identity: str, digest: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
         replace_file(self._folder / identity, digest + "\n")
-        return digest
 
     def _read(self, identity: str) -> str:
         try:
@@ -98,7 +110,7 @@ def other_base(adapter: str, wanted: str, found: str) -> str:
 def files_digest(folder: Path, names: Sequence[str]) -> str:
     """The sha256 of the names and sha256 of these files of a folder, in this order. Raises OSError where one cannot be read."""
     with ThreadPoolExecutor(max_workers=_NUM_THREADS) as pool:
-        sums = list(pool.map(lambda name: _sha256(folder / name), names))
+        sums = list(pool.map(lambda name: file_digest(folder / name), names))
     digest = hashlib.sha256()
     for name, sha256 in zip(names, sums, strict=True):
         digest.update(f"{name}\0{sha256}\n".encode())
@@ -134,10 +146,14 @@ def _identity(model: Path, headers: Mapping[str, TensorHeader]) -> str:
     if not (model / CONFIG_FILE).is_file():
         raise InvalidModel(f"{model} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
     names = sorted({CONFIG_FILE, *(file.name for file in _files(headers))})
+    return _named([model / name for name in names])
+
+
+def _named(files: Sequence[Path]) -> str:
     seen = []
-    for name in names:
-        stat = (model / name).stat()
-        seen.append([name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns])
+    for file in files:
+        stat = file.stat()
+        seen.append([file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
@@ -153,7 +169,8 @@ def _sha256_of(header: TensorHeader, descriptor: int) -> str:
     return digest.hexdigest()
 
 
-def _sha256(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """The sha256 of a file. Raises OSError where it cannot be read."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         while piece := stream.read(PIECE_BYTES):

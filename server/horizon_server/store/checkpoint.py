@@ -227,7 +227,9 @@ def load_checkpoint(
         if (found := base_sha256()) != manifest.base.sha256:
             raise InvalidModel(
                 f"the model {manifest.base.model} is not the one that the checkpoint's adapters were trained on: its digest is "
-                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job"
+                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job. Versions before this "
+                "one made the digest in another way: where the model is surely the same, pull the checkpoint, push it without its file "
+                "base.sha256 and start a new job from it (init_from)"
             )
     for name, record in manifest.files.items():
         if not (folder / name).is_file():

@@ -31,6 +31,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
@@ -45,8 +46,6 @@ _MAX_COMPILE_S = 3600.0
 _POLL_S = 0.5
 # A job is not to wait forever on a node that has no memory for the compiler.
 _MOST_KILLS = 3
-# TorchInductor calls it, for every kind of device.
-_COMPILER = "g++"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,8 @@ class Compilation:
         """Have the child make what the library lacks; returns why it could not."""
         if is_complete(self._template, self._library, self._request.target):
             return []
-        if shutil.which(_COMPILER) is None:
-            return [f"there is no C++ compiler ({_COMPILER}) on this node"]
+        if shutil.which(CPP_COMPILER) is None:
+            return [f"there is no C++ compiler ({CPP_COMPILER}) on this node"]
         for _ in range(_MOST_KILLS):
             failures = self._run_child()
             if failures is not None:
@@ -142,14 +141,16 @@ class Compilation:
     def _run_child(self) -> list[str] | None:
         """Run the child once; returns why it could not make what the library lacks, None where it was killed."""
         scratch = self._library.make_scratch()
+        # TORCHINDUCTOR_CACHE_DIR is read by the compiler: its own default is a folder in /tmp that anybody could have made before.
+        environment = {**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
+        if self._request.device.startswith("cuda"):
+            environment = compiler_environment(environment, scratch)
         with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
             file = Path(folder) / "request.json"
             file.write_text(json.dumps(asdict(self._request)), "utf-8")
             child = subprocess.Popen(
                 [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                # Read by the compiler: its own default is a folder in /tmp that anybody could have made before.
-                env={**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment,
             )  # fmt: skip
             stack.callback(_end, child)
             return self._answer_of(child)

@@ -11,8 +11,9 @@ from horizon_server.engine.trainer import TrainConfig
 from horizon_server.planning.compute import ComputeDtype, DeviceKind
 from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.spec import JobSpec, parse_job_spec
-from horizon_server.store.base_digest import DigestBook, model_digest
+from horizon_server.store.base_digest import DigestBook, file_digest, model_digest
 from horizon_server.store.cpus import update_threads
+from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.ending import RunLimits
 
 
@@ -94,6 +95,13 @@ class WorkerRequest:
     def model_digest(self) -> str:
         """Return the digest of the model folder: from the book, or by reading all weights. Raises InvalidModel."""
         return model_digest(self.model) if self.digests is None else DigestBook(self.digests).digest(self.model)
+
+    def tokens_digest(self, prepared: Path) -> str:
+        """Return the digest of the tokens of a prepared folder, of its data alone; empty where there is no such folder any more."""
+        file = prepared / TOKENS_FILE
+        if not file.is_file():
+            return ""
+        return file_digest(file) if self.digests is None else DigestBook(self.digests).of_file(file)
 
 
 def train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:

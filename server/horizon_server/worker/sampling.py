@@ -7,15 +7,19 @@ have the GPUs.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.row_checks import check_prompt_row
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
 from horizon_server.engine.template import Template
@@ -24,7 +28,14 @@ from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
 from horizon_server.records.plan import size_text
-from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleAdapter, SampleFigures, SamplePrompt, SampleRequest
+from horizon_server.records.sample import (
+    MAX_MESSAGES,
+    MAX_PROMPT_TOKENS,
+    SampleAdapter,
+    SampleFigures,
+    SamplePrompt,
+    SampleRequest,
+)
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
 from horizon_server.store.base_digest import DigestBook
@@ -149,13 +160,32 @@ def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:
     elif codec.chat_template is None:
         raise _refused(name, "has messages, and the model has no chat template; send a text instead")
     else:
-        messages: list[Any] = [dataclasses.asdict(message) for message in prompt.messages]
+        chat = _chat(name, prompt)
         # The template writes the tokens before a text by itself.
-        ids = codec.encode_ids(codec.chat_template.render(messages, add_generation_prompt=True))
+        ids = codec.encode_ids(codec.chat_template.render(chat.messages, tools=chat.tools, add_generation_prompt=True))
     if not 1 <= len(ids) <= MAX_PROMPT_TOKENS:
         raise _refused(name, f"has {len(ids)} tokens; it must have 1 to {MAX_PROMPT_TOKENS}")
     codec.check_ids(ids)
     return ids
+
+
+def _chat(name: str, prompt: SamplePrompt) -> Chat:
+    """The chat of a prompt as templates read it: one with tools as the same row of a dataset."""
+    if not prompt.chat_json:
+        return Chat(messages=[dataclasses.asdict(message) for message in prompt.messages])
+    try:
+        row = json.loads(prompt.chat_json)
+    except (ValueError, RecursionError) as error:
+        raise _refused(name, f"has a chat_json that is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise _refused(name, "has a chat_json that is not an object with messages")
+    if problems := check_prompt_row(row):
+        raise _refused(name, f"cannot be used: {problems[0][0]} {problems[0][1]}")
+    if len(row["messages"]) > MAX_MESSAGES:
+        raise _refused(name, f"has {len(row['messages'])} messages; at most {MAX_MESSAGES} are allowed")
+    chat = normalise(row, DatasetFormat.MESSAGES, {})
+    assert isinstance(chat, Chat), "a row of messages is a chat"
+    return chat
 
 
 def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -104,7 +104,9 @@ class Training:
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
             field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
-            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+            raise InvalidSpec(
+                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
+            )
         self._packing_limit = template.packing_limit
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         refusal = numa.interleave() if request.numa_interleave else ""
@@ -319,7 +321,10 @@ class Training:
         if kept is not None:
             # A checkpoint of a version that had no choice was made in the device's default.
             made_in = DEFAULT_COMPUTE_DTYPE[request.device]
-            self._continued.check(data=self._data_identity(), compute_dtype=request.compute_dtype, made_in=made_in)
+            self._continued.check(
+                data=self._data_identity, compute_dtype=request.compute_dtype, made_in=made_in, job_id=request.job_id,
+                tokens_of=lambda name: self._request.tokens_digest(request.prepared.with_name(name)),
+            )  # fmt: skip
             self._trainer.restore(kept["trainer"])
             self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
             self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
@@ -359,7 +364,7 @@ class Training:
 
     def _fixed_state(self) -> dict[str, Any]:
         return {
-            "data": self._data_identity(),
+            "data": self._data_identity,
             "num_threads": self._request.num_threads,
             "compute_dtype": self._request.compute_dtype,
             "compiled": self._compiled.keys,
@@ -415,10 +420,15 @@ class Training:
                 "in a single document"
             )
             self._events.send(Message(level="info", text=text))
+        if self._template.keeps_masks:
+            text = (
+                f"keeps masks: attention has one over all pairs of a row's tokens, because {self._template.keeps_masks}"
+            )
+            self._events.send(Message(level="info", text=text))
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         if dataset.is_weighted:
-            text += "; some messages have a weight, so the loss of a step is the weighted mean over its tokens"
+            text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
         self._events.send(Message(level="info", text=text))
         train = self._spec.train
         # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
@@ -454,13 +464,18 @@ class Training:
         how["group_size"] = dataset.group_size
         return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
 
+    @cached_property
     def _data_identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to see the same batches."""
         limit = self._packing_limit if self._spec.train.packing != "false" else None
         return {
+            # For people. What must be the same is the content.
             "prepared": self._request.prepared.name,
+            "tokens": self._request.tokens_digest(self._request.prepared),
+            "rows": self._plan.digest(),
             "num_steps": self._plan.num_steps,
             "seed": self._spec.train.seed,
+            # Of checkpoints that name no `rows`.
             "order": StepPlan.ORDER,
             # None where no row is long enough to reach it.
             "packing_limit": limit if limit is not None and limit < self._spec.train.sequence_length else None,

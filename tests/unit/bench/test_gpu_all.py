@@ -28,14 +28,14 @@ NAMES = [stage.name for stage in STAGES]
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the whole program wrote."""
     out = tmp_path_factory.mktemp("gpu") / "results"
-    flags = ["--device", "cpu", "--out", str(out), "--minutes", "4.5"]
+    flags = ["--device", "cpu", "--out", str(out), "--minutes", "8"]
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu_all", *flags],
         cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith((out / "summary.md").read_text("utf-8") + "\n")
@@ -85,9 +85,19 @@ def test_points_of_the_curve_have_rates_and_the_memory_that_was_planned(dry_run:
     for point in points:
         assert point["tokens/s"] > 0 and point["useful TFLOP/s"] > 0 and point["loss"] > 0 and not point["note"]
         assert 0.9 < point["allocated/planned"] <= 1.05
+        assert point["forecast"] > 0 or point["clip"] == "off"
+        # Layers are compiled where a job's would be, all of them.
+        assert point["compiled"] == ("3 of 3" if point["engine"] == "job" else "0 of 3")
+    assert {point["engine"] for point in points} == {"job", "eager", "row by row"}
     memory = rows_of_stage(dry_run, "curve", "Memory")
     assert len(memory) == len(points)
     assert all(row["reserved GiB"] >= row["allocated GiB"] > 0 and row["host planned GiB"] > 0 for row in memory)
+
+
+def test_the_compiler_is_a_stage_of_its_own(dry_run: Path) -> None:
+    (row,) = rows_of_stage(dry_run, "compile", "Compiled")
+    assert row["s"] > 0 and row["times as fast"] > 0 and row["error"] < 1e-5 and row["kernels"] == "inductor"
+    assert rows_of_stage(dry_run, "profile", "One step by class of kernel, job")
 
 
 def test_streamed_and_resident_compute_the_same_loss_bit_for_bit(dry_run: Path) -> None:
@@ -97,7 +107,7 @@ def test_streamed_and_resident_compute_the_same_loss_bit_for_bit(dry_run: Path) 
 
 
 def test_the_profile_accounts_for_the_step_and_the_trace_joins_queues_and_operators(dry_run: Path) -> None:
-    classes = {row["class"]: row for row in rows_of_stage(dry_run, "profile", "One step")}
+    classes = {row["class"]: row for row in rows_of_stage(dry_run, "profile", "One step by class of kernel, eager")}
     assert {"GEMM", "attention", "norm", "rotary", "swiglu", "add", "copy", "other"} <= classes.keys()
     assert sum(row["share"] for row in classes.values()) == pytest.approx(1.0)
     assert all(classes[name]["s"] > 0 for name in ("GEMM", "attention", "norm", "rotary", "swiglu"))

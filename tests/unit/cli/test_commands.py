@@ -279,8 +279,20 @@ def test_the_doctor_ends_with_1_where_a_machine_cannot_train(
     assert lines[0].startswith("[fail]  host memory") and "give the daemon a higher limit" in lines[1]
     assert any(line.startswith("[warn]  largest model") for line in lines)
     assert any(line.startswith("[warn]  AdamW kernel   missing") for line in lines)
+    assert any(" layers         " in line for line in lines)
     at = lines.index("[fail]  speed          not measured: the measurement was killed by SIGKILL")
     assert lines[at + 1].endswith("is the installation complete (pip install '.[server]')?")
+
+
+def test_the_doctor_says_whether_layers_can_be_compiled_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor, gpu = sys.modules["horizon_server.cli.doctor"], Gpu(index=0, name="H100", memory_bytes=80 << 30)
+    monkeypatch.setattr(doctor, "what_is_missing", lambda _: [])
+    part = doctor._compiler((gpu,))
+    assert part.found.endswith("the GPU") and part.facts["layers_compile_for"][-1] == "the GPU"
+    monkeypatch.setattr(doctor, "what_is_missing", lambda _: ["CUDA's headers"])
+    part = doctor._compiler((gpu,))
+    assert part.verdict == "warn" and part.advice.endswith("which is slower; missing: CUDA's headers")
+    assert "the GPU" not in part.facts["layers_compile_for"]
 
 
 def test_a_plan_that_does_not_fit_ends_with_1(command: Command, tmp_path: Path) -> None:
@@ -346,6 +358,7 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     assert facts["host_memory_limit_bytes"] > 0
     assert facts["disk_free_bytes"] > 0
     assert facts["adamw_kernel"]
+    assert "the GPU" not in facts["layers_compile_for"]
     assert facts["num_cpus"] >= 1
     assert facts["host_peak_flops_per_s"] > 0
     assert facts["host_products_of_256_flops_per_s"] > 0

@@ -199,6 +199,8 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
             step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
         ),
         references=job_pb2.ReferencePass(tokens_per_second=8192, num_tokens=245760, tokens_estimated=True, total_s=30),
+        num_steps=360,
+        steps_estimated=True,
     )
     daemon.line.replace["PlanJob"] = lambda request: job_pb2.PlanJobResponse(plan=plan, spec=request.spec)
     return plan

@@ -119,11 +119,11 @@ def test_violations_one_a_line_and_at_most_hundred(run: Run, daemon: Daemon) -> 
         "INVALID_ARGUMENT",
         "150 rows\nare bad\x1b[31m",
         reason="R",
-        violations=(("a", "too long"), *violations),
+        violations=(("a", "a is too long"), *violations),
     )
     lines = run("job", "get", "x").stderr.splitlines()
     assert lines[0] == "Error: 150 rows are bad[31m"  # no line break, no escape
-    assert lines[1:3] == ["  a: too long", "  line[0].text is empty"]
+    assert lines[1:3] == ["  a is too long", "  line[0].text is empty"]
     assert len(lines) == 102
     assert lines[-1] == "  ... and 50 more"
 
@@ -249,6 +249,31 @@ def test_taken_name_gets_a_piece_of_the_hash(run: Run, daemon: Daemon, rows: Pat
     assert len(job.spec.dataset) == len("train-") + 8
 
 
+def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows: Path) -> None:
+    Path("qa.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 3)
+    text = "name: mapped\nmodel: tiny-base\ndataset: ./qa.jsonl\nmap: {prompt: question, completion: answer}\n"
+    assert "did you mean" not in run("job", "submit", "-", stdin=text.replace("map", "mpa")).stdout
+    result = run("job", "submit", "-", stdin=text)
+    assert result.exit_code == 0, result.stderr
+    assert daemon.jobs()[0].spec.dataset == "qa"
+    dataset = json.loads(run("dataset", "get", "qa", "-o", "json").stdout)
+    assert (dataset["format"], dataset["field_map"]) == (
+        "prompt-completion",
+        {"prompt": "question", "completion": "answer"},
+    )
+    again = run("job", "submit", "-", stdin=text)
+    assert again.exit_code == 0 and daemon.jobs()[0].spec.dataset == "qa", "it is the same dataset"
+    for change, words in (
+        (
+            ("--set", "dataset=gsm8k"),
+            "map is for data files that the job file names, and dataset 'gsm8k' is not a file here",
+        ),
+        (("--set", "map=[1]"), "map is [1]; it must name a column for each field, such as {prompt: question}"),
+    ):
+        refused = run("job", "submit", "-", *change, stdin=text)
+        assert refused.exit_code == 2 and words in refused.stderr
+
+
 def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: Daemon, rows: Path) -> None:
     Path("gsm8k").write_text("not data")
     assert run("job", "submit", _job_yaml()).exit_code == 0
@@ -302,7 +327,8 @@ def test_plan(run: Run, planned: job_pb2.MemoryPlan) -> None:
     assert result.exit_code == 0
     assert "weights     4.0 KiB   512 B" in result.stdout
     assert "1,024 parameters, computed on cuda in bfloat16: it fits" in result.stdout
-    assert "predicted: 2,048 tokens/s (limited by compute), 0.25 s per step, about 0:01:30 in total" in result.stdout
+    assert "predicted: 2,048 tokens/s (limited by compute), 0.25 s per step" in result.stdout
+    assert "\ntotal: about 360 steps, about 2 min, estimated from the size of the files\n" in result.stdout
     before = "before step 1: reference log-probabilities of 245,760 tokens, estimated from the size of the files, at 8,192 tokens/s"
     assert f"{before}, about 0:00:30" in result.stdout
     kept = "kept on the device: weights of 12 layers (768.0 MiB), activations of 1 layer (512.0 MiB); saves about 4% of a step"
@@ -395,6 +421,14 @@ def test_loss_that_is_not_a_number_stays_json(run: Run, daemon: Daemon, make_ste
     job = daemon.add_job("first", make_step(1, loss=math.nan), state=JobState.SUCCEEDED)
     first_step = run("job", "watch", job.job_id, "-o", "json").stdout.splitlines()[4]
     assert json.loads(first_step, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_logs_as_json_are_the_events(run: Run, finished_job: JobRecord, running_job: JobRecord) -> None:
+    lines = [json.loads(line) for line in run("job", "logs", finished_job.job_id, "-o", "json").stdout.splitlines()]
+    assert [line["sequence"] for line in lines] == list(range(1, 16))
+    so_far = run("job", "logs", running_job.job_id, "-o", "json").stdout.splitlines()
+    assert [json.loads(line)["sequence"] for line in so_far] == [1, 2, 3, 4, 5, 6], "it does not wait for more"
+    assert run("job", "logs", finished_job.job_id, "-o", "json", "--attempt", "1").exit_code == 2
 
 
 def test_logs_are_the_bytes(run: Run, daemon: Daemon, finished_job: JobRecord) -> None:

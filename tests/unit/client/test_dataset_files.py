@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile
+from horizon_client.cli.root import horizon
 from horizon_client.errors import InvalidRequest
 from horizon_client.local_files import check_dataset_files, dataset_sources
 from horizon_client.reporter import SILENT, Progress
@@ -49,6 +54,40 @@ def test_equal_names_of_two_folders_keep_their_folders(tmp_path: Path) -> None:
     lay(tmp_path, "en/a.jsonl", "de/a.jsonl", "de/b.jsonl")
     assert paths(tmp_path / "en", tmp_path / "de") == ["en/a.jsonl", "de/a.jsonl", "de/b.jsonl"]
     assert paths(tmp_path / "en", tmp_path / "de" / "b.jsonl") == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "data.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+    # In a thread of its own: an open pipe without a writer would wait for ever
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(BadFile, match=rf"data\.jsonl is a {kind}, not a regular file; write its data"),
+    ):
+        pool.submit(dataset_sources, path).result(timeout=20)
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    bad = os.fsencode(tmp_path) + b"/\xff.jsonl"
+    Path(os.fsdecode(bad)).write_text(ROW)
+    for source in (tmp_path, Path(os.fsdecode(bad))):
+        with pytest.raises(BadFile, match=r"the name of the file .*/\\udcff\.jsonl is not UTF-8; rename it") as caught:
+            dataset_sources(source)
+        caught.value.message.encode()
+    result = CliRunner().invoke(horizon, ["dataset", "push", str(tmp_path), "--name", "x", "--server", "127.0.0.1:1"])
+    assert result.exit_code == 2 and "is not UTF-8; rename it" in result.stderr
+    Path(os.fsdecode(bad)).rename(tmp_path / os.fsdecode(b"\xff.csv"))
+    lay(tmp_path, "a.jsonl")
+    recorder = Recorder()
+    assert [file.path for file in dataset_sources(tmp_path, recorder)] == ["a.jsonl"]
+    recorder.notices[0].encode()
 
 
 def test_what_cannot_be_pushed_is_refused_by_name(tmp_path: Path) -> None:

@@ -270,7 +270,8 @@ def test_overrides() -> None:
         ("=3", "write it as field=value"),
         ("train..seed=3", "write it as field=value"),
         ("name.first=3", "name is not a section"),
-        ("train.seed=[1", "the value is not YAML"),
+        ("train.seed=[1", "the value is not YAML; put it in quotes"),
+        (r'train.trainable=["layers\.[4-5]"]', "a backslash needs single quotes, such as"),
     ],
 )
 def test_bad_overrides(override: str, words: str) -> None:

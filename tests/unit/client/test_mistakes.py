@@ -89,9 +89,7 @@ def test_a_spec_with_an_unknown_name_suggests_similar_ones(
     run: Run, daemon: Daemon, command: str, kind: str, name: str, known: str
 ) -> None:
     if (command, kind) == ("plan", "dataset"):
-        daemon.line.refuse(
-            "PlanJob", "NOT_FOUND", f"dataset '{name}' does not exist, or is not yours", reason="NOT_FOUND"
-        )
+        daemon.line.refuse("PlanJob", "NOT_FOUND", "other words", reason="NOT_FOUND", named=("dataset", name))
     text = SPEC.format(**{"model": "tiny-base", "dataset": "gsm8k"} | {kind: name})
     result = run("job", command, "-", stdin=text)
     assert result.exit_code == 4

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import get_args
 
 import click
 import pytest
 
 from horizon_client import Client, InvalidRequest
 from horizon_client.cli.preview_page import preview_page
+from horizon_client.cli.pushed import METHODS
 from horizon_client.resources import DatasetPreview, PreviewRow, PreviewSpan
+from horizon_server.spec import Method
 
 
 def preview(*spans: PreviewSpan, num_documents: int = 1, problems: tuple[str, ...] = ()) -> DatasetPreview:
@@ -21,6 +24,10 @@ def preview(*spans: PreviewSpan, num_documents: int = 1, problems: tuple[str, ..
     return DatasetPreview(
         rows=(row,), num_rows=9, format="text", method="pretrain", train_on="all", sequence_length=1500
     )
+
+
+def test_a_preview_is_offered_for_every_method() -> None:
+    assert get_args(Method) == tuple(METHODS)
 
 
 class Terminal(io.StringIO):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -162,11 +163,30 @@ def test_a_chat_without_anything_to_learn() -> None:
         ("tokens", {"input_ids": [7, 8], "attention_mask": [1, 0]}, "attention_mask", "leave padding tokens out"),
         ("text", {"text": None}, "text", "is missing or null; it must be a string"),
         ("text", {"text": "\n"}, "text", "is empty"),
+        ("alpaca", {"instruction": "x", "output": "y", "weight": 0}, "weight", "there is nothing to learn in this row"),
+        ("alpaca", {"instruction": "x", "output": "y", "weight": 101}, "weight", "is 101; it must be 0, or a number"),
+        ("prompt-completion", {"prompt": "x", "completion": "y", "weight": 0.0}, "weight", "is 0, so there is nothing"),
+        (
+            "prompt-completion",
+            {"prompt": "x", "completion": "y", "weight": True},
+            "weight",
+            "is True; it must be 0, or",
+        ),
+        ("prompt-completion", {"prompt": "x", "completion": "y", "weight": "70 kg"}, "weight", "rename a column that"),
+        ("prompt-completion", {"prompt": "x", "completion": "y", "weight": math.nan}, "weight", "is nan; it must be 0"),
         ("prompt-completion", {"prompt": 1, "completion": ["x"]}, "completion", "is a JSON array; it must be a string"),
     ],
 )
 def test_what_other_rows_may_not_be(fmt: str, columns: dict[str, Any], field: str, words: str) -> None:
     assert words in problems(fmt, columns)[field]
+
+
+def test_an_answer_may_have_a_weight() -> None:
+    for weight in (None, 1, 0.001, 2.5, 100):
+        assert problems("prompt-completion", {"prompt": "x", "completion": "y", "weight": weight}) == {}
+        assert problems("alpaca", {"instruction": "x", "output": "y", "score": weight}, weight="score") == {}
+    # There is something to learn in the earlier turns.
+    assert problems("alpaca", {"instruction": "x", "output": "y", "history": [["a", "b"]], "weight": 0}) == {}
 
 
 def test_paths_name_the_users_columns() -> None:

@@ -12,6 +12,7 @@ from tests.support.tiny_models import config_of, template_of
 from torch import Tensor
 from torch.func import vjp
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface
 
 from horizon_server.engine.attention import blocks, kernels, trial
@@ -184,7 +185,10 @@ def test_a_trace_holds_for_rows_of_any_length_and_number_of_documents() -> None:
 )
 def test_a_trial_decides_which_models_need_masks(model_type: str, needs_masks: bool) -> None:
     config = config_of(model_type)
-    assert template_of(config).needs_masks == needs_masks
+    template = template_of(config)
+    assert template.needs_masks == needs_masks
+    # Said in the job's events: what is served may differ between versions of transformers.
+    assert bool(template.keeps_masks) == needs_masks
     # The plan knows without torch. It does not ask for models without attention.
     assert ModelShape.from_config(config.to_dict()).needs_masks == (needs_masks and model_type != "mamba")
 
@@ -225,3 +229,21 @@ def test_no_mask_is_made_for_a_packed_row(monkeypatch: pytest.MonkeyPatch) -> No
         _, calls = template.embed(table, torch.zeros(50, dtype=torch.int64), positions, torch.tensor([0, 20, 50]))
     assert not made
     assert max(tensor.numel() for call in calls for tensor in call.tensors()) < 50 * 50
+
+
+def test_the_boundaries_of_documents_go_to_a_device_without_waiting_for_it() -> None:
+    copies: list[tuple[torch.dtype, bool]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if result.device.type == "meta":
+                copies.append((args[0].dtype, bool((kwargs or {}).get("non_blocking"))))
+            return result
+
+    with Seen():  # type: ignore[no-untyped-call]
+        placed = kernels._placed(boundaries_of((3, 5)), torch.device("meta"))
+
+    assert placed.dtype == torch.int32
+    # One copy, of integers of the kernel's own size: nothing is converted on the device.
+    assert copies == [(torch.int32, True)]

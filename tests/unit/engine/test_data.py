@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.micro_batch import IGNORED_LABEL
 from horizon_server.errors import InvalidData
+from horizon_server.planning.data_size import counted_steps
+from horizon_server.spec import parse_job_spec
 from horizon_server.store import row_packing
 
 
@@ -43,6 +45,25 @@ plans = st.fixed_dictionaries(
     }
 )
 lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=60)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=60).filter(lambda found: len(found) % 2 == 0),
+    epochs=st.sampled_from([0.3, 1, 2.5]),
+    packing=st.booleans(),
+    group_size=st.sampled_from([1, 2]),
+    tokens=st.integers(8, 100),
+)
+def test_the_steps_that_a_plan_counts_are_those_of_the_worker(lengths, epochs, packing, group_size, tokens):  # type: ignore[no-untyped-def]
+    spec = {"epochs": epochs, "sequence_length": 20, "tokens_per_step": max(tokens, 20), "packing": packing, "seed": 3}
+    train = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "train": spec}).train
+    counted = counted_steps(np.array(lengths), train, group_size=group_size)
+    plan = StepPlan(
+        dataset_of(lengths), epochs=epochs, sequence_length=20, tokens_per_step=max(tokens, 20), packing=packing, seed=3,
+        group_size=group_size,
+    )  # fmt: skip
+    assert counted == plan.num_steps
 
 
 @settings(max_examples=60)

@@ -128,7 +128,7 @@ async def test_a_full_queue_refuses_a_simulation_and_a_plan_warns_of_it(quiet: D
         with pytest.raises(QuotaExceeded, match="queued jobs of user ada") as caught:
             await quiet.services.sharing.simulate(ADA, quiet.spec())
         _, plan = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}))
-        assert plan.warnings == [f"it would not be queued now: {caught.value.message}"]
+        assert plan.warnings == (f"it would not be queued now: {caught.value.message}",)
     finally:
         await quiet.allow("user", "ada")
 
@@ -145,7 +145,7 @@ async def test_what_cannot_do_what_it_was_asked_warns_everywhere(quiet: DaemonPa
 
 async def test_a_usual_job_has_no_warning(quiet: DaemonParts) -> None:
     _, plan = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 1}))
-    assert (plan.warnings, plan.num_steps, plan.steps_estimated) == ([], 3, False)
+    assert (plan.warnings, plan.num_steps, plan.steps_estimated) == ((), 3, False)
 
 
 async def test_epochs_are_counted_once_the_data_is_prepared_and_estimated_before(

@@ -114,6 +114,17 @@ def test_the_same_failure_twice_at_the_same_step_is_not_tried_a_third_time(error
     assert verdict.message.endswith("then run horizon job resume job_1")
 
 
+def test_an_attempt_that_dies_while_it_loads_is_not_said_to_be_before_the_first_step_of_a_job_that_has_done_some() -> (
+    None
+):
+    died = judge(dataclasses.replace(job(), step=11), Failure.of_daemon(step=-1), max_restarts=3, now_s=0.0)
+    assert died.message.startswith(
+        "the daemon and the worker died (before it continued after step 11); it is restarted"
+    )
+    died = judge(job(), Failure.of_daemon(step=-1), max_restarts=3, now_s=0.0)
+    assert died.message.startswith("the daemon and the worker died (before its first step); it is restarted")
+
+
 def test_another_failure_or_another_step_is_not_the_same() -> None:
     record, _ = fail(job(), CRASHED, 7)
     assert fail(record, IoFailed("x"), 7)[1].restart

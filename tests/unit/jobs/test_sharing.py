@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import time
@@ -19,9 +20,11 @@ from tests.support.rates import RATES
 from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
+from horizon_server.jobs.folders import JobFolders
 from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT, JobRecord, JobState
+from horizon_server.spec import parse_job_spec
 
 S = JobState
 BOB = Principal(name="bob", role="user", project="bob")
@@ -130,7 +133,11 @@ async def test_users_have_device_time_in_proportion_to_their_weights(
             await daemon.until(job.job_id, S.RUNNING, step=1)
         found = await eventually(daemon, first, "2 jobs share the host device")
         assert found.outlook is not None
-        assert (found.outlook.why.endswith(f"your share {words}"), found.outlook.share) == (True, share)
+        # As an admin reads it, and as its owner does.
+        assert (found.outlook.why.endswith(f"its share {words}"), found.outlook.share) == (True, share)
+        mine = (await daemon.services.jobs.get(ADA, first.job_id)).outlook
+        assert mine is not None
+        assert mine.why.endswith(f"your share {words}")
         await daemon.until(first.job_id, step=80)
         ada_s, bob_s = used_s(daemon, "ada", "bob")
         # What one of them is ahead is at most a slice and a step.
@@ -265,16 +272,16 @@ async def test_quotas_hold_jobs_and_say_what_would_free_them(make: Make) -> None
         running = await holds_the_device(daemon, ADA)
         assert running.plan is not None
         waiting = await daemon.submit(ADA, "waiting", Script(num_steps=1))
-        await eventually(daemon, waiting, f"^quota: 1 of 1 running jobs of user ada; .*{running.job_id}")
+        await eventually(daemon, waiting, f"^quota: 1 of 1 running jobs of user ada .*; .*{running.job_id}")
         await daemon.allow("project", "ada", max_host_bytes=running.plan.host_total_bytes + 1000)
         await daemon.allow("user", "ada")
-        await eventually(daemon, waiting, r"^quota: .* of .* host memory of project ada, and this job needs .*; ")
+        await eventually(daemon, waiting, r"^quota: .* of .* host memory of project ada .*, and this job needs .*; ")
         await daemon.services.sharing.store.charge(
             "physics", "ada", device_s=5 * 3600, job_id=running.job_id, now_s=time.time() - 7200
         )
         await daemon.allow("user", "ada", device_hours_per_week=4)
         await eventually(
-            daemon, waiting, r"^quota: 5\.0 of 4 device hours of user ada in the last 7 days; .* free again"
+            daemon, waiting, r"^quota: 5 of 4 device hours of user ada in the last 7 days .*; .* free again"
         )
         await daemon.allow("user", "ada")
         await daemon.allow("project", "ada")
@@ -376,12 +383,37 @@ async def test_limits_and_an_early_stop_end_a_job_with_success(make: Make) -> No
         assert done.ended_s - done.started_s == pytest.approx(5, abs=3)
 
 
+async def test_a_loaded_job_that_waits_for_the_device_says_so(make: Make) -> None:
+    async with make() as daemon:
+        await holds_the_device(daemon, ADA)
+        second = await daemon.submit(BOB, "second", Script(num_steps=1))
+        found = await eventually(daemon, second, "waits for its first turn on the device; resident, 2 jobs share")
+        assert found.job_state in RESIDENT
+
+
+def test_a_jobs_time_in_memory_survives_the_daemon(tmp_path: Path) -> None:
+    folders = JobFolders(tmp_path)
+    spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d"})
+    job = JobRecord(
+        job_id="job_1", owner="ada", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="", job_state=S.RUNNING,
+        queued_s=1000.0, started_s=1100.0,
+    )  # fmt: skip
+    assert folders.resident_since_s(job) == 1100.0
+    # It was queued again, and its third attempt began the present residence.
+    for attempt, time_s in ((1, 1100.0), (2, 1500.0), (3, 2200.0), (4, 2300.0)):
+        request = folders.log("job_1", attempt).parent / "request.json"
+        request.parent.mkdir(parents=True)
+        request.touch()
+        os.utime(request, (time_s, time_s))
+    assert folders.resident_since_s(replace(job, queued_s=2000.0)) == 2200.0
+
+
 async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> None:
     async with make(room=1) as daemon:
         simulate = daemon.services.sharing.simulate
         now_s = time.time()
         outlook, _ = await simulate(BOB, daemon.spec())
-        assert (outlook.why, outlook.share) == ("starts now", 0.0)
+        assert (outlook.why, outlook.share) == ("starts now", 1.0)
         assert outlook.estimated_start_s == pytest.approx(now_s, abs=5)
         running = await holds_the_device(daemon, ADA)
         outlook, _ = await simulate(BOB, daemon.spec())

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.daemon_parts import ROOT, DaemonParts, blob_file, chat_rows
 from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed, NotFound, QuotaExceeded, WrongJobState
+from horizon_server.errors import DoesNotFit, InUse, InvalidSpec, NotAllowed, NotFound, QuotaExceeded, WrongJobState
 from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
@@ -226,6 +227,27 @@ async def test_a_quota_shows_what_is_used_of_it(daemon: DaemonParts) -> None:
     assert used_by_project.device_hours < 0.1
 
 
+async def test_quotas_are_those_of_all_projects_that_a_user_submits_to(quiet: DaemonParts) -> None:
+    await quiet.allow("project", "lab", max_resident_jobs=1)
+    member = replace(ADA, memberships={"lab": "member", "physics": "viewer"})
+    found = await quiet.services.sharing.quota(member)
+    assert [(one.holder, one.name) for one, _ in found] == [("user", "ada"), ("project", "ada"), ("project", "lab")]
+    assert found[2][0].quota.max_resident_jobs == 1
+
+
+async def test_a_paused_job_and_a_dataset_in_use_say_what_to_do_by_name(quiet: DaemonParts) -> None:
+    job = await quiet.submit(ADA, "mine")
+    paused = await quiet.services.jobs.pause(ADA, job.job_id)
+    assert paused.message == "paused by a user; resume it with: horizon job resume mine"
+    with pytest.raises(InUse, match=rf"is needed by job {job.job_id} of ada; cancel {job.job_id}, or wait for its end"):
+        await quiet.services.datasets.delete(ADA, "chats")
+
+
+async def test_a_window_in_the_past_says_when_it_ended(quiet: DaemonParts) -> None:
+    with pytest.raises(InvalidSpec, match=r"the window has ended already .*; give one that ends in the future"):
+        await quiet.services.sharing.set_node(ROOT, NodeCondition(window_start_s=5.0, window_end_s=6.0))
+
+
 async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon, state_dir: Path) -> None:
     soon_s = time.time() + 3600
     condition = NodeCondition(mode="cordoned", message="new GPU", window_start_s=soon_s, window_end_s=soon_s + 7200)
@@ -247,6 +269,9 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
             assert caught.value.violations[0].field == field
         with pytest.raises(InvalidSpec, match="message has 1001 letters; it must have at most 1000"):
             await service.set_node(ROOT, NodeCondition(message="x" * 1001))
+        for message in ("\x1b[31mred", "\u202egnp.exe", "two\nlines"):
+            with pytest.raises(InvalidSpec, match="one line of printable letters"):
+                await service.set_node(ROOT, NodeCondition(message=message))
     async with make_daemon(state_dir, queue=False) as daemon:
         assert await daemon.services.sharing.condition() == condition
 

@@ -436,6 +436,32 @@ async def test_the_first_backup_of_all_is_private(daemon: DaemonParts, tmp_path:
     assert (tmp_path / "backup").stat().st_mode & 0o077 == 0
 
 
+async def test_a_copy_without_hard_links_is_good_and_takes_more_space(daemon: DaemonParts, tmp_path: Path) -> None:
+    ada, _ = await filled(daemon)
+    model = await daemon.services.models.get_ready(ada, "tiny")
+    copy = tmp_path / "copy"
+    shutil.copytree(daemon.state_dir, copy)
+    for full in (False, True):
+        report = check_state_dir(copy, full=full)
+        [finding] = report.findings
+        assert (report.is_good, finding.level, finding.where) == (True, "note", "models")
+        assert f"{len(model.files)} files" in finding.what
+        assert "delete" not in finding.advice
+    rot(copy / "models" / model.model_id / model.files[0].path)
+    report = check_state_dir(copy, full=True)
+    assert [one.what for one in report.findings if one.level == "error"] == [
+        "of model tiny of ada has other bytes than when it was written"
+    ]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "{", '{"format_version": 1, "files": 5}'])
+def test_a_damaged_list_of_a_backup_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "20260101T000000Z.json").write_text(text)
+    with pytest.raises(BadSetting, match=r"cannot be read.*use another backup"):
+        restore(tmp_path, tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
 async def test_a_check_finds_what_is_wrong(daemon: DaemonParts, tmp_path: Path) -> None:
     ada, job = await filled(daemon)
     assert check_state_dir(daemon.state_dir, full=True).findings == []

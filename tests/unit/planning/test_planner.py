@@ -183,9 +183,9 @@ def test_bf16_halves_what_the_device_holds_and_streams(folder: Path) -> None:
 def test_a_cpu_without_bf16_instructions_is_warned_of(folder: Path) -> None:
     spec = spec_of(compute_dtype="bfloat16", warmup_steps=0)
     assert "no bf16 instructions" in worker_memory(folder, spec, has_bf16=False).plan.warnings[0]
-    assert worker_memory(folder, spec).plan.warnings == []
+    assert worker_memory(folder, spec).plan.warnings == ()
     exact = spec_of(compute_dtype="float32", warmup_steps=0)
-    assert worker_memory(folder, exact, has_bf16=False).plan.warnings == []
+    assert worker_memory(folder, exact, has_bf16=False).plan.warnings == ()
 
 
 def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) -> None:

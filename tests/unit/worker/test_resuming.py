@@ -215,7 +215,54 @@ def test_a_checkpoint_of_rows_that_were_packed_without_a_limit_is_not_continued_
     train(tmp_path)
     train(tmp_path, resume=True)
     forget_the_packing_limit(tmp_path)
-    with pytest.raises(InvalidSpec, match="from other data or another batch plan"):
+    with pytest.raises(InvalidSpec, match="its rows were packed without a limit, and are up to 16 tokens now"):
+        train(tmp_path, resume=True)
+
+
+def change_state(folder: Path, **changes: Any) -> None:
+    """Change what the checkpoint of step 1 says of its data; None removes it."""
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    state = json.loads((checkpoint / STATE).read_text())
+    state["data"] = {name: value for name, value in {**state["data"], **changes}.items() if value is not None}
+    (checkpoint / STATE).write_text(json.dumps(state))
+    found = read_manifest(checkpoint)
+    write_manifest(
+        checkpoint, Manifest(files={**found.files, STATE: record_file(checkpoint / STATE)}, versions=found.versions)
+    )
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_job_whose_data_was_prepared_again_continues_where_the_tokens_are_the_same(
+    tmp_path: Path, earlier: bool
+) -> None:
+    """As after an upgrade, whose preparation has another key. A checkpoint of an earlier version names the folder alone."""
+    write_inputs(tmp_path, "llama")
+    train(tmp_path)
+    straight = (tmp_path / "checkpoints/step-00000002/model.safetensors").read_bytes()
+    shutil.copytree(tmp_path / "prepared", tmp_path / "before")
+    # An order under another number is judged by the rows that it gives, where the checkpoint has them.
+    known = {"tokens": None, "rows": None} if earlier else {"order": 1}
+    change_state(tmp_path, prepared="before", **known)
+    train(tmp_path, resume=True)
+    assert (tmp_path / "checkpoints/step-00000002/model.safetensors").read_bytes() == straight
+
+
+def test_a_checkpoint_that_cannot_be_continued_says_what_differs_and_the_way_on(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path)
+    way_on = r"Submit a new job that starts with its weights: init_from: \S+@1$"
+    change_state(tmp_path, prepared="f" * 64, tokens="0" * 64)
+    with pytest.raises(InvalidSpec, match=r"its tokens are others \(their sha256 was 000000000000 and is .*" + way_on):
+        train(tmp_path, resume=True)
+    change_state(tmp_path, prepared="f" * 64, tokens=None)
+    with pytest.raises(InvalidSpec, match="prepared as ffffffffffff, which are not on the node any more.*" + way_on):
+        train(tmp_path, resume=True)
+    change_state(tmp_path, prepared="prepared", rows="0" * 64)
+    with pytest.raises(InvalidSpec, match="its documents were in another order. " + way_on):
+        train(tmp_path, resume=True)
+    change_state(tmp_path, rows=None, num_steps=9, order=1)
+    words = "the job had 9 steps and has 2 now; its documents were in another order. "
+    with pytest.raises(InvalidSpec, match=words + way_on):
         train(tmp_path, resume=True)
 
 
@@ -268,6 +315,6 @@ def test_a_checkpoint_is_continued_only_in_the_dtype_that_made_it(dtypes: tuple[
     write_inputs(tmp_path, "llama")
     first, second = dtypes
     train(tmp_path, compute_dtype=first)
-    with pytest.raises(InvalidSpec, match=f"the checkpoint was made in {first} and this attempt computes in"):
+    with pytest.raises(InvalidSpec, match=f"exactly: it was made in {first}, and this attempt computes in"):
         train(tmp_path, resume=True, compute_dtype=second)
     train(tmp_path, resume=True, compute_dtype=first)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from tests.support.adapters import write_adapter_checkpoint
 
+from horizon_formats.formats import DatasetFormat
 from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import DoesNotFit, HorizonError, InvalidData, InvalidModel
 from horizon_server.events import SampledText
@@ -77,6 +79,52 @@ def test_the_answers_of_a_call_are_those_of_each_prompt_alone(folder: Path) -> N
 
 def test_a_chat_is_rendered_with_the_cue_for_an_answer(codec: TextCodec) -> None:
     assert codec.decode(encoded(codec, 0, CHAT)).endswith("<|im_start|>assistant\n")
+
+
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+WITH_TOOLS = {
+    "tools": [WEATHER],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Rome?"}], "weight": 0},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "20 C"},
+    ],
+}
+
+
+def test_tools_and_their_calls_are_rendered_as_in_training(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{{ m.tool_calls }}{{ m.tool_call_id }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    codec = TextCodec.from_folder(model)
+    asked = request(model, SamplePrompt(chat_json=json.dumps(WITH_TOOLS)))
+    [prompt] = SampleRequest.from_mapping(asked.to_mapping()).prompts
+    row = normalise(WITH_TOOLS, DatasetFormat.MESSAGES, {})
+    assert isinstance(row, Chat) and codec.chat_template is not None
+    wanted = codec.chat_template.render(row.messages, tools=row.tools)
+    assert "weather" in wanted and "{'city': 'Rome'}" in wanted and "Rome?" in wanted
+    assert codec.decode(encoded(codec, 0, prompt)) == f"{wanted}<|im_start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("chat_json", "why"),
+    [
+        ("{", "has a chat_json that is not JSON"),
+        ("[" * 50_000, "has a chat_json that is not JSON"),
+        ("[]", "is not an object with messages"),
+        ('{"tools": []}', "cannot be used: messages is missing"),
+        ('{"messages": []}', "it must be a non-empty list of messages"),
+        ('{"messages": [{"role": "user"}]}', r"messages\[0\]\.content is missing or null"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": 3}', "tools is 3; it must be a list"),
+        (json.dumps({"messages": [{"role": "user", "content": "a"}] * 257}), "has 257 messages; at most 256"),
+    ],
+)
+def test_a_chat_with_a_defect_is_named(codec: TextCodec, chat_json: str, why: str) -> None:
+    with pytest.raises(InvalidData, match=rf"prompts\[2\] .*{why}"):
+        encoded(codec, 2, SamplePrompt(chat_json=chat_json))
 
 
 def test_a_prompt_that_cannot_be_used_is_named(codec: TextCodec, folder: Path, tmp_path: Path) -> None:

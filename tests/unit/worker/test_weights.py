@@ -48,7 +48,7 @@ def test_weights_change_what_is_trained_and_not_what_is_evaluated(inputs: Callab
     assert all(abs(plain_loss - loss) > 1e-4 for plain_loss, loss in zip(*losses, strict=True))
     assert not any(step.method_figures for step in other.said(StepDone))
     texts = [[line.text for line in daemon.said(Message) if line.text.startswith("data: ")] for daemon in (one, other)]
-    said = "; some messages have a weight, so the loss of a step is the weighted mean over its tokens"
+    said = "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
     assert [[said in text for text in found] for found in texts] == [[False], [True]]
 
 

@@ -28,7 +28,7 @@ from horizon_server.api.grpc.effects import Effect, effect_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.status import status_of
-from horizon_server.errors import HorizonError, InvalidSpec, Stalled, TooManyCalls, Unauthenticated
+from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Stalled, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
 from horizon_server.services.access import require_scope
 
@@ -54,6 +54,7 @@ _MOST_METADATA_BYTES = 128 * 1024
 # For other trailers, and the 32 bytes that HTTP/2 counts for each.
 _OVERHEAD_BYTES = 1024
 _MAX_MESSAGE_BYTES = 1200
+_MAX_NAME = 200
 
 Observe = Callable[[str, str, str, float], None]
 """Counts a finished call: service, method, code, seconds."""
@@ -354,6 +355,9 @@ def to_grpc_status(
     message = clip(error.message)
     status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
+    if isinstance(error, NotFound) and error.kind:
+        named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name[:_MAX_NAME])
+        status.details.add().Pack(named)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))

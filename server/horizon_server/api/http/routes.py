@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import BeforeValidator
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from horizon_server.api.http import bodies
@@ -29,6 +30,7 @@ from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, PIPE_KINDS, JobEvent, kind_of
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobState
+from horizon_server.spec import Method, TrainOn, TrainSpec
 
 HEARTBEAT_S = 15
 _RETRY_MS = 2000
@@ -63,12 +65,34 @@ PageSize = Annotated[int, Query(ge=1, le=1000, description="Maximum number to li
 PageToken = Annotated[
     str, Query(max_length=200, pattern="^[A-Za-z0-9_=-]*$", description="next_page_token of an earlier answer.")
 ]
+
+
+def _not_a_number(given: Any) -> Any:
+    """Refuse what pydantic would take for seconds since 1970: the schema asks for a date and time."""
+    try:
+        float(given)
+    except (TypeError, ValueError):
+        return given
+    raise ValueError("it must be a date and time in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z")
+
+
 Since = Annotated[
-    datetime | None, Query(description="Since when, in ISO 8601; UTC where it has no offset. Default: 7 days ago.")
+    datetime | None,
+    BeforeValidator(_not_a_number),
+    Query(description="Since when, in ISO 8601; UTC where it has no offset. Default: 7 days ago."),
 ]
 JobKey = Annotated[str, Path(max_length=63, description="The job's id, or its name.")]
 EventNumber = Annotated[int, Query(ge=0, lt=2**63, description="The same, for clients that cannot set the header.")]
 LastEventId = Annotated[int, Header(ge=0, lt=2**63, description="Number of the last event received.")]
+
+_MAX_OFFSET = 2**63 - 1
+_length = TrainSpec.model_json_schema()["properties"]["sequence_length"]
+_SEQUENCE_LENGTHS = {name: _length[name] for name in ("minimum", "maximum")}
+
+
+def _only(values: Iterable[str]) -> dict[str, Any]:
+    return {"enum": list(values)}
+
 
 # A body that is made of a record goes into `response_model`: a type that is made while running cannot be an annotation.
 router = APIRouter(prefix="/horizon/v1")
@@ -222,10 +246,14 @@ async def preview_dataset(
         str, Query(max_length=4096, description="The model whose template and tokenizer render the rows.")
     ],
     n: Annotated[int, Query(ge=1, le=MAX_ROWS, description="How many rows.")] = 3,
-    offset: Annotated[int, Query(ge=0, description="Rows to skip first, counted over all files.")] = 0,
-    train_on: Annotated[str, Query(description="assistant, last-assistant or all.")] = "assistant",
-    method: Annotated[str, Query(description="sft or pretrain.")] = "sft",
-    sequence_length: Annotated[int, Query(description="Where a job would cut rows.")] = 1024,
+    offset: Annotated[int, Query(ge=0, le=_MAX_OFFSET, description="Rows to skip first, counted over all files.")] = 0,
+    train_on: Annotated[
+        str, Query(description="What is trained.", json_schema_extra=_only(get_args(TrainOn)))
+    ] = "assistant",
+    method: Annotated[str, Query(description="A job's method.", json_schema_extra=_only(get_args(Method)))] = "sft",
+    sequence_length: Annotated[
+        int, Query(description="Where a job would cut rows.", json_schema_extra=_SEQUENCE_LENGTHS)
+    ] = 1024,
 ) -> Any:
     """Show rows as the model will see them, with the trained part marked."""
     options = PreviewOptions(

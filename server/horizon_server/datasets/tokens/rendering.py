@@ -35,10 +35,14 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A prompt and its completion: two turns for a model with a chat template, else one text after the other."""
+    """A prompt and its completion: two turns for a model with a chat template, else one text after the other.
+
+    `weight` says how much the completion counts, where that is not 1.
+    """
 
     prompt: str
     completion: str
+    weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,9 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
         case DatasetFormat.MESSAGES:
             system, turns, tools = None, [_message(message) for message in value("messages")], value("tools")
         case DatasetFormat.PROMPT_COMPLETION:
-            return Pair(prompt=value("prompt"), completion=value("completion"))
+            weight = _weight(value("weight"))
+            # A row without a weight is known by its texts alone.
+            return Pair(prompt=value("prompt"), completion=value("completion"), weight=None if weight == 1 else weight)
         case DatasetFormat.TEXT:
             return Text(text=value("text"))
         case DatasetFormat.TOKENS:
@@ -118,6 +124,7 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
             asked = "\n".join(part for part in (value("instruction"), value("input")) if part)
             pairs = [*(value("history") or ()), (asked, value("output"))]
             turns = [turn for question, answer in pairs for turn in _exchange(question, answer)]
+            turns[-1]["weight"] = _weight(value("weight"))
             system, tools = value("system"), None
     head = [{"role": "system", "content": system, "weight": 1}] if system else []
     return Chat(messages=head + turns, tools=_tools(tools))
@@ -143,10 +150,7 @@ def _sample(tokens: Sequence[int], value: Callable[[str], Any]) -> Sample:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
-    weight = given.get("weight", 1)
-    # 1 and 1.0 mean the same, and so do 2 and 2.0: a row is known by what it means.
-    weight = int(weight) if weight in (0, 1) else float(weight)
-    normal = given | {"content": text_of(given.get("content")), "weight": weight}
+    normal = given | {"content": text_of(given.get("content")), "weight": _weight(given.get("weight"))}
     if "tool_calls" in given:
         normal["tool_calls"] = []
         for call in given["tool_calls"]:
@@ -157,6 +161,11 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
             function = {**call["function"], "arguments": arguments}
             normal["tool_calls"].append({"type": "function"} | rest | {"function": function})
     return normal
+
+
+def _weight(given: float | None) -> float:
+    # 1 and 1.0 mean the same, and so do 2 and 2.0: a row is known by what it means.
+    return 1 if given is None else int(given) if given in (0, 1) else float(given)
 
 
 def _sharegpt_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +244,9 @@ class RowRenderer:
             if self._template is None:
                 # Encoded apart: at generation time the prompt ends where the model starts.
                 prompt = _trained(row.prompt) if self._train_all else RenderedText(text=row.prompt, spans=())
-                return RenderedRow(texts=(prompt, _trained(row.completion)), bare=True)
-            row = Chat(messages=_exchange(row.prompt, row.completion))
+                return RenderedRow(texts=(prompt, _trained(row.completion, row.weight)), bare=True)
+            asked, reply = _exchange(row.prompt, row.completion)
+            row = Chat(messages=[asked, reply | {"weight": _weight(row.weight)}])
         assert self._template is not None, "chats need a chat template"
         text, found = self._everything(self._template, row) if self._train_all else self._replies(self._template, row)
         spans, weights = tuple(span for span, _ in found), tuple(weight for _, weight in found)
@@ -290,8 +300,8 @@ class RowRenderer:
         ]
 
 
-def _trained(text: str) -> RenderedText:
-    return RenderedText(text=text, spans=((0, len(text)),))
+def _trained(text: str, weight: float | None = None) -> RenderedText:
+    return RenderedText(text=text, spans=((0, len(text)),), weights=() if weight is None else (weight,))
 
 
 def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:

@@ -323,10 +323,12 @@ class RowTokenizer:
         if not item.rendered.bare:
             return parts
         leading, trailing = array.array("i", self._codec.leading_ids), array.array("i", self._codec.trailing_ids)
+        # What closes an answer counts as the answer does.
+        weights = array.array("f", item.rendered.texts[-1].weights[-1:] * len(trailing)) or None
         return [
             _Part(ids=leading, trained=bytes(len(leading))),
             *parts,
-            _Part(ids=trailing, trained=b"\1" * len(trailing)),
+            _Part(ids=trailing, trained=b"\1" * len(trailing), weights=weights),
         ]
 
     def _whole(self, item: _ReadRow, parts: Sequence[_Part]) -> Document:
@@ -447,11 +449,12 @@ def _unusable(row: Row, error: InvalidData) -> FieldViolation:
 def _joined(parts: Sequence[_Part]) -> Document:
     if len(parts) == 1:
         return Document(ids=parts[0].ids, trained=parts[0].trained, weights=parts[0].weights)
-    assert all(part.weights is None for part in parts), "only chats have weights, and a chat is one part"
-    ids = array.array("i")
+    ids, weights = array.array("i"), array.array("f")
     for part in parts:
         ids += part.ids
-    return Document(ids=ids, trained=b"".join(part.trained for part in parts))
+        weights += array.array("f", [1.0]) * len(part.ids) if part.weights is None else part.weights
+    is_weighted = any(part.weights is not None for part in parts)
+    return Document(ids=ids, trained=b"".join(part.trained for part in parts), weights=weights if is_weighted else None)
 
 
 def _part_names(normal: NormalRow) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ Shapes: T = tokens of the row, E = size of a head, of queries and keys or of val
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -26,6 +28,18 @@ _MIN_CAPABILITY = (8, 0)
 _BF16_LENGTHS = 64
 # Backward of a shorter document in bf16 runs in fp32 on a CPU: what torch's kernel does once per head takes longer than its products.
 _MIN_BF16_BACKWARD = 384
+_uses_fused = True
+
+
+@contextmanager
+def without_fused_kernels() -> Iterator[None]:
+    """Inside, a block of queries at a time computes all attention, on every thread: other rounding, the same formula."""
+    global _uses_fused
+    before, _uses_fused = _uses_fused, False
+    try:
+        yield
+    finally:
+        _uses_fused = before
 
 
 @torch.library.custom_op("horizon::attention", mutates_args=())
@@ -51,7 +65,7 @@ def attention(
     size = value.shape[-1]
     query, key, value = _of_one_size(query, key, value)
     if query.is_cuda:
-        placed, longest = boundaries.to(query.device, torch.int32), _longest(ends)
+        placed, longest = _placed(boundaries, query.device), _longest(ends)
         output, logsumexp, *_ = _aten._flash_attention_forward(
             *(tensor[0].transpose(0, 1) for tensor in (query, key, value)), placed, placed, longest, longest, 0.0, True,
             return_debug_mask=False, scale=scale, **_window(window, longest),
@@ -112,7 +126,7 @@ def attention_backward(
         return results[0], results[1], results[2], for_sinks
     query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
     if query.is_cuda:
-        placed, longest = boundaries.to(query.device, torch.int32), _longest(ends)
+        placed, longest = _placed(boundaries, query.device), _longest(ends)
         # Of dropout, which there is none of; the kernel's signature asks for them.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         found = _aten._flash_attention_backward(
@@ -159,7 +173,7 @@ def _(
 
 def _has_kernel(query: Tensor, ends: list[int], sinks: Tensor, rule: Scores) -> bool:
     """Whether a fused kernel computes this: causal attention within documents, and windows on a GPU."""
-    if sinks.numel() or rule.softcap:
+    if sinks.numel() or rule.softcap or not _uses_fused:
         return False
     if query.is_cuda:
         is_half = query.dtype in (torch.bfloat16, torch.float16)
@@ -173,6 +187,11 @@ def _first_seen(ends: list[int], window: int) -> Tensor:
     boundaries = torch.tensor(ends)
     first_T = boundaries[:-1].repeat_interleave(boundaries.diff())
     return first_T if not window else torch.maximum(first_T, torch.arange(ends[-1]) - window + 1)
+
+
+def _placed(boundaries: Tensor, device: torch.device) -> Tensor:
+    """As the fused kernel wants them. CUDA: the driver has read pageable memory when it returns, and waits for no stream."""
+    return boundaries.to(torch.int32).to(device, non_blocking=True)
 
 
 def _longest(ends: list[int]) -> int:

@@ -56,8 +56,8 @@ class OwnAttention:
 
 def find_own_attention(
     model: PreTrainedModel, layers: Sequence[nn.Module], groups: Sequence[int], calls_of: CallsOf, *, hidden_size: int
-) -> OwnAttention | None:
-    """Whether all layers can use our attention. If so, the model is switched to it, and calls come without masks from now on.
+) -> OwnAttention | str:
+    """Whether all layers can use our attention, or why not. If so, the model is switched to it, and calls come without masks from now on.
 
     `layers` are those of the model, `groups` the first equal one of each. The model must be in training mode, so that dropout shows.
     """
@@ -84,10 +84,13 @@ def find_own_attention(
         for call, found in zip(calls_of(packed_T), slots, strict=True):
             if any(_argument(call, slot) is not None for slot in found):
                 raise _NotServed("a mask is made even where none is asked for")
-    except (_NotServed, *RUN_ERRORS):
+    except (_NotServed, *RUN_ERRORS) as error:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
-        return None
+        if isinstance(error, _NotServed):
+            return str(error)
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        return f"it does not run with marks in the place of masks ({type(error).__name__}: {first_line[:200]})"
     return OwnAttention(slots=tuple(slots))
 
 

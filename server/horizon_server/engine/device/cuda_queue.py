@@ -51,22 +51,20 @@ class StreamTimeline(Timeline):
     def __init__(self, queue: str, clock: StreamClock, trace: Trace | None) -> None:
         super().__init__(trace)
         self._queue, self._clock = queue, clock
-        self._pending: deque[tuple[Mark, Mark, int, str, str | None]] = deque()
+        self._pending: deque[tuple[Mark, Mark, dict[str, Any]]] = deque()
 
-    def add_marks(
-        self, start: Mark, end: Mark, *, num_bytes: int = 0, label: str = "", waits_for: str | None = None
-    ) -> None:
-        """Log work between two marks, or a wait. Thread: the queue's own."""
-        self._pending.append((start, end, num_bytes, label, waits_for))
+    def add_marks(self, start: Mark, end: Mark, **what: Any) -> None:
+        """Log work between two marks, or a wait; `what` are the other fields of its span. Thread: the queue's own."""
+        self._pending.append((start, end, what))
 
     def take(self) -> tuple[list[Span], list[Span]]:
         # By number, because the queue's thread may append meanwhile.
         for _ in range(len(self._pending)):
-            start, end, num_bytes, label, waits_for = self._pending.popleft()
+            start, end, what = self._pending.popleft()
             # The driver has no time of a mark that the device has not passed.
             end.synchronize()
             start_s, end_s = self._clock.seconds(start), self._clock.seconds(end)
-            self.add(Span(self._queue, start_s, end_s, num_bytes, label, waits_for))
+            self.add(Span(self._queue, start_s, end_s, **what))
         return super().take()
 
 
@@ -131,8 +129,9 @@ class CudaQueue(HostQueue):
             start.record(self.stream)
             with memory_refusals():
                 work()
+            launched_s = time.perf_counter()
             end.record(self.stream)
-        self.timeline.add_marks(start, end, num_bytes=num_bytes, label=label)
+        self.timeline.add_marks(start, end, num_bytes=num_bytes, label=label, launched_s=launched_s)
 
     def _wait(self, event: Event) -> None:
         if event.happened:

@@ -21,7 +21,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of one queue: work named `label`, or a wait for an event of the queue that `waits_for` names."""
+    """An interval of one queue: work named `label`, or a wait for an event of the queue that `waits_for` names.
+
+    `launched_s` is when the host had launched all of the work, None where work runs as it is called.
+    """
 
     queue: str
     start_s: float
@@ -29,6 +32,12 @@ class Span:
     num_bytes: int = 0
     label: str = ""
     waits_for: str | None = None
+    launched_s: float | None = None
+
+    @property
+    def launching_s(self) -> float:
+        """How long the work ran, or waited for its next launch, while the host was still launching it."""
+        return 0.0 if self.launched_s is None else max(0.0, min(self.end_s, self.launched_s) - self.start_s)
 
 
 class Trace:
@@ -120,6 +129,7 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
         h2d=up,
         d2h=down,
         compute_s=_length_s(compute_work),
+        launching_s=sum(span.launching_s for span in compute_work),
         optimizer_s=_length_s(host_work),
         optimizer_exposed_s=up_held_s + down_held_s,
     )

@@ -29,7 +29,7 @@ from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.template import Template, VisitNorms
-from horizon_server.errors import DoesNotFit, FieldViolation, InvalidData
+from horizon_server.errors import DoesNotFit, InvalidData
 from horizon_server.planning.ledger import NUM_SLOTS
 from horizon_server.store.host_store import HostStore
 
@@ -369,4 +369,4 @@ class TokenGenerator:
 
 
 def _refused(name: str, description: str) -> InvalidData:
-    return InvalidData(f"{name} {description}", violations=[FieldViolation(field=name, description=description)])
+    return InvalidData.of(name, f"{name} {description}")

@@ -66,7 +66,7 @@ class Deletions:
             targets = await self._checkpoints(principal, selection)
         if len(targets) > MAX_DELETIONS:
             raise TooLarge(
-                f"{len(targets)} {selection.kind}s are meant; at most {MAX_DELETIONS} are deleted at once: narrow the filter"
+                f"{len(targets)} {selection.kind}s match; at most {MAX_DELETIONS} can be deleted in one call. Narrow the filter"
             )
         for i, target in enumerate(targets, 1):
             if not selection.dry_run:

@@ -136,7 +136,7 @@ class Retention:
         append = self.jobs.journal.append_now
         if due is None:
             if job.deletion_s is not None:
-                text = "its checkpoints are not going to be deleted any more: its owner keeps less than is allowed"
+                text = "the deletion of its checkpoints is cancelled: the owner is within the limit again"
                 await append(job.job_id, Message(level="info", text=text), deletion_s=None)
         elif job.deletion_s is None:
             day = datetime.fromtimestamp(due.at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -226,7 +226,27 @@ async def test_usage_is_counted_since_a_time(ann: httpx.AsyncClient, world: Any)
         "since_time"
     ] == "2001-02-03T00:00:00Z"
     assert (await ann.get("/horizon/v1/usage", params={"since": "2999-01-01T00:00:00+01:00"})).status_code == 400
-    assert (await ann.get("/horizon/v1/usage", params={"since": "yesterday"})).status_code == 422
+    for wrong in ("yesterday", "0.5", "1767225600", "nan"):
+        answer = await ann.get("/horizon/v1/usage", params={"since": wrong})
+        assert answer.status_code == 422, wrong
+
+
+async def test_the_schema_says_what_is_refused_with_400(ann: httpx.AsyncClient) -> None:
+    paths = (await ann.get("/openapi.json")).json()["paths"]
+    for path, parameter, bounds in (
+        ("/horizon/v1/jobs", "page_token", {"maxLength"}),
+        ("/horizon/v1/datasets", "page_token", {"maxLength"}),
+        ("/horizon/v1/models", "page_token", {"maxLength"}),
+        ("/horizon/v1/usage", "since", {"anyOf"}),
+        ("/horizon/v1/datasets/{name}/preview", "sequence_length", {"minimum", "maximum"}),
+        ("/horizon/v1/datasets/{name}/preview", "offset", {"minimum", "maximum"}),
+        ("/horizon/v1/datasets/{name}/preview", "method", {"enum"}),
+        ("/horizon/v1/datasets/{name}/preview", "train_on", {"enum"}),
+    ):
+        call = paths[path]["get"]
+        assert "400" in call["responses"], path
+        [schema] = [one["schema"] for one in call["parameters"] if one["name"] == parameter]
+        assert bounds <= schema.keys(), (path, parameter)
 
 
 async def test_quotas_are_those_of_user_and_project(ann: httpx.AsyncClient) -> None:

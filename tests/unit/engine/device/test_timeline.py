@@ -49,6 +49,38 @@ def test_compute_waiting_for_a_copy_exposes_the_copy() -> None:
     assert use.optimizer_exposed_s == 0
 
 
+def test_compute_while_its_launches_are_made_is_told_from_compute_that_was_queued() -> None:
+    use = summarise(
+        h2d=timeline(),
+        compute=timeline(
+            Span("compute", 0, 4, launched_s=1),  # queued for its last three seconds
+            Span("compute", 4, 6, launched_s=2),  # launched before it began
+            Span("compute", 6, 9, launched_s=8.9),  # the host never got ahead
+            Span("compute", 9, 10, launched_s=11),  # two clocks differ a little
+        ),
+        d2h=timeline(Span("d2h", 0, 5, launched_s=5)),
+        host_queues=[],
+    )
+    assert use.compute_s == 10
+    assert use.launching_s == pytest.approx(1 + 0 + 2.9 + 1)
+
+
+def test_a_cuda_device_knows_when_its_work_was_launched() -> None:
+    """The stand-in driver computes while it launches, so all of its compute is launching; the host device launches nothing."""
+    device = CudaDevice(runtime=CpuRuntime())
+    device.compute.submit(lambda: torch.ones(300, 300).mm(torch.ones(300, 300)))
+    device.compute.record().wait()
+    use = device.take_use()
+    assert 0 < use.launching_s <= use.compute_s
+    device.close()
+    host = HostDevice(num_threads=1)
+    host.compute.submit(lambda: torch.ones(300, 300).mm(torch.ones(300, 300)))
+    host.compute.record().wait()
+    use = host.take_use()
+    assert use.compute_s > 0 and use.launching_s == 0
+    host.close()
+
+
 def test_a_copy_that_waits_for_the_optimizer_exposes_the_optimizer() -> None:
     use = summarise(
         h2d=timeline(wait(0, 2, "optimizer"), busy(2, 3, 1), wait(3, 4, "compute")),
