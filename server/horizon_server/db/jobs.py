@@ -56,7 +56,7 @@ _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True
 _LOOKED_UP = 101
 _BY_NUMBERS = _JOBS.where(JobRow.number.in_(bindparam("numbers", expanding=True)))
 # Beyond, one query over all of a user's projects is sorted as a whole.
-_MOST_UNITED = 100
+_UNITED_PROJECTS = 100
 _ALIVE = [state.value for state in JobState if state not in ENDED]
 # More than one is only named in a message: "several jobs have an id that starts so".
 _MAX_NAMED = 10
@@ -400,7 +400,7 @@ def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after
         return of(None)
     whose = [JobRow.owner == bindparam("owner")]
     whose += [JobRow.project == bindparam(f"project_{i}") for i in range(num_projects)]
-    if num_projects == 0 or num_projects > _MOST_UNITED:
+    if num_projects == 0 or num_projects > _UNITED_PROJECTS:
         return of(or_(*whose))
     # Each with its own index, which has the order of the list: over all together every row of them would be read and sorted.
     united = union(*(select(of(one).subquery()) for one in whose)).subquery()
