@@ -117,7 +117,7 @@ def rows_for(architecture: str, rows: list[MicroBatch]) -> list[MicroBatch]:
     """Falcon's class, which is the reference, does not keep the documents of a row apart."""
     if architecture != "falcon":
         return rows
-    return [micro_batch([ids_T]) for row in rows for ids_T in row.input_ids_T.split(list(row.document_lengths))]
+    return [micro_batch([ids_T]) for row in rows for ids_T in torch.split(row.input_ids_T, list(row.document_lengths))]
 
 
 def relative(one: Tensor, other: Tensor) -> float:

@@ -67,11 +67,11 @@ def test_outputs_and_gradients_are_those_of_a_mask(
 
 
 def test_nothing_waits_for_the_device() -> None:
-    tensors = [tensor.requires_grad_() for tensor in inputs(8, 2, 64, 64, 832)]
+    query, key, value = (tensor.requires_grad_() for tensor in inputs(8, 2, 64, 64, 832))
     boundaries, gradient = torch.tensor([0, 300, 832]), torch.ones(1, 832, 8, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.autograd.backward(attend(*tensors, boundaries), gradient)
+        torch.autograd.backward(attend(query, key, value, boundaries), gradient)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

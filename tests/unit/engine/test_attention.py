@@ -234,7 +234,7 @@ def test_no_mask_is_made_for_a_packed_row(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_boundaries_of_documents_go_to_a_device_without_waiting_for_it() -> None:
     copies: list[tuple[torch.dtype, bool]] = []
 
-    class Seen(TorchDispatchMode):
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if result.device.type == "meta":

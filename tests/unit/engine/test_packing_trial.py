@@ -71,8 +71,8 @@ def test_rounding_of_own_attention_in_a_deep_model_does_not_turn_packing_off() -
             with without_fused_kernels() if len(row.document_lengths) > 1 else nullcontext():
                 for weights in projections:
                     query, key, value = (hidden_TD @ weight for weight in weights)
-                    heads = (tensor.unflatten(1, (4, 8)).transpose(0, 1)[None] for tensor in (query, key, value))
-                    hidden_TD = hidden_TD + attend(*heads, ends, scale=0.35)[0].flatten(1)
+                    query, key, value = (x.unflatten(1, (4, 8)).transpose(0, 1)[None] for x in (query, key, value))
+                    hidden_TD = hidden_TD + attend(query, key, value, ends, scale=0.35)[0].flatten(1)
             outputs.append(hidden_TD)
         return torch.cat(inputs), torch.cat(outputs)
 

@@ -220,7 +220,7 @@ def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
     for stem, dtype in (("model", "BF16"), ("rounding", "U8")):
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        for _ in checkpoint._pieces(store, name, stem, dtype):
+        for _ in checkpoint._pieces(store, name, stem, dtype, None):
             pass
         peaks.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()

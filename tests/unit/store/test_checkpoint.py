@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -211,10 +212,10 @@ def test_numbers_that_are_infinite_in_fp16_are_told_by_the_name_of_their_tensor(
     weight[0, 0], weight[1, 1] = 70000.0, -1e6
     store.write_master(name, weight)
     told: list[str] = []
-    how = {"source": make_model(), "trainer_state": STATE, "on_overflow": told.append}
-    save_checkpoint(store, tmp_path / "bf16", dtype="bf16", **how)
+    save = partial(save_checkpoint, store, source=make_model(), trainer_state=STATE, on_overflow=told.append)
+    save(tmp_path / "bf16", dtype="bf16")
     assert told == []
-    save_checkpoint(store, tmp_path / "fp16", dtype="fp16", **how)
+    save(tmp_path / "fp16", dtype="fp16")
     assert told == [name]
 
 
