@@ -131,6 +131,33 @@ def test_a_config_cannot_tie_a_class_that_never_ties(model_type: str, tmp_path: 
         },
         "xlstm": {"num_heads": 4, "num_hidden_layers": 2},
     }  # fmt: skip
+    config = AutoConfig.for_model(
+        model_type, vocab_size=64, hidden_size=32, tie_word_embeddings=True, **sizes[model_type]
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+    # It was refused when the job started: config and checkpoint were said to disagree.
+    assert not Template.from_folder(tmp_path).tied
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "words"),
+    [
+        # These were told that their files do not belong together.
+        ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True}, "transformer.layer_norm_emb.weight is used before"),
+        ("rembert", {"input_embedding_size": 24, "is_decoder": True}, "input_embedding_size is 24 and the hidden size is 32"),
+        ("hrm_text", {}, "or the architecture has its layers in several lists, which is not supported"),
+    ],
+)  # fmt: skip
+def test_a_whole_folder_of_an_architecture_that_is_not_supported_is_not_blamed(
+    model_type: str, sizes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    usual: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     config = AutoConfig.for_model(model_type, vocab_size=64, **({} if model_type == "xlm" else usual), **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     with pytest.raises(InvalidModel, match=words):
