@@ -524,6 +524,6 @@ async def test_a_user_has_a_few_resident_jobs_unless_an_admin_sets_another_numbe
         for job in residents:
             await daemon.until(job.job_id, S.RUNNING, step=1)
         waiting = await daemon.submit(BOB, "waiting", Script(num_steps=1))
-        await eventually(daemon, waiting, "^quota: 2 of 2 resident jobs of user bob; ")
+        await eventually(daemon, waiting, "^quota: 2 of 2 running jobs of user bob .--max-resident-jobs.; ")
         await daemon.allow("user", "bob", max_resident_jobs=3)
         await daemon.until(waiting.job_id, S.SUCCEEDED)
