@@ -90,8 +90,8 @@ class Records:
 class EndedRecords:
     """The records of ended jobs that were listed last, by the number of their rows.
 
-    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, is charged for its last turn, or its files are kept or
-    deleted. So a page reads the stamps, and whole rows only of jobs that go on. Thread: any.
+    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, is charged for its last turn, or its files are kept
+    or deleted. So a page reads the stamps, and whole rows only of jobs that go on. Thread: any.
     """
 
     # With the id, as the next job gets the number of the newest one where that is deleted.
