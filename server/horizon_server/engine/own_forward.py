@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,11 @@ def _values(shape: Sequence[int], seed: int) -> Tensor:
 def _token_ids(model: PreTrainedModel, num_tokens: int) -> Tensor:
     """Different tokens, none of which means padding, begin or end to the class."""
     text = model.config.get_text_config()
-    special = {getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    special: set[Any] = set()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        # Of ends there are often several.
+        found = getattr(text, name, None)
+        special.update(found if isinstance(found, (list, tuple)) else [found])
     table = model.get_input_embeddings()
     assert isinstance(table, torch.nn.Embedding), "the template has checked it"
     ids = [index for index in range(min(table.num_embeddings, 4 * num_tokens)) if index not in special]
