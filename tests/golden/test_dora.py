@@ -14,7 +14,9 @@ import pytest
 import torch
 from tests.golden.test_lora import found_in, loss_of, master, relative
 from torch import Tensor
+from torch.nn import functional
 
+from horizon_server.engine.adapters import AdaptedMaps, Adapter
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
@@ -221,6 +223,21 @@ def test_bf16_trains_magnitudes_in_fp32(
         losses.append([run.trainer.train_step(rows).loss for _ in range(10)])
     assert losses[1] == pytest.approx(losses[0], rel=3e-3)
     assert losses[1][-1] < losses[1][0]
+
+
+def test_a_map_in_fp32_next_to_adapters_in_bf16_drops_its_inputs() -> None:
+    # As a router is that its class keeps in fp32.
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(5, 4), torch.randn(3, 4)
+    a, b = torch.randn(2, 4, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)
+    adapter = Adapter(weight=weight, a=a, b=b, magnitude=torch.full((3,), 2.0), norms=torch.ones(3))
+    torch.manual_seed(1)
+    with AdaptedMaps([adapter], scale=1.0, dropout=0.5):
+        output = functional.linear(inputs, weight)
+    torch.manual_seed(1)
+    dropped = functional.dropout(inputs.bfloat16(), 0.5).float()
+    assert output.dtype == torch.float32
+    assert torch.allclose(output, functional.linear(inputs, weight) + functional.linear(dropped, weight), rtol=1e-6)
 
 
 def test_norms_are_computed_once_a_visit(
