@@ -51,8 +51,9 @@ def check_own_forward(
         except RUN_ERRORS as error:
             if isinstance(error, InvalidModel):
                 raise
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InvalidModel(
-                f"model_type {model.config.model_type!r}: its code cannot be run on tokens alone ({str(error).splitlines()[0]:.120}), so "
+                f"model_type {model.config.model_type!r}: its code cannot be run on tokens alone ({first_line:.120}), so "
                 "it cannot be seen whether it would be trained rightly; it is not supported"
             ) from error
     where = _first_difference(given, counted)
