@@ -146,16 +146,24 @@ LORA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
-def test_a_job_of_adapters_continues_bit_by_bit_from_a_checkpoint_of_them_alone(tmp_path: Path, export: str) -> None:
+DORA: dict[str, Any] = {**LORA, "lora": {**LORA["lora"], "dora": True}}
+KINDS = pytest.mark.parametrize(
+    ("export", "how"), [("adapter", LORA), ("merged", LORA), ("both", LORA), ("adapter", DORA), ("both", DORA)]
+)
+
+
+@KINDS
+def test_a_job_of_adapters_continues_bit_by_bit_from_a_checkpoint_of_them_alone(
+    tmp_path: Path, export: str, how: dict[str, Any]
+) -> None:
     write_inputs(tmp_path, "llama")
-    train(tmp_path, export=export, **LORA)
+    train(tmp_path, export=export, **how)
     last = tmp_path / "checkpoints/step-00000002"
     straight = {path: path.read_bytes() for path in last.rglob("*.safetensors")}
     assert {path.name for path in straight} >= {"adapter_model.safetensors", "exp_avg.safetensors"}
     adapter = load_file(next(path for path in straight if path.name == "adapter_model.safetensors"))
     assert all(tensor.abs().max() > 0 for tensor in adapter.values())
-    train(tmp_path, resume=True, export=export, **LORA)
+    train(tmp_path, resume=True, export=export, **how)
     assert {path: path.read_bytes() for path in last.rglob("*.safetensors")} == straight
 
 
@@ -170,13 +178,13 @@ def test_a_job_of_adapters_is_not_continued_on_another_base(tmp_path: Path) -> N
         train(tmp_path, resume=True, **LORA)
 
 
-@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
-def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, export: str) -> None:
+@KINDS
+def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, export: str, how: dict[str, Any]) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
         write_inputs(folder, "llama")
-    train(first, export=export, **LORA)
+    train(first, export=export, **how)
     checkpoints = CheckpointFolder(first / "checkpoints", "job")
     part = adapter_part(checkpoints.manifest(2).files)
     assert part is not None
@@ -184,12 +192,12 @@ def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, ex
     trained = load_file(checkpoints.of_step(2) / part / "adapter_model.safetensors")
 
     # At a rate of 0 nothing moves: what is saved is what was loaded.
-    train(second, **LORA | {"learning_rate": 0.0, "seed": 1})
+    train(second, **how | {"learning_rate": 0.0, "seed": 1})
     found = load_file(second / "checkpoints/step-00000001/adapter_model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     (second / "start" / "base.sha256").write_text("0" * 64)
     with pytest.raises(InvalidModel, match="the adapter was trained on other weights than those of model"):
-        train(second, **LORA)
+        train(second, **how)
 
 
 def test_a_job_starts_with_the_weights_of_a_linked_checkpoint_and_a_new_optimizer(tmp_path: Path) -> None:
