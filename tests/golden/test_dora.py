@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import torch
-from tests.golden.test_lora import found_in, loss_of, master, relative
+from tests.golden.test_lora import found_in, loss_of, master, relative, rows_for
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
-COMPARED = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "phi3"]
-"""With Conv1D, whose weights are transposed, biases, fused projections, and a mixture of experts, whose attention is adapted."""
+COMPARED = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"]
+"""With products written as x @ weight.T, Conv1D, whose weights are transposed, biases, fused projections, and a mixture of experts, whose attention is adapted."""
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 _LORA = {"dora": True, "rank": 4, "alpha": 6.0}
 
@@ -108,6 +108,7 @@ def test_loss_and_gradients_are_those_of_peft(
     plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
+    rows = rows_for(architecture, rows)
     model, store = loaded(tiny_model(architecture), tmp_path)
     randomized(store)
     ends = [Dora(model, store, dtype, lora_dropout=dropout) for dtype in (torch.float32, torch.float64)]
@@ -124,7 +125,7 @@ def test_loss_and_gradients_are_those_of_peft(
 
             return before
 
-        base = reference.model.transformer.h if architecture == "gpt2" else reference.model.model.layers
+        base = reference.model.transformer.h if architecture in ("gpt2", "falcon") else reference.model.model.layers
         for index, layer in enumerate(base):
             layer.register_forward_pre_hook(seed(index + 1))
         loss = 0.0
@@ -151,6 +152,7 @@ def test_twenty_steps_are_those_of_peft(
     plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
+    rows = rows_for(architecture, rows)
     model, store = loaded(tiny_model(architecture), tmp_path)
     run = start(
         model, store=store, adapter_scale=1.5, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=0.5, weight_decay=0.1
