@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.support.worker_attempts import worker_request, write_inputs
 
 from horizon_server.children.entry import EventWriter, decode_line
+from horizon_server.engine.data import StepPlan
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.jobs.folders import CheckpointFolder
@@ -21,6 +22,7 @@ from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.checkpoint_parts import adapter_part
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
+from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
@@ -59,6 +61,28 @@ def train(
             training.close()
     said = [decode_line(line) for line in lines.read_bytes().splitlines()]
     return [line for line in said if isinstance(line, Message)]
+
+
+def test_no_job_waits_for_the_device_while_another_reads_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path, "llama")
+    done: list[str] = []
+
+    def recorded(kind: type[Any], name: str) -> None:
+        call = getattr(kind, name)
+
+        def record(self: Any, *args: Any) -> Any:
+            done.append(name)
+            return call(self, *args)
+
+        monkeypatch.setattr(kind, name, record)
+
+    for kind, name in ((WorkerRequest, "tokens_digest"), (StepPlan, "digest"), (DeviceTurn, "take")):
+        recorded(kind, name)
+    train(tmp_path)
+    assert done[:3] == ["tokens_digest", "digest", "take"]
+    assert set(done[3:]) == {"take"}
 
 
 def forget_the_packing_limit(folder: Path) -> None:
