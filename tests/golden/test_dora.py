@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 COMPARED = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"]
-"""With products written as x @ weight.T, Conv1D, whose weights are transposed, biases, fused projections, and a mixture of experts, whose attention is adapted."""
+"""With Conv1D, whose weights are transposed, products written as x @ weight.T, biases, fused projections, and a mixture of experts, whose
+attention is adapted.
+"""
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 _LORA = {"dora": True, "rank": 4, "alpha": 6.0}
 
