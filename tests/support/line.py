@@ -150,7 +150,7 @@ class Line:
         first = GetMessageClass(method.input_type).FromString(await anext(requests))
         self.change_request.get(name, lambda message: None)(first)
         self.requests.append((name, first))
-        if name == "WriteBlobs" and not self._refusals[name]:
+        if isinstance(first, blob_pb2.WriteBlobsRequest) and not self._refusals[name]:
             self.sent_bytes += sum(len(whole.data) for whole in first.blobs)
         if self._refusals[name]:
             await _abort(context, self._refusals[name].pop(0))
