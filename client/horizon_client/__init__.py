@@ -16,6 +16,7 @@ progress, pass your own `Reporter`. Importing this package loads neither grpc no
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from horizon_client import errors
@@ -35,4 +36,6 @@ def __getattr__(name: str) -> object:
     modules = {"Client": "sync_client", "AsyncClient": "async_client"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # grpc reads it when it is imported, and without it writes a line to stderr for each handshake that fails; the error says it too
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     return getattr(importlib.import_module(f"horizon_client.{modules[name]}"), name)

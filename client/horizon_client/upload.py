@@ -1,21 +1,29 @@
 """Uploads the contents of files: only what the server does not have, from the committed offset, and again after every cut.
 
-Several contents are sent at once, each on its own stream.
+Several contents are sent at once, each on its own stream; small ones go many in a message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc.aio
 
 from horizon_client.connection import FINALIZE_DEADLINE_S, Backoff, Connection, pause_after
-from horizon_client.errors import DeadlineExceeded, HorizonClientError, InvalidUpload, ServerFailed, Unavailable
+from horizon_client.errors import (
+    BadFile,
+    DeadlineExceeded,
+    HorizonClientError,
+    InvalidUpload,
+    ServerFailed,
+    Unavailable,
+)
 from horizon_client.local_files import HashedFile, reading
 from horizon_client.reporter import Progress, Reporter
 from horizon_client.rpc_errors import from_rpc, is_lost_status
@@ -23,7 +31,10 @@ from horizon_proto.v1 import blob_pb2
 
 CHUNK_BYTES = 2**20  # the most that is sent twice after a cut
 STREAMS_AT_ONCE = 4  # each moves about one piece per round trip (ADR 0007)
+SMALL_BYTES = 16 * 1024  # a call and a stream for each would cost more than its bytes
 _BLOBS_PER_QUERY = 500
+_BLOBS_PER_BATCH = 1000
+_BATCH_BYTES = 2**20
 _LONGEST_LISTEN_S = 1.0
 
 
@@ -56,8 +67,15 @@ class BlobUpload:
         self._positions = {status.blob.sha256: status.committed_bytes for status in missing}
         self._total_bytes = sum(ref.size_bytes for ref in refs)
         self._done_bytes = self._total_bytes - sum(s.blob.size_bytes - s.committed_bytes for s in missing)
+        small = [by_sha[s.blob.sha256] for s in missing if s.blob.size_bytes <= SMALL_BYTES and not s.committed_bytes]
+        in_batches = {file.sha256 for file in small}
         # The longest first, so that all streams end at about the same time
-        waiting = deque(sorted(missing, key=lambda status: status.committed_bytes - status.blob.size_bytes))
+        waiting = deque(
+            sorted(
+                (status for status in missing if status.blob.sha256 not in in_batches),
+                key=lambda status: status.committed_bytes - status.blob.size_bytes,
+            )
+        )
 
         async def one_after_another() -> None:
             while waiting:
@@ -66,11 +84,26 @@ class BlobUpload:
 
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(self._send_small(small))
                 for _ in range(min(STREAMS_AT_ONCE, len(waiting))):
                     group.create_task(one_after_another())
         except ExceptionGroup as failed:  # the other streams were cancelled because of the first error
             raise failed.exceptions[0] from None
         return self._sent_bytes
+
+    async def _send_small(self, files: Sequence[HashedFile]) -> None:
+        """Send small contents whole, one batch after the other. A batch that is sent again after a cut is stored once."""
+        for batch in _batches(files):
+            request = await asyncio.to_thread(_whole, batch)
+            retry = self._connection.stream_retry
+            await self._connection.unary(self._stub.WriteBlobs, request, deadline_s=retry.stall_s, retry=retry)
+            for file in batch:
+                self._sent_bytes += file.size_bytes
+                self._set_position(file, file.size_bytes)
+            progress = Progress(
+                phase="upload", name=batch[-1].path, done_bytes=self._done_bytes, total_bytes=self._total_bytes
+            )
+            self._reporter.progress(progress)
 
     async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus) -> None:
         """Send one content until the server has all of it; after a failure ask for the offset to continue from."""
@@ -160,6 +193,33 @@ class BlobUpload:
         """Set how much of one content is done: what was sent, or after a cut what the server has."""
         self._done_bytes += position - self._positions[file.sha256]
         self._positions[file.sha256] = position
+
+
+def _batches(files: Sequence[HashedFile]) -> Iterator[list[HashedFile]]:
+    """Divide small files into what one message may hold."""
+    batch: list[HashedFile] = []
+    num_bytes = 0
+    for file in files:
+        if batch and (len(batch) == _BLOBS_PER_BATCH or num_bytes + file.size_bytes > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(file)
+        num_bytes += file.size_bytes
+    if batch:
+        yield batch
+
+
+def _whole(batch: Sequence[HashedFile]) -> blob_pb2.WriteBlobsRequest:
+    """Read small files into one message."""
+    request = blob_pb2.WriteBlobsRequest()
+    for file in batch:
+        file.require_unchanged()
+        with reading(file.source), file.source.open("rb") as source:
+            data = source.read(SMALL_BYTES + 1)
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            raise BadFile(f"{file.source} was changed while it was being pushed; run the same command again")
+        request.blobs.add(blob=blob_pb2.BlobRef(sha256=file.sha256, size_bytes=file.size_bytes), data=data)
+    return request
 
 
 async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:

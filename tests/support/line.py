@@ -150,6 +150,8 @@ class Line:
         first = GetMessageClass(method.input_type).FromString(await anext(requests))
         self.change_request.get(name, lambda message: None)(first)
         self.requests.append((name, first))
+        if isinstance(first, blob_pb2.WriteBlobsRequest) and not self._refusals[name]:
+            self.sent_bytes += sum(len(whole.data) for whole in first.blobs)
         if self._refusals[name]:
             await _abort(context, self._refusals[name].pop(0))
         cut = self.cuts[name].pop(0) if self.cuts[name] else None

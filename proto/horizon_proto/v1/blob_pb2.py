@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bhorizon_proto/v1/blob.proto\x12\x10horizon_proto.v1\"=\n\tFileEntry\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"-\n\x07\x42lobRef\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"R\n\tBlobChunk\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"`\n\nBlobStatus\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\x12\x17\n\x0f\x63ommitted_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"C\n\x17\x46indMissingBlobsRequest\x12(\n\x05\x62lobs\x18\x01 \x03(\x0b\x32\x19.horizon_proto.v1.BlobRef\"I\n\x18\x46indMissingBlobsResponse\x12-\n\x07missing\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\">\n\x10WriteBlobRequest\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1b.horizon_proto.v1.BlobChunk\"A\n\x11WriteBlobResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\"A\n\x16QueryBlobStatusRequest\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\"G\n\x17QueryBlobStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.BlobStatus2\xb8\x02\n\x0b\x42lobService\x12i\n\x10\x46indMissingBlobs\x12).horizon_proto.v1.FindMissingBlobsRequest\x1a*.horizon_proto.v1.FindMissingBlobsResponse\x12V\n\tWriteBlob\x12\".horizon_proto.v1.WriteBlobRequest\x1a#.horizon_proto.v1.WriteBlobResponse(\x01\x12\x66\n\x0fQueryBlobStatus\x12(.horizon_proto.v1.QueryBlobStatusRequest\x1a).horizon_proto.v1.QueryBlobStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bhorizon_proto/v1/blob.proto\x12\x10horizon_proto.v1\"=\n\tFileEntry\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"-\n\x07\x42lobRef\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"R\n\tBlobChunk\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"B\n\tWholeBlob\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"`\n\nBlobStatus\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\x12\x17\n\x0f\x63ommitted_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"C\n\x17\x46indMissingBlobsRequest\x12(\n\x05\x62lobs\x18\x01 \x03(\x0b\x32\x19.horizon_proto.v1.BlobRef\"I\n\x18\x46indMissingBlobsResponse\x12-\n\x07missing\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\">\n\x10WriteBlobRequest\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1b.horizon_proto.v1.BlobChunk\"A\n\x11WriteBlobResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\"?\n\x11WriteBlobsRequest\x12*\n\x05\x62lobs\x18\x01 \x03(\x0b\x32\x1b.horizon_proto.v1.WholeBlob\"\x14\n\x12WriteBlobsResponse\"A\n\x16QueryBlobStatusRequest\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\"G\n\x17QueryBlobStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.BlobStatus2\x91\x03\n\x0b\x42lobService\x12i\n\x10\x46indMissingBlobs\x12).horizon_proto.v1.FindMissingBlobsRequest\x1a*.horizon_proto.v1.FindMissingBlobsResponse\x12V\n\tWriteBlob\x12\".horizon_proto.v1.WriteBlobRequest\x1a#.horizon_proto.v1.WriteBlobResponse(\x01\x12W\n\nWriteBlobs\x12#.horizon_proto.v1.WriteBlobsRequest\x1a$.horizon_proto.v1.WriteBlobsResponse\x12\x66\n\x0fQueryBlobStatus\x12(.horizon_proto.v1.QueryBlobStatusRequest\x1a).horizon_proto.v1.QueryBlobStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,20 +37,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOBREF']._serialized_end=157
   _globals['_BLOBCHUNK']._serialized_start=159
   _globals['_BLOBCHUNK']._serialized_end=241
-  _globals['_BLOBSTATUS']._serialized_start=243
-  _globals['_BLOBSTATUS']._serialized_end=339
-  _globals['_FINDMISSINGBLOBSREQUEST']._serialized_start=341
-  _globals['_FINDMISSINGBLOBSREQUEST']._serialized_end=408
-  _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_start=410
-  _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_end=483
-  _globals['_WRITEBLOBREQUEST']._serialized_start=485
-  _globals['_WRITEBLOBREQUEST']._serialized_end=547
-  _globals['_WRITEBLOBRESPONSE']._serialized_start=549
-  _globals['_WRITEBLOBRESPONSE']._serialized_end=614
-  _globals['_QUERYBLOBSTATUSREQUEST']._serialized_start=616
-  _globals['_QUERYBLOBSTATUSREQUEST']._serialized_end=681
-  _globals['_QUERYBLOBSTATUSRESPONSE']._serialized_start=683
-  _globals['_QUERYBLOBSTATUSRESPONSE']._serialized_end=754
-  _globals['_BLOBSERVICE']._serialized_start=757
-  _globals['_BLOBSERVICE']._serialized_end=1069
+  _globals['_WHOLEBLOB']._serialized_start=243
+  _globals['_WHOLEBLOB']._serialized_end=309
+  _globals['_BLOBSTATUS']._serialized_start=311
+  _globals['_BLOBSTATUS']._serialized_end=407
+  _globals['_FINDMISSINGBLOBSREQUEST']._serialized_start=409
+  _globals['_FINDMISSINGBLOBSREQUEST']._serialized_end=476
+  _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_start=478
+  _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_end=551
+  _globals['_WRITEBLOBREQUEST']._serialized_start=553
+  _globals['_WRITEBLOBREQUEST']._serialized_end=615
+  _globals['_WRITEBLOBRESPONSE']._serialized_start=617
+  _globals['_WRITEBLOBRESPONSE']._serialized_end=682
+  _globals['_WRITEBLOBSREQUEST']._serialized_start=684
+  _globals['_WRITEBLOBSREQUEST']._serialized_end=747
+  _globals['_WRITEBLOBSRESPONSE']._serialized_start=749
+  _globals['_WRITEBLOBSRESPONSE']._serialized_end=769
+  _globals['_QUERYBLOBSTATUSREQUEST']._serialized_start=771
+  _globals['_QUERYBLOBSTATUSREQUEST']._serialized_end=836
+  _globals['_QUERYBLOBSTATUSRESPONSE']._serialized_start=838
+  _globals['_QUERYBLOBSTATUSRESPONSE']._serialized_end=909
+  _globals['_BLOBSERVICE']._serialized_start=912
+  _globals['_BLOBSERVICE']._serialized_end=1313
 # @@protoc_insertion_point(module_scope)

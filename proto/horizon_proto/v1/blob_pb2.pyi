@@ -90,6 +90,31 @@ class BlobChunk(google.protobuf.message.Message):
 global___BlobChunk = BlobChunk
 
 @typing.final
+class WholeBlob(google.protobuf.message.Message):
+    """WholeBlob is a content in one piece."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOB_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """All of it."""
+    @property
+    def blob(self) -> global___BlobRef:
+        """Which content."""
+
+    def __init__(
+        self,
+        *,
+        blob: global___BlobRef | None = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "data", b"data"]) -> None: ...
+
+global___WholeBlob = WholeBlob
+
+@typing.final
 class BlobStatus(google.protobuf.message.Message):
     """BlobStatus is how much of a content has arrived."""
 
@@ -199,6 +224,38 @@ class WriteBlobResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
 
 global___WriteBlobResponse = WriteBlobResponse
+
+@typing.final
+class WriteBlobsRequest(google.protobuf.message.Message):
+    """WriteBlobsRequest is a batch of small contents."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOBS_FIELD_NUMBER: builtins.int
+    @property
+    def blobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WholeBlob]:
+        """At most 1,000, with 1 MiB of data in all. What the caller has sent before may be among them."""
+
+    def __init__(
+        self,
+        *,
+        blobs: collections.abc.Iterable[global___WholeBlob] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs"]) -> None: ...
+
+global___WriteBlobsRequest = WriteBlobsRequest
+
+@typing.final
+class WriteBlobsResponse(google.protobuf.message.Message):
+    """WriteBlobsResponse says that all contents of the request are whole and safe on disk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___WriteBlobsResponse = WriteBlobsResponse
 
 @typing.final
 class QueryBlobStatusRequest(google.protobuf.message.Message):

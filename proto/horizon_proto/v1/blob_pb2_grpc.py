@@ -45,6 +45,11 @@ class BlobServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobResponse.FromString,
                 _registered_method=True)
+        self.WriteBlobs = channel.unary_unary(
+                '/horizon_proto.v1.BlobService/WriteBlobs',
+                request_serializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobsRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobsResponse.FromString,
+                _registered_method=True)
         self.QueryBlobStatus = channel.unary_unary(
                 '/horizon_proto.v1.BlobService/QueryBlobStatus',
                 request_serializer=horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusRequest.SerializeToString,
@@ -70,6 +75,13 @@ class BlobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WriteBlobs(self, request, context):
+        """WriteBlobs stores small contents that come whole in one message: all of them, or none where one is wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def QueryBlobStatus(self, request, context):
         """QueryBlobStatus returns the offset from which to continue.
         """
@@ -89,6 +101,11 @@ def add_BlobServiceServicer_to_server(servicer, server):
                     servicer.WriteBlob,
                     request_deserializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobResponse.SerializeToString,
+            ),
+            'WriteBlobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteBlobs,
+                    request_deserializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobsRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobsResponse.SerializeToString,
             ),
             'QueryBlobStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.QueryBlobStatus,
@@ -151,6 +168,33 @@ class BlobService(object):
             '/horizon_proto.v1.BlobService/WriteBlob',
             horizon__proto_dot_v1_dot_blob__pb2.WriteBlobRequest.SerializeToString,
             horizon__proto_dot_v1_dot_blob__pb2.WriteBlobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteBlobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/horizon_proto.v1.BlobService/WriteBlobs',
+            horizon__proto_dot_v1_dot_blob__pb2.WriteBlobsRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_blob__pb2.WriteBlobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,12 @@ class BlobServiceStub:
     ]
     """WriteBlob sends one content from its committed offset on."""
 
+    WriteBlobs: grpc.UnaryUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.WriteBlobsRequest,
+        horizon_proto.v1.blob_pb2.WriteBlobsResponse,
+    ]
+    """WriteBlobs stores small contents that come whole in one message: all of them, or none where one is wrong."""
+
     QueryBlobStatus: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.blob_pb2.QueryBlobStatusRequest,
         horizon_proto.v1.blob_pb2.QueryBlobStatusResponse,
@@ -53,6 +59,12 @@ class BlobServiceAsyncStub:
         horizon_proto.v1.blob_pb2.WriteBlobResponse,
     ]
     """WriteBlob sends one content from its committed offset on."""
+
+    WriteBlobs: grpc.aio.UnaryUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.WriteBlobsRequest,
+        horizon_proto.v1.blob_pb2.WriteBlobsResponse,
+    ]
+    """WriteBlobs stores small contents that come whole in one message: all of them, or none where one is wrong."""
 
     QueryBlobStatus: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.blob_pb2.QueryBlobStatusRequest,
@@ -78,6 +90,14 @@ class BlobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.blob_pb2.WriteBlobResponse, collections.abc.Awaitable[horizon_proto.v1.blob_pb2.WriteBlobResponse]]:
         """WriteBlob sends one content from its committed offset on."""
+
+    @abc.abstractmethod
+    def WriteBlobs(
+        self,
+        request: horizon_proto.v1.blob_pb2.WriteBlobsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.blob_pb2.WriteBlobsResponse, collections.abc.Awaitable[horizon_proto.v1.blob_pb2.WriteBlobsResponse]]:
+        """WriteBlobs stores small contents that come whole in one message: all of them, or none where one is wrong."""
 
     @abc.abstractmethod
     def QueryBlobStatus(

@@ -10,17 +10,24 @@ import ipaddress
 import os
 import socket
 import stat
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
 
 from horizon_server.api.limits import address_of
 
 # Connections whose calls were made with tokens of one user.
 MAX_PER_USER = 64
 LOOK_EVERY_S = 0.25
+# One line of the log for all that were shut down meanwhile: who opens them chooses how many there are.
+REPORT_EVERY_S = 60.0
+
+log = structlog.get_logger(__name__)
 
 Place = tuple[str, int]
 """Address and port of a connection's other end."""
@@ -36,13 +43,20 @@ class _Connection:
 class Connections:
     """The connections of one port. Thread: one event loop."""
 
-    def __init__(self, *, max_unknown: int, max_unknown_per_address: int) -> None:
+    def __init__(
+        self, *, max_unknown: int, max_unknown_per_address: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Limit the connections on which no call has presented a valid token, in all and from one address."""
         self._max_unknown = max_unknown
         self._max_unknown_per_address = max_unknown_per_address
         # By inode, oldest first; None is a socket of something else.
         self._seen: dict[int, _Connection | None] = {}
         self._users: dict[Place, str] = {}
+        self._clock = clock
+        self._shut: set[int] = set()
+        self._num_unreported = 0
+        self._report_from = ""
+        self._report_at_s = clock()
 
     def identified(self, host: str, port: int, user: str) -> None:
         """Note that a call on the connection from that place has presented a token of `user`."""
@@ -73,8 +87,25 @@ class Connections:
             else:
                 num_of_user[user] += 1
                 is_over = num_of_user[user] > MAX_PER_USER
-            if is_over:
+            # gRPC closes it a moment later.
+            if is_over and connection.inode not in self._shut:
+                self._shut.add(connection.inode)
                 _shut_down(connection)
+                self._num_unreported += 1
+                self._report_from = connection.place[0]
+        self._shut &= self._seen.keys()
+        self._report()
+
+    def _report(self) -> None:
+        if not self._num_unreported or self._clock() < self._report_at_s:
+            return
+        log.warning(
+            "too many connections at a time on which no call has presented a valid token, or of one user: the oldest were shut down",
+            connections=self._num_unreported,
+            one_from=self._report_from,
+        )
+        self._num_unreported = 0
+        self._report_at_s = self._clock() + REPORT_EVERY_S
 
     def _found(self, port: int) -> list[_Connection]:
         """Return the open connections, oldest first; of those that came since the last look, the lowest descriptor is first."""

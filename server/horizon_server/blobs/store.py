@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,16 +22,26 @@ from horizon_server.blobs.parts import Disk, Part, PartWriter, disk_full_reporte
 from horizon_server.blobs.space import Space
 from horizon_server.blobs.trash import Trash
 from horizon_server.durable import sync_folder
-from horizon_server.errors import InvalidUpload, Stalled
-from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
+from horizon_server.errors import FieldViolation, InvalidUpload, Stalled
+from horizon_server.records.blob import EMPTY_SHA256, BlobFile, BlobRef, BlobStatus, WholeBlob
 from horizon_server.spec import NAME_PATTERN
 
 MAX_CHUNK_BYTES = 2**20
 
+# Batches of small contents at once, of all users: each holds a thread while it waits for the disk. A user has one at a time.
+MAX_BATCHES = 2
+
 _PART = ".part"
+_WHOLE = ".whole"
 _PROVED = ".proved"
 # A client that asks how far an upload is has lost its connection. The daemon notices a moment later, and keeps what it holds.
 _UNWINDING_S = 0.25
+# What a file takes on the disk at least.
+_BLOCK_BYTES = 4096
+# Files of a batch that are written at a time.
+_WRITERS = 4
+# The turn of a user's batches: a client that sends one again after a cut waits until the first has ended, and finds its contents there.
+_BATCH = BlobRef(sha256=EMPTY_SHA256, size_bytes=-1)
 
 
 class BlobStore:
@@ -58,6 +70,7 @@ class BlobStore:
         self._silence_limit_s = silence_limit_s
         # Held while a content is moved into place with its proof, and while unreferenced ones are chosen and removed.
         self._changing = threading.Lock()
+        self._batches = asyncio.Semaphore(MAX_BATCHES)
         for folder in (self._blobs, self._uploads):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -73,6 +86,10 @@ class BlobStore:
     def proved_by(self, owner: str, ref: BlobRef) -> bool:
         """Whether `owner` has sent all of a content that is still here."""
         return self._entry(owner, ref, _PROVED).exists() and self.holds(ref)
+
+    def has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:
+        """Whether a content is here that `owner` has sent, or that something READY of theirs is made of (`ready`)."""
+        return (ref.sha256 in ready and self.holds(ref)) or self.proved_by(owner, ref)
 
     async def status(self, owner: str, ref: BlobRef) -> BlobStatus:
         """Return how much has arrived from `owner`; a part that is whole but unverified is verified now."""
@@ -119,6 +136,20 @@ class BlobStore:
                 finally:
                     await in_thread(part.close)
         return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
+
+    async def write_whole(self, owner: str, blobs: Sequence[WholeBlob], *, ready: frozenset[str] = frozenset()) -> None:
+        """Store contents that came in one message: all of them, or none where one is wrong. Those of `ready` are the owner's already.
+
+        Raises:
+            InvalidUpload: for bytes that have another size or sha256.
+            UploadInProgress: when another batch of `owner` takes long.
+            DiskFull: when there is no space for all of them.
+        """
+        async with self._turns.take((owner, _BATCH)), self._batches:
+            with disk_full_reported("nothing of this batch is kept: free space there, then push again"):
+                needed_bytes = sum(-(-blob.blob.size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for blob in blobs)
+                self._space.require(needed_bytes, "this upload")
+                await in_thread(lambda: self._store_whole(owner, blobs, ready))
 
     async def forget_proofs(self, owner: str, refs: Iterable[BlobRef]) -> None:
         """Remove the notes that `owner` has sent these contents: something of theirs refers to them now."""
@@ -218,18 +249,56 @@ class BlobStore:
                 f"the {ref.size_bytes} bytes that arrived have sha256 {found}, not the announced {ref.sha256}; they are removed: "
                 "push again, and if that repeats, check whether the file changes while it is sent"
             )
+        self._place(owner, ref, part.path)
+        # Not under the lock: files that arrive together share the waiting.
+        self._sync_folders([ref])
+
+    def _store_whole(self, owner: str, blobs: Sequence[WholeBlob], ready: frozenset[str]) -> None:
+        for i, whole in enumerate(blobs):
+            _require_true(whole, f"blobs[{i}]")
+        wanted = {whole.blob: whole.data for whole in blobs if not self.has(owner, whole.blob, ready)}
+        entries = {ref: self._entry(owner, ref, _WHOLE) for ref in wanted}
+        (self._uploads / owner).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            # Several at a time: the file system makes those durable together that wait for it together.
+            with ThreadPoolExecutor(_WRITERS, thread_name_prefix="small-contents") as threads:
+                list(threads.map(self._write_file, entries.values(), wanted.values()))
+            for ref, entry in entries.items():
+                self._place(owner, ref, entry)
+        finally:
+            # Those in place have no such name any more.
+            _unlink(entries.values())
+        self._sync_folders(wanted)
+
+    def _write_file(self, path: Path, data: bytes) -> None:
+        # A daemon that was killed may have left one, which nobody may write to.
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._disk.write(descriptor, rest) :]
+            self._disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _place(self, owner: str, ref: BlobRef, path: Path) -> None:
+        """Move a verified, durable content into its place, or remove it where that content is there, and note who has sent it."""
         target = self.path(ref.sha256)
         with self._changing:
             if self.holds(ref):
-                part.path.unlink()
+                path.unlink()
             else:
                 # Folders of models are hard links to this file: a change there would change it for everybody.
-                part.path.chmod(0o444)
+                path.chmod(0o444)
                 target.parent.mkdir(mode=0o700, exist_ok=True)
-                part.path.replace(target)
+                path.replace(target)
             self._entry(owner, ref, _PROVED).touch(mode=0o600)
-        # Not under the lock: small files that arrive together share the waiting.
-        sync_folder(target.parent)
+
+    def _sync_folders(self, refs: Iterable[BlobRef]) -> None:
+        """Make the names of contents durable."""
+        for folder in {self.path(ref.sha256).parent for ref in refs}:
+            sync_folder(folder)
         sync_folder(self._blobs)
 
     def _held(self) -> set[Path]:
@@ -278,6 +347,17 @@ def remove_unreferenced(root: Path, known: frozenset[str], trash: Trash) -> int:
     """Move the folders of `root` that no record knows to the trash, and take back those that one knows again. Return how many moved."""
     trash.take_back(root / name for name in known)
     return trash.put([path for path in root.iterdir() if path.name not in known] if root.is_dir() else [])
+
+
+def _require_true(whole: WholeBlob, field: str) -> None:
+    found = BlobRef(sha256=hashlib.sha256(whole.data).hexdigest(), size_bytes=len(whole.data))
+    if found != whole.blob:
+        problem = (
+            f"{field} has {found.size_bytes} bytes with sha256 {found.sha256}, not the announced {whole.blob.size_bytes} bytes with "
+            f"sha256 {whole.blob.sha256}; nothing of this batch is stored: push again, and if that repeats, check whether the file "
+            "changes while it is sent"
+        )
+        raise InvalidUpload(problem, violations=[FieldViolation(field=f"{field}.data", description=problem)])
 
 
 def _unlink(entries: Iterable[Path]) -> None:

@@ -54,6 +54,14 @@ class BlobFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeBlob:
+    """A small content that came in one piece; nothing is checked yet."""
+
+    blob: BlobRef
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlobStatus:
     """How much of a content has arrived from its uploader; `complete` means whole and verified."""
 

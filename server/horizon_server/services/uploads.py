@@ -9,9 +9,12 @@ from pathlib import Path
 from horizon_server.blobs.store import BlobStore
 from horizon_server.db.pushed import BlobReferences
 from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
-from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, check_ref
+from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, WholeBlob, check_ref
 
 MAX_REFS = 8192
+# Of one message with small contents.
+MAX_WHOLE_BLOBS = 1000
+MAX_WHOLE_BYTES = 2**20
 
 
 class Uploads:
@@ -75,6 +78,31 @@ class Uploads:
             self._on_upload(num_bytes, result)
         return status
 
+    async def write_whole(self, owner: str, blobs: Sequence[WholeBlob]) -> None:
+        """Store small contents that came in one message: all of them, or none where one is wrong.
+
+        Raises:
+            InvalidSpec, TooLarge: for what cannot name a content, and for more than one message may hold.
+            InvalidUpload, UploadInProgress, DiskFull: as for `BlobStore.write_whole`.
+        """
+        num_bytes, result = sum(len(whole.data) for whole in blobs), "cut"
+        try:
+            if len(blobs) > MAX_WHOLE_BLOBS or num_bytes > MAX_WHOLE_BYTES:
+                raise TooLarge(
+                    f"{len(blobs)} contents with {num_bytes} bytes are sent in one call; send at most {MAX_WHOLE_BLOBS} contents with "
+                    f"{MAX_WHOLE_BYTES} bytes in all, and larger ones with WriteBlob"
+                )
+            for i, whole in enumerate(blobs):
+                check_ref(whole.blob, max_bytes=self._max_blob_bytes, field=f"blobs[{i}].blob")
+            ready = await self._references.of_ready(owner, {whole.blob.sha256 for whole in blobs})
+            await self.store.write_whole(owner, blobs, ready=ready)
+            result = "stored"
+        except HorizonError:
+            result = "refused"
+            raise
+        finally:
+            self._on_upload(num_bytes, result)
+
     async def require_all(self, owner: str, files: Sequence[BlobFile]) -> None:
         """Let pass when `owner` has sent every file. Raises InvalidUpload with one violation per file that is not there."""
         ready = await self._references.of_ready(owner, {file.sha256 for file in files})
@@ -128,4 +156,4 @@ class Uploads:
 
     def _has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:
         # What others have sent is never shown: it has to be sent again, and is then stored once (ADR 0007).
-        return (ref.sha256 in ready and self.store.holds(ref)) or self.store.proved_by(owner, ref)
+        return self.store.has(owner, ref, ready)

@@ -241,6 +241,9 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "BlobService/WriteBlob": (
         Case(CREATE, _is(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=_REF, data=_CONTENT)))),
     ),
+    "BlobService/WriteBlobs": (
+        Case(CREATE, _is(blob_pb2.WriteBlobsRequest(blobs=[blob_pb2.WholeBlob(blob=_REF, data=_CONTENT)]))),
+    ),
     "BlobService/QueryBlobStatus": (Case(CREATE, _is(blob_pb2.QueryBlobStatusRequest(blob=_REF))),),
     "DatasetService/CreateDataset": (
         Case(CREATE, _of(dataset_pb2.CreateDatasetRequest, request_id=_uuid, name=_new_name, files=_new_files)),

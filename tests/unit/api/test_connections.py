@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from structlog.testing import capture_logs
 
 from horizon_server.api import connections
-from horizon_server.api.connections import Connections
+from horizon_server.api.connections import REPORT_EVERY_S, Connections
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -58,3 +59,20 @@ def test_those_of_a_user_have_a_limit_of_their_own(
         watched.identified(host, port_of_client, "ann")
     watched.look(port)
     assert are_open(made) == [False, False, True, True, True, True]
+
+
+def test_one_line_a_minute_says_how_many_were_shut_down(pairs: tuple[int, list[Pair]]) -> None:
+    port, _ = pairs
+    now_s = 0.0
+    watched = Connections(max_unknown=2, max_unknown_per_address=2, clock=lambda: now_s)
+    with capture_logs() as lines:
+        for _ in range(3):
+            watched.look(port)
+        assert [(line["connections"], line["one_from"]) for line in lines] == [(4, "127.0.0.1")]
+        watched._max_unknown = 1
+        watched.look(port)
+        assert len(lines) == 1
+        now_s = REPORT_EVERY_S
+        watched.look(port)
+        watched.look(port)
+    assert [line["connections"] for line in lines] == [4, 1]

@@ -17,9 +17,9 @@ import pytest
 from horizon_server.blobs import parts
 from horizon_server.blobs.concurrency import MAX_TURNS_EACH, Turns
 from horizon_server.blobs.parts import Disk
-from horizon_server.blobs.store import MAX_CHUNK_BYTES, BlobStore
+from horizon_server.blobs.store import MAX_BATCHES, MAX_CHUNK_BYTES, BlobStore
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled, UploadInProgress
-from horizon_server.records.blob import EMPTY_SHA256, BlobRef
+from horizon_server.records.blob import EMPTY_SHA256, BlobRef, WholeBlob
 
 CONTENT = random.Random(0).randbytes(3 * 2**20 + 17)
 
@@ -377,3 +377,109 @@ async def test_a_proof_keeps_a_content(tmp_path: Path) -> None:
     assert not store.holds(REF)
     assert await store.sweep(frozenset({REF.sha256})) == 0
     assert store.holds(REF), "what is referenced again comes back from the trash"
+
+
+def whole(content: bytes, announced: bytes | None = None) -> WholeBlob:
+    return WholeBlob(blob=ref_of(content if announced is None else announced), data=content)
+
+
+SMALL = [whole(b"%020d" % i) for i in range(50)]
+
+
+async def test_a_batch_of_small_contents_is_stored_as_if_each_came_alone(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write_whole("ann", [*SMALL, SMALL[0], whole(b"")])
+    for one in [*SMALL, whole(b"")]:
+        path = store.path(one.blob.sha256)
+        assert path.read_bytes() == one.data
+        assert path.stat().st_mode & 0o222 == 0
+        assert store.proved_by("ann", one.blob)
+        assert not store.proved_by("bob", one.blob)
+    assert {entry.suffix for entry in files_below(tmp_path / "uploads")} == {".proved"}
+
+
+async def test_every_file_of_a_batch_is_durable_before_it_is_in_its_place(tmp_path: Path) -> None:
+    class Watched(Disk):
+        def sync(self, descriptor: int) -> None:
+            super().sync(descriptor)
+            synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            assert files_below(tmp_path / "blobs") == []
+
+    synced: list[str] = []
+    await BlobStore(tmp_path, disk=Watched()).write_whole("ann", SMALL)
+    assert len(synced) == len(set(synced)) == len(SMALL)
+    assert len(files_below(tmp_path / "blobs")) == len(SMALL)
+
+
+@pytest.mark.parametrize("wrong", [whole(b"x" * 20, SMALL[7].data), whole(b"longer than that", b"longer")])
+async def test_one_wrong_content_refuses_its_batch_and_leaves_nothing(tmp_path: Path, wrong: WholeBlob) -> None:
+    with pytest.raises(InvalidUpload, match="not the announced") as caught:
+        await BlobStore(tmp_path).write_whole("ann", [*SMALL[:3], wrong])
+    assert [violation.field for violation in caught.value.violations] == ["blobs[3].data"]
+    assert files_below(tmp_path) == []
+
+
+async def test_a_batch_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match="nothing of this batch is kept"):
+        await BlobStore(tmp_path, disk=FullDisk(500)).write_whole("ann", SMALL)
+    assert files_below(tmp_path) == []
+    await BlobStore(tmp_path).write_whole("ann", SMALL)
+
+
+async def test_a_batch_that_broke_off_in_the_middle_can_be_sent_again(tmp_path: Path) -> None:
+    class Dying(Disk):
+        def sync(self, descriptor: int) -> None:
+            if len(list((tmp_path / "uploads").glob("*/*.whole"))) > 10:
+                raise OSError(errno.EIO, "the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        await BlobStore(tmp_path, disk=Dying()).write_whole("ann", SMALL)
+    assert files_below(tmp_path) == []
+    # What a daemon that was killed leaves: one half written, one in its place that nobody has proved.
+    store = BlobStore(tmp_path)
+    await store.write_whole("ann", SMALL[:2])
+    half = tmp_path / "uploads" / "ann" / f"{SMALL[2].blob.sha256}-20.whole"
+    half.write_bytes(b"00")
+    half.chmod(0o444)
+    next((tmp_path / "uploads" / "ann").glob("*.proved")).unlink()
+    await store.write_whole("ann", SMALL)
+    assert all(store.path(one.blob.sha256).read_bytes() == one.data for one in SMALL)
+    assert not half.exists()
+
+
+async def test_what_the_sender_has_already_is_not_written_again(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write_whole("ann", SMALL)
+    disk = FullDisk(0)
+    await BlobStore(tmp_path, disk=disk).write_whole("ann", SMALL)
+    other = BlobStore(tmp_path, disk=disk)
+    await other.write_whole("bob", SMALL, ready=frozenset(one.blob.sha256 for one in SMALL))
+    assert not other.proved_by("bob", SMALL[0].blob), "the dataset of bob's proves it"
+
+
+async def test_few_batches_are_written_at_a_time_and_one_of_each_user(tmp_path: Path) -> None:
+    """A batch holds a thread; the loop has few of them."""
+
+    class Slow(Disk):
+        def sync(self, descriptor: int) -> None:
+            owner = Path(f"/proc/self/fd/{descriptor}").readlink().parent.name
+            with lock:
+                started.append(owner)
+                if len(set(started)) == MAX_BATCHES:
+                    enough.set()
+            assert go_on.wait(60)
+
+    lock, enough, go_on = threading.Lock(), threading.Event(), threading.Event()
+    started: list[str] = []
+    store = BlobStore(tmp_path, disk=Slow(), turns=Turns(wait_s=0.01))
+    owners = [f"user{i}" for i in range(MAX_BATCHES + 2)]
+    batches = [asyncio.create_task(store.write_whole(owner, SMALL[:1])) for owner in owners]
+    try:
+        assert await asyncio.to_thread(enough.wait, 60)
+        with pytest.raises(UploadInProgress):
+            await store.write_whole(owners[0], SMALL[1:2])
+        assert set(started) == set(owners[:MAX_BATCHES])
+    finally:
+        go_on.set()
+        await asyncio.gather(*batches)
+    assert all(store.proved_by(owner, SMALL[0].blob) for owner in owners)

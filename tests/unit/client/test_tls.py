@@ -80,6 +80,27 @@ def test_other_ca_is_not(daemon: Daemon, own_ca: Path, tmp_path: Path) -> None:
     assert daemon.calls == []
 
 
+def test_a_handshake_that_fails_is_one_error_and_no_line_of_grpc(
+    daemon: Daemon, own_ca: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    other = tmp_path / "other.pem"
+    other.write_bytes(_self_signed()[1])
+    script = (
+        "import sys\n"
+        "from horizon_client import Client, Unavailable\n"
+        "try:\n"
+        "    with Client(sys.argv[1], token='x', ca_file=sys.argv[2]) as client:\n"
+        "        client.node.status()\n"
+        "except Unavailable as error:\n"
+        "    print(error.message)\n"
+    )
+    command = [sys.executable, "-c", script, daemon.address, str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "not signed by the CA file in use" in done.stdout
+    assert done.stderr == ""
+
+
 def test_plain_text_to_a_tls_port_hints_at_the_ca(daemon: Daemon, own_ca: Path) -> None:
     patient = RetryPolicy(max_attempts=100, first_wait_s=60, longest_wait_s=60, max_elapsed_s=6000)
     client = Client(daemon.address, token=daemon.token, unary_retry=patient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, Unauthenticated
-from horizon_client.upload import CHUNK_BYTES
+from horizon_client.upload import CHUNK_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import Daemon
@@ -161,3 +162,73 @@ def test_file_that_changes_meanwhile_is_refused(client: Client, jsonl: Path) -> 
 
     with pytest.raises(BadFile, match="was changed while it was being pushed"):
         client.datasets.push([jsonl], name="x", reporter=Recorder(change))
+
+
+@pytest.fixture
+def small_files(tmp_path: Path) -> Path:
+    """A folder of 500 files of 21 bytes."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for i in range(500):
+        (folder / f"{i:03d}.jsonl").write_text(json.dumps({"text": f"row {i:06d}"}) + "\n")
+    return folder
+
+
+def test_many_small_files_take_few_calls(client: Client, daemon: Daemon, small_files: Path, jsonl: Path) -> None:
+    seen: list[Progress] = []
+
+    result = client.datasets.push([small_files, jsonl], name="small", reporter=Recorder(seen.append))
+
+    assert result.dataset.state == "READY"
+    assert result.sent_bytes == daemon.line.sent_bytes == result.dataset.size_bytes
+    assert daemon.calls.count("WriteBlobs") == 1
+    assert len(daemon.calls) <= 6  # Create, two questions, the batch, the large one and Finalize
+    uploads = [progress for progress in seen if progress.phase == "upload"]
+    assert uploads[-1].done_bytes == uploads[-1].total_bytes == result.sent_bytes
+
+
+def test_batches_hold_what_one_message_may_hold(client: Client, daemon: Daemon, tmp_path: Path) -> None:
+    for i in range(130):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps({"text": f"{i:08d} " + "x" * (SMALL_BYTES - 22)}) + "\n")
+    assert (tmp_path / "0.jsonl").stat().st_size == SMALL_BYTES
+
+    client.datasets.push(sorted(tmp_path.glob("*.jsonl")), name="medium")
+
+    batches = [request for name, request in daemon.line.requests if name == "WriteBlobs"]
+    assert [len(batch.blobs) for batch in batches] == [64, 64, 2]
+
+
+def test_a_batch_that_was_cut_is_sent_again(client: Client, daemon: Daemon, small_files: Path) -> None:
+    daemon.line.cuts["WriteBlobs"] = [0]
+    daemon.line.refuse("WriteBlobs", "UNAVAILABLE", "the connection was cut")
+
+    result = client.datasets.push([small_files], name="small")
+
+    assert result.dataset.state == "READY"
+    assert daemon.calls.count("WriteBlobs") == 3
+
+
+def test_small_files_that_are_there_are_not_sent_again(client: Client, daemon: Daemon, small_files: Path) -> None:
+    contents = [path.read_bytes() for path in sorted(small_files.iterdir())]
+    daemon.upload_start(contents[0], contents[0])
+    daemon.upload_start(contents[1], contents[1][:7])
+
+    result = client.datasets.push([small_files], name="small")
+
+    (batch,) = [request for name, request in daemon.line.requests if name == "WriteBlobs"]
+    assert len(batch.blobs) == 498
+    assert result.sent_bytes == sum(map(len, contents[1:])) - 7
+
+
+def test_a_small_file_that_changes_meanwhile_is_refused(client: Client, daemon: Daemon, small_files: Path) -> None:
+    path = small_files / "007.jsonl"
+    status = path.stat()
+
+    def change(progress: Progress) -> None:
+        if progress.phase == "hash" and progress.done_bytes == progress.total_bytes:
+            path.write_bytes(path.read_bytes().replace(b"row", b"raw"))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with pytest.raises(BadFile, match=r"007\.jsonl was changed while it was being pushed"):
+        client.datasets.push([small_files], name="small", reporter=Recorder(change))
+    assert "WriteBlobs" not in daemon.calls

@@ -49,6 +49,7 @@ EFFECTS: Mapping[str, Effect] = {
     "JobService/GetJobLogs": _READ,
     "BlobService/FindMissingBlobs": _UPLOAD,
     "BlobService/WriteBlob": _UPLOAD,
+    "BlobService/WriteBlobs": _UPLOAD,
     "BlobService/QueryBlobStatus": _UPLOAD,
     "DatasetService/CreateDataset": _CHANGE,
     "DatasetService/FinalizeDataset": _CHANGE,

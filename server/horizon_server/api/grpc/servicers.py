@@ -45,7 +45,7 @@ from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotFound
 from horizon_server.events import MergeProgress, SampledText
-from horizon_server.records.blob import BlobFile, BlobRef
+from horizon_server.records.blob import BlobFile, BlobRef, WholeBlob
 from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobState
 from horizon_server.records.plan import PlannedMachine
@@ -250,6 +250,12 @@ class BlobServicer(_Servicer, blob_pb2_grpc.BlobServiceServicer):
         return response(
             blob_pb2.WriteBlobResponse, status=await self._services.blobs.write(owner, ref, first.offset, data())
         )
+
+    async def WriteBlobs(self, request: blob_pb2.WriteBlobsRequest, context: Any) -> blob_pb2.WriteBlobsResponse:
+        await self._services.blobs.write_whole(
+            _uploader(), [WholeBlob(blob=from_message(whole.blob, BlobRef), data=whole.data) for whole in request.blobs]
+        )
+        return blob_pb2.WriteBlobsResponse()
 
     async def QueryBlobStatus(
         self, request: blob_pb2.QueryBlobStatusRequest, context: Any

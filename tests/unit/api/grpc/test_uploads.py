@@ -20,7 +20,7 @@ from horizon_server.blobs.parts import Disk
 from horizon_server.blobs.store import BlobStore
 from horizon_server.db.pushed import BlobReferences
 from horizon_server.records.blob import BlobRef
-from horizon_server.services.uploads import Uploads
+from horizon_server.services.uploads import MAX_WHOLE_BLOBS, MAX_WHOLE_BYTES, Uploads
 
 CONTENT = random.Random(1).randbytes(2 * 2**20 + 11)
 REF = blob_pb2.BlobRef(sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))
@@ -122,6 +122,47 @@ async def test_a_stream_must_name_one_blob_first(world: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await world.ann.call("blobs", "WriteBlob", iter(stream))
         assert reason(caught) == ("INVALID_ARGUMENT", "INVALID_UPLOAD")
+
+
+def batch_of(contents: list[bytes]) -> blob_pb2.WriteBlobsRequest:
+    blobs = [
+        blob_pb2.WholeBlob(
+            blob=blob_pb2.BlobRef(sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)), data=content
+        )
+        for content in contents
+    ]
+    return blob_pb2.WriteBlobsRequest(blobs=blobs)
+
+
+async def test_many_small_contents_come_in_one_call(world: Any) -> None:
+    files = {f"{i:03d}.jsonl": b'{"text": "row %d"}\n' % i for i in range(200)}
+    await world.ann.create("small", files)
+    contents = list(files.values())
+    await world.ann.call("blobs", "WriteBlobs", batch_of(contents[:150]))
+    missing = {status.blob.sha256 for status in await world.ann.missing(files)}
+    assert missing == {whole.blob.sha256 for whole in batch_of(contents[150:]).blobs}
+    assert len(await world.bob.missing(files)) == 200, "what ann has sent is not shown to bob"
+    ready = await world.ann.push("small", files)
+    assert (ready.state, ready.num_rows) == (dataset_pb2.DATASET_STATE_READY, 200)
+    await world.ann.call("blobs", "WriteBlobs", batch_of(contents))
+    assert [entry.name for entry in (world.root / "uploads" / "ann").iterdir()] == [], "the dataset proves them"
+
+
+async def test_a_batch_of_contents_is_bounded(world: Any) -> None:
+    most = batch_of([b"%d" % i for i in range(MAX_WHOLE_BLOBS)])
+    await world.ann.call("blobs", "WriteBlobs", most)
+    await world.ann.call("blobs", "WriteBlobs", batch_of([bytes(MAX_WHOLE_BYTES)]))
+    impossible = blob_pb2.WriteBlobsRequest(blobs=[blob_pb2.WholeBlob(data=b"x")])
+    for request, why in (
+        (batch_of([b"%d" % i for i in range(MAX_WHOLE_BLOBS + 1)]), "TOO_LARGE"),
+        (batch_of([bytes(MAX_WHOLE_BYTES), b"x"]), "TOO_LARGE"),
+        (blob_pb2.WriteBlobsRequest(blobs=[blob_pb2.WholeBlob(blob=REF, data=b"part of it")]), "INVALID_UPLOAD"),
+        (impossible, "INVALID_SPEC"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.ann.call("blobs", "WriteBlobs", request)
+        assert reason(caught) == ("INVALID_ARGUMENT", why)
+    assert detail(caught.value, error_details_pb2.BadRequest).field_violations[0].field == "blobs[0].blob.sha256"
 
 
 def long_stream(ref: blob_pb2.BlobRef, offset: int = 0, *, num: int = 24) -> Iterator[blob_pb2.WriteBlobRequest]:
@@ -291,6 +332,7 @@ async def test_admins_touch_all_and_viewers_look_only(world: Any, chats: bytes) 
     for action in (
         world.eve.create("mine", {"a.jsonl": chats}),
         world.eve.write(chats),
+        world.eve.call("blobs", "WriteBlobs", batch_of([chats])),
         world.eve.status(chats),
         world.eve.missing({"a.jsonl": chats}),
         world.eve.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="chats")),
