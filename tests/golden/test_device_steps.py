@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.cpu_runtime import CpuRuntime
-from tests.support.device_steps import DeviceSteps
+from tests.support.device_steps import LARGE_STEP_BYTES, DeviceSteps
+from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a_kernel
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.store.layout import Packing
@@ -55,3 +57,18 @@ def test_compiled_layers(steps: DeviceSteps) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_answers(architecture: str, steps: DeviceSteps) -> None:
     steps.check_generation(architecture)
+
+
+def test_a_step_that_does_not_fit_takes_what_is_known_and_gives_it_back(
+    steps: DeviceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_losses_as_of_a_kernel(monkeypatch)
+    runtime = TrackingRuntime()
+    tracked = dataclasses.replace(steps, new_device=lambda: CudaDevice(runtime=runtime))
+    tracked.take_the_step_that_does_not_fit()
+    assert runtime.allocations.peak_bytes == pytest.approx(LARGE_STEP_BYTES, rel=0.02)
+
+    def limit_bytes(left_bytes: int) -> None:
+        runtime.limit_memory(runtime.allocations.held_bytes + left_bytes)
+
+    tracked.check_a_step_that_does_not_fit(limit_bytes, lambda: runtime.allocations.held_bytes)

@@ -11,6 +11,7 @@ import torch
 from tests.support.device_steps import DeviceSteps
 
 from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.cuda_runtime import TorchCuda
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.errors import InvalidSpec
 from horizon_server.store.layout import Packing
@@ -55,3 +56,11 @@ def test_compiled_layers(steps: DeviceSteps) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_answers(architecture: str, steps: DeviceSteps) -> None:
     steps.check_generation(architecture)
+
+
+@pytest.mark.usefixtures("whole_device")
+def test_a_step_that_does_not_fit_leaves_its_memory_to_the_next_device(steps: DeviceSteps) -> None:
+    def limit_bytes(left_bytes: int) -> None:
+        TorchCuda().limit_memory(torch.cuda.memory_reserved() + left_bytes)
+
+    steps.check_a_step_that_does_not_fit(limit_bytes, torch.cuda.memory_allocated)

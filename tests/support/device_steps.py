@@ -30,12 +30,16 @@ from horizon_server.engine.fp8 import cast_rows, scaled_product
 from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
+from horizon_server.errors import DoesNotFit
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import Packing
 
 LOSS, NORM, GRADIENTS = 1e-2, 2e-2, 5e-2
 """How far a step in bf16 may be from one in fp32: relative, of the gradients in their norm."""
+LEFT_BYTES, LARGE_STEP_BYTES = 96 << 20, 259 << 20
+"""What is left to a step that must not fit, and what it takes: its logits, 4096 x 32768 in bf16, are 256 MiB."""
+
 # Twice what FP8 itself changes in these narrow layers: a difference in a last bit decides which way a value is rounded to 8 bits.
 _FP8_GRADIENTS = 0.25
 _PRODUCT = 6e-3
@@ -154,6 +158,29 @@ class DeviceSteps:
                 gaps.append(float((logits_V.max() - logits_V[token]) / logits_V.std()))
         assert len(set(chosen)) > 3, "the answers say nothing"
         assert max(gaps) <= 5e-2
+
+    def check_a_step_that_does_not_fit(self, limit_bytes: Callable[[int], None], held_bytes: Callable[[], int]) -> None:
+        """A step of which the memory is left to the next one when it fails. `limit_bytes` limits what may be allocated from now on."""
+        run, row = self._large_step()
+        held_before = held_bytes()
+        limit_bytes(LEFT_BYTES)
+
+        with pytest.raises(DoesNotFit, match="device memory: ") as kept:
+            run.trainer.train_step([row])
+
+        # The error is still referenced, as in the code that reports it; what the step had allocated is freed.
+        assert kept.value is not None
+        assert held_bytes() - held_before < LEFT_BYTES // 2
+
+    def take_the_step_that_does_not_fit(self) -> None:
+        """The same, where there is room for it."""
+        run, row = self._large_step()
+        assert run.trainer.train_step([row]).skipped == ""
+
+    def _large_step(self) -> tuple[Run, MicroBatch]:
+        model, device = self.tiny_model("llama", vocab_size=32768, max_position_embeddings=4096), self.new_device()
+        run = self.start(model, store=model.store(grad_dtype=device.gradient_dtype), device=device)
+        return run, micro_batch([torch.randint(96, (4096,), generator=torch.Generator().manual_seed(0))])
 
     def _check(
         self,
