@@ -519,11 +519,11 @@ async def test_a_job_that_waits_for_its_first_turn_is_not_being_loaded_any_more(
 
 
 async def test_a_user_has_a_few_resident_jobs_unless_an_admin_sets_another_number(make: Make) -> None:
-    async with make(room=20, max_resident_jobs=2) as daemon:
+    async with make(room=20, max_resident_jobs=2, time_slice_s=0.2) as daemon:
         residents = [await daemon.submit(BOB, f"r{i}", LONG) for i in range(2)]
         for job in residents:
             await daemon.until(job.job_id, S.RUNNING, step=1)
         waiting = await daemon.submit(BOB, "waiting", Script(num_steps=1))
-        await eventually(daemon, waiting, "^quota: 2 of 2 running jobs of user bob .*; ")
+        await eventually(daemon, waiting, "^quota: 2 of 2 running jobs of user bob .--max-resident-jobs.; ")
         await daemon.allow("user", "bob", max_resident_jobs=3)
         await daemon.until(waiting.job_id, S.SUCCEEDED)
