@@ -19,7 +19,7 @@ _BYTES_PER_TOKEN = 4
 _COMPRESSED, _EXPANSION = (".gz", ".zst", ".parquet"), 3
 # Rows that many short documents are packed into are about this full.
 _FULL = 0.98
-# More documents are not counted one by one: the daemon answers a plan in a second.
+# More documents, those of each epoch by themselves, are not counted one by one: the daemon answers a plan in a second.
 _MOST_COUNTED = 2_000_000
 _MOST_EPOCHS = 16
 
@@ -88,9 +88,10 @@ def counted_steps(lengths_D: NDArray[np.int64], train: TrainSpec, *, group_size:
     limit = min(train.sequence_length, train.tokens_per_step)
     rows, _ = rows_of_groups(lengths_D, group_size=group_size, packing=train.packing != "false", limit=limit)
     steps = EpochSteps(rows, tokens_per_step=train.tokens_per_step, seed=train.seed)
-    if train.epochs <= _MOST_EPOCHS:
+    most_epochs = min(_MOST_EPOCHS, _MOST_COUNTED // len(lengths_D))
+    if train.epochs <= most_epochs:
         return steps.number(train.epochs)
-    return math.ceil(train.epochs * steps.number(_MOST_EPOCHS) / _MOST_EPOCHS)
+    return math.ceil(train.epochs * steps.number(most_epochs) / most_epochs)
 
 
 def _estimated_steps(num_tokens: int, num_groups: int, train: TrainSpec) -> int | None:

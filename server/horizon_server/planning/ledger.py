@@ -31,7 +31,7 @@ from horizon_server.planning.working_memory import (
     norm_input_elements,
     unpacking_bytes,
 )
-from horizon_server.store.adapters import MAGNITUDE, adapter_elements, norm_bytes
+from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 ActivationPlacement = Literal["device", "host"]
@@ -166,7 +166,7 @@ def plan_memory(
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
         "staging": _landing_bytes(layout, tokens_per_step, grad_bytes or element_bytes, kept=grad_bytes > 0),
-        "other": _process_bytes(layout, model, tokens_per_step, num_threads),
+        "other": _process_bytes(layout, model, tokens_per_step, num_threads) + first_norm_bytes(layout),
     }
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.

@@ -92,17 +92,20 @@ def adapter_elements(layout: StoreLayout, *, drops: bool) -> int:
 
 
 def norm_bytes(layout: StoreLayout) -> int:
-    """What the norms of a layer's adapted weights take, in the layer with the most: each of them, and a piece of a weight in fp32; of a
-    packed weight, whose first norms are taken while it is loaded, the whole.
-    """
+    """What the norms of a layer's adapted weights take, in the layer with the most: each of them, and a piece of a weight in fp32."""
     num_norms, piece = 0, 0
     for unit in layout.units:
         magnitudes = [tensor for tensor in unit.tensors if tensor.norm_dim is not None]
         num_norms = max(num_norms, sum(tensor.num_elements for tensor in magnitudes))
-        for weight in (layout.find(tensor.adapts)[1] for tensor in magnitudes):
-            at_once = weight.num_elements if weight.packing != "none" else NORM_PIECE_ELEMENTS
-            piece = max(piece, min(weight.num_elements, at_once))
+        sizes = [layout.find(tensor.adapts)[1].num_elements for tensor in magnitudes]
+        piece = max([piece, *(min(size, NORM_PIECE_ELEMENTS) for size in sizes)])
     return 4 * (num_norms + piece)
+
+
+def first_norm_bytes(layout: StoreLayout) -> int:
+    """What the first norms of a packed weight take in host memory while the model is loaded: the largest weight as a whole, in fp32."""
+    adapted = [layout.find(tensor.adapts)[1] for _, tensor in layout.tensors() if tensor.norm_dim is not None]
+    return 4 * max((weight.num_elements for weight in adapted if weight.packing != "none"), default=0)
 
 
 def scaled_sizes(layout: StoreLayout) -> tuple[int, int]:
