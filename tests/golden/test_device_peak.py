@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.support.tiny_models import config_of, micro_batch
-from tests.support.tracking_runtime import TrackingRuntime
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a_kernel
 
-from horizon_server.engine import cross_entropy
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
@@ -33,14 +30,7 @@ GPT2: dict[str, Any] = {"intermediate_size": None, "n_embd": 256, "n_positions":
 
 @pytest.fixture(autouse=True)
 def _the_loss_as_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernel turns logits into their gradient without memory of its own; the CPU's blocks must not count."""
-    row_losses = cross_entropy._row_losses
-
-    def untracked(*arguments: Any) -> Tensor:
-        with _disable_current_modes():
-            return row_losses(*arguments)
-
-    monkeypatch.setattr(cross_entropy, "_row_losses", untracked)
+    count_losses_as_of_a_kernel(monkeypatch)
 
 
 def planned_and_tracked(

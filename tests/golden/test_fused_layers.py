@@ -34,6 +34,7 @@ FOUND: dict[str, tuple[int, NormRule | None, int, int]] = {
     # Norms that subtract the mean; neighbouring elements are turned.
     "cohere2": (0, None, 0, 1),
     "starcoder2": (0, None, 2, 0),
+    "gpt_neox": (0, None, 2, 0),
     # Complex numbers are multiplied; the norm of queries and keys has no weight; experts are gated too.
     "llama4_text": (2, NormRule(eps=1e-5, offset=0.0, rounds_first=True), 0, 2),
     "gpt2": (0, None, 0, 0),

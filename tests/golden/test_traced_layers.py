@@ -16,7 +16,6 @@ EAGER = {
     # The first layers are dense.
     "deepseek_v3": ({1}, EXPERTS),
     "gpt_oss": ({0, 1}, EXPERTS),
-    "gpt_neox": ({0}, "dropout"),
     "bloom": ({0}, "torch traces no baddbmm of unknown sizes"),
     "mamba": ({0}, RECURRENT),
     # Some layers have attention.

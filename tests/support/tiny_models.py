@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
@@ -286,12 +287,14 @@ def start() -> Iterator[Callable[..., Run]]:
         *,
         device: HostDevice | CudaDevice | None = None,
         store: HostStore | None = None,
+        compiled: CompiledLayers | None = None,
         **options: Any,
     ) -> Run:
         device = device or HostDevice(num_threads=1)
         store = store or model.store()
         settings: dict[str, Any] = {"num_steps": 20, "learning_rate": 1e-3, "optimizer_threads": 1, **options}
-        run = Run(trainer=Trainer(model.template, store, device, TrainConfig(**settings)), store=store, device=device)
+        trainer = Trainer(model.template, store, device, TrainConfig(**settings), compiled)
+        run = Run(trainer=trainer, store=store, device=device)
         runs.append(run)
         return run
 

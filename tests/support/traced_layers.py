@@ -15,7 +15,19 @@ TRACED_FOR = (20, 28)
 # Other numbers of tokens and of documents than those that were traced.
 ROWS = [(20, 28), (11, 13, 7, 3), (37,), (2,)]
 
-TRACED = {"qwen3", "gemma2", "gemma3_text", "olmo2", "cohere2", "gpt2", "gptj", "starcoder2", "llama4_text", "opt"}
+TRACED = {
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "cohere2",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "starcoder2",
+    "llama4_text",
+    "opt",
+}
 """Architectures of which every kind of layer can be traced."""
 
 

@@ -1,6 +1,7 @@
 """A stand-in driver that counts what compute allocates: the plan's arithmetic, checked on the real code without a GPU.
 
-It sees what reaches torch's dispatcher: every tensor that an operation returns. What a kernel allocates inside itself it does not see.
+It refuses what is beyond a limit, as a GPU does. It sees what reaches torch's dispatcher: every tensor that an operation returns.
+What a kernel allocates inside itself it does not see.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
+import torch
 from tests.cpu_runtime import CpuRuntime
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from horizon_server.engine import cross_entropy
 
 _ALIGN_BYTES = 512
 """What the allocator on a GPU rounds up to."""
@@ -24,29 +29,35 @@ class Allocations:
     """Bytes of storages that came up in tracked work and are still alive, and what was alive at their peak. Thread: any."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
+        self.peak_bytes = self.held_bytes = 0
+        self.limit_bytes: int | None = None
         self.at_peak: list[str] = []
         self._live: dict[int, tuple[int, str]] = {}
-        self._held = 0
         self._lock = threading.RLock()
 
     def add(self, tensor: Tensor, origin: str) -> None:
-        """Count a tensor's storage, once."""
+        """Count a tensor's storage, once.
+
+        Raises:
+            OutOfMemoryError: it is beyond the limit.
+        """
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, -(-storage.nbytes() // _ALIGN_BYTES) * _ALIGN_BYTES
         with self._lock:
             if key in self._live or tensor.is_meta:
                 return
+            if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes >> 20} MiB.")
             self._live[key] = num_bytes, f"{num_bytes:>12,} {origin} {tuple(tensor.shape)} {tensor.dtype}"
-            self._held += num_bytes
-            if self._held > self.peak_bytes:
-                self.peak_bytes = self._held
+            self.held_bytes += num_bytes
+            if self.held_bytes > self.peak_bytes:
+                self.peak_bytes = self.held_bytes
                 self.at_peak = [text for _, text in sorted(self._live.values(), reverse=True)[:16]]
         weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
         with self._lock:
-            self._held -= self._live.pop(key)[0]
+            self.held_bytes -= self._live.pop(key)[0]
 
 
 class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,5 +90,20 @@ class TrackingRuntime(CpuRuntime):
         self.allocations.add(placed, "place")
         return placed
 
+    def limit_memory(self, num_bytes: int | None) -> None:
+        super().limit_memory(num_bytes)
+        self.allocations.limit_bytes = num_bytes
+
     def peak_allocated_bytes(self) -> int:
         return self.allocations.peak_bytes
+
+
+def count_losses_as_of_a_kernel(patch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel turns logits into their gradient without memory of its own; the CPU's blocks must not count."""
+    row_losses = cross_entropy._row_losses
+
+    def untracked(*arguments: Any) -> Tensor:
+        with _disable_current_modes():
+            return row_losses(*arguments)
+
+    patch.setattr(cross_entropy, "_row_losses", untracked)

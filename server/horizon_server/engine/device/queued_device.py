@@ -170,12 +170,12 @@ class QueuedDevice:
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         tensor = self.arena.allocate(component, num_elements, dtype)
         if self._poison_on_free:
-            tensor.fill_(torch.nan)
+            _poison(tensor)
         return tensor
 
     def free(self, tensor: Tensor) -> None:
         if self._poison_on_free:
-            tensor.fill_(torch.nan)
+            _poison(tensor)
         self.arena.free(tensor)
 
     def allocate_host(
@@ -183,7 +183,7 @@ class QueuedDevice:
     ) -> Tensor:
         tensor = self._host_buffers.allocate(component, num_elements, dtype)
         if self._poison_on_free:
-            tensor.fill_(torch.nan)
+            _poison(tensor)
         return tensor
 
     def free_host(self, tensor: Tensor) -> None:
@@ -198,7 +198,7 @@ class QueuedDevice:
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         # On the queue, after the last work that reads the memory.
         if self._poison_on_free:
-            queue.submit(partial(tensor.fill_, torch.nan), label="poison")
+            queue.submit(partial(_poison, tensor), label="poison")
 
     def host_queue(self, name: str) -> HostQueue:
         queue = HostQueue(name, self._group, num_threads=1)
@@ -230,6 +230,11 @@ class QueuedDevice:
         # In any order: each finishes what it was given, so that events that another one waits for still happen.
         for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
             queue.close()
+
+
+def _poison(tensor: Tensor) -> None:
+    """Fill memory with what nobody writes: not a number where it holds numbers, ones in every bit where it holds packed bytes."""
+    tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
 
 
 def _clear_frames(error: BaseException) -> None:

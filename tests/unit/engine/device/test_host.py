@@ -170,6 +170,18 @@ def test_freed_memory_is_poisoned_when_asked_for() -> None:
     assert tensor.isnan().all()
 
 
+def test_packed_bytes_are_poisoned_too() -> None:
+    device = HostDevice(num_threads=1, poison_on_free=True)
+    tensor = device.allocate("weights", 16, torch.uint8)
+    assert tensor.eq(255).all()
+
+    tensor.zero_()
+    device.poison(device.compute, tensor)
+    device.close()
+
+    assert tensor.eq(255).all()
+
+
 def test_workspace_is_measured_once_and_charged_ever_after(device: HostDevice) -> None:
     weight = device.allocate("weights", 100, torch.float32).fill_(1.0)
 

@@ -1,0 +1,66 @@
+"""A step of each thing that a job can ask for, on a CUDA device with fused attention; golden/test_device_steps.py runs the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tests.support.device_steps import DeviceSteps
+
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.cuda_runtime import TorchCuda
+from horizon_server.engine.fp8 import check_supported
+from horizon_server.errors import InvalidSpec
+from horizon_server.store.layout import Packing
+
+if TYPE_CHECKING:
+    from tests.support.tiny_models import Run, TinyModel
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def steps(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> DeviceSteps:
+    return DeviceSteps(new_device=CudaDevice, tiny_model=tiny_model, start=start, folder=tmp_path, patch=monkeypatch)
+
+
+@pytest.mark.parametrize("base", ["none", "int8", "nf4"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_adapters_on_a_base_in_bf16_or_fewer_bits(architecture: str, base: Packing, steps: DeviceSteps) -> None:
+    steps.check_adapters(architecture, base)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_products_in_fp8(architecture: str, steps: DeviceSteps) -> None:
+    try:
+        check_supported(torch.device("cuda"))
+    except InvalidSpec as error:
+        pytest.skip(str(error))
+    steps.check_fp8(architecture)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_fused_attention_whose_output_is_kept(architecture: str, steps: DeviceSteps) -> None:
+    steps.check_kept_products(architecture)
+
+
+def test_compiled_layers(steps: DeviceSteps) -> None:
+    steps.check_compiled("qwen3")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_answers(architecture: str, steps: DeviceSteps) -> None:
+    steps.check_generation(architecture)
+
+
+@pytest.mark.usefixtures("whole_device")
+def test_a_step_that_does_not_fit_leaves_its_memory_to_the_next_device(steps: DeviceSteps) -> None:
+    def limit_bytes(left_bytes: int) -> None:
+        TorchCuda().limit_memory(torch.cuda.memory_reserved() + left_bytes)
+
+    steps.check_a_step_that_does_not_fit(limit_bytes, torch.cuda.memory_allocated)

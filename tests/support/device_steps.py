@@ -1,0 +1,271 @@
+"""One step of each thing that a job can ask of a cuda device, against the same step of the host device in fp32, within bf16.
+
+tests/gpu runs them on a real device; the golden tests run the same code on the CPU through the driver's port. So a test's body is known
+to work before it meets a GPU, and only the device's own arithmetic is new there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tiny_models import Run, TinyModel, micro_batch
+from torch import Tensor
+
+from horizon_server.engine.attention import kernels
+from horizon_server.engine.compiled.build import build_missing
+from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers
+from horizon_server.engine.compiled.library import CodeLibrary, Target
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.fp8 import cast_rows, scaled_product
+from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.errors import DoesNotFit
+from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
+from horizon_server.store.adapters import with_adapters
+from horizon_server.store.layout import Packing
+
+LOSS, NORM, GRADIENTS = 1e-2, 2e-2, 5e-2
+"""How far a step in bf16 may be from one in fp32: relative, of the gradients in their norm."""
+LEFT_BYTES, LARGE_STEP_BYTES = 96 << 20, 259 << 20
+"""What is left to a step that must not fit, and what it takes: its logits, 4096 x 32768 in bf16, are 256 MiB."""
+
+# Twice what FP8 itself changes in these narrow layers: a difference in a last bit decides which way a value is rounded to 8 bits.
+_FP8_GRADIENTS = 0.25
+_PRODUCT = 6e-3
+_RANK, _SCALE = 4, 1.5
+_PROMPTS = ([5, 40, 17], list(range(30, 51)), [9])
+_NUM_NEW = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSteps:
+    """The checks. `new_device` makes a cuda device, the rest are fixtures of the test."""
+
+    new_device: Callable[[], CudaDevice]
+    tiny_model: Callable[..., TinyModel]
+    start: Callable[..., Run]
+    folder: Path
+    patch: pytest.MonkeyPatch
+
+    def check_adapters(self, architecture: str, base: Packing) -> None:
+        """LoRA, on a base in bf16 or packed."""
+        self._check(with_lora(self.tiny_model(architecture), base), adapter_scale=_SCALE)
+
+    def check_fp8(self, architecture: str) -> None:
+        """Products in FP8, which the host computes by hand: one of them, and a step."""
+        device = self.new_device()
+        generator = torch.Generator().manual_seed(0)
+        one, other = (torch.randn(size, 64, generator=generator).bfloat16() for size in (48, 32))
+        products = []
+        for place in (device.place, torch.clone):
+            casts = cast_rows(place(one), torch.float8_e5m2), cast_rows(place(other), torch.float8_e4m3fn)
+            products.append(scaled_product(*casts, torch.bfloat16).cpu().float())
+        device.close()
+        assert float((products[0] - products[1]).norm() / products[1].norm()) <= _PRODUCT
+
+        model = self.tiny_model(architecture)
+        in_fp8 = self._check(model, limit=_FP8_GRADIENTS, matmul="fp8")[2]
+        in_bf16 = self._check(model)[2]
+        assert float((in_fp8 - in_bf16).norm() / in_bf16.norm()) > GRADIENTS, "nothing was in FP8"
+
+    def check_kept_products(self, architecture: str) -> None:
+        """Fused attention whose output is kept: the recompute takes it, for every layer and row."""
+        model, used = self.tiny_model(architecture), list[bool]()
+        has_kernel = kernels._has_kernel
+
+        def recorded(*arguments: Any) -> bool:
+            used.append(has_kernel(*arguments))
+            return used[-1]
+
+        self.patch.setattr(kernels, "_has_kernel", recorded)
+        counts = []
+        for product_layers in (0, model.template.num_layers):
+            # The host's attention and the trial of packing are not counted.
+            def forget(run: Run) -> None:
+                assert run.trainer.supports_packing
+                used.clear()
+
+            self._check(model, before=forget, product_layers=product_layers)
+            counts.append(len(used))
+            assert all(used), "a fused kernel was not used"
+        calls = model.template.num_layers * len(_rows())
+        # Forward, recompute and backward; then without the recompute.
+        assert counts == [3 * calls, 2 * calls]
+
+    def check_compiled(self, architecture: str) -> None:
+        """Layers that are compiled for the device: every call of the step runs their code."""
+        if shutil.which("g++") is None:
+            pytest.skip("compiling layers takes g++")
+        model, rows = self.tiny_model(architecture), _rows()
+        wanted = self._host_step(model)
+        device = self.new_device()
+        place = device.place(torch.zeros(())).device
+        library = CodeLibrary(self.folder / "compiled")
+        scratch = library.make_scratch()
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
+        if place.type == "cuda":
+            if missing := what_is_missing(os.environ):
+                pytest.skip(f"compiling for the GPU lacks {'; '.join(missing)}")
+            environment |= compiler_environment(os.environ, scratch)
+        for name, value in environment.items():
+            self.patch.setenv(name, value)
+        model.template.place_buffers(device.place)
+        target = Target(dtype=device.compute_dtype, device=place, num_threads=1, num_tokens=48)
+        assert build_missing(model.template, library, target, lambda text: None) == []
+        layers = CompiledLayers.load(model.template, library, target)
+        assert layers.num_layers == model.template.num_layers, layers.refusals
+        served: list[CompiledCall | None] = []
+        serve = layers.serve
+
+        def recorded(*of: Any) -> CompiledCall | None:
+            served.append(serve(*of))
+            return served[-1]
+
+        self.patch.setattr(layers, "serve", recorded)
+        _compare(wanted, self._device_step(model, device, compiled=layers))
+        assert len(served) >= 2 * layers.num_layers * len(rows) and None not in served
+
+    def check_generation(self, architecture: str) -> None:
+        """Answers: each token is the likeliest one of the model in fp32, or nearly."""
+        model, device = lively(self.tiny_model(architecture)), self.new_device()
+        template = Template.from_config(copy.deepcopy(model.config), own_attention=False)
+        generator = TokenGenerator(template, model.store(), device)
+        options = GenerationOptions(max_tokens=_NUM_NEW)
+        answers = generator.generate(_PROMPTS, options)
+        again = generator.generate(_PROMPTS, options)
+        device.close()
+
+        assert again == answers
+        reference: Any = model.reference()
+        chosen, gaps = [], []
+        for prompt, answer in zip(_PROMPTS, answers, strict=True):
+            assert len(answer.tokens) == _NUM_NEW
+            with torch.no_grad():
+                logits_TV = reference(torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
+            for logits_V, token in zip(logits_TV, answer.tokens, strict=True):
+                chosen.append(token)
+                gaps.append(float((logits_V.max() - logits_V[token]) / logits_V.std()))
+        assert len(set(chosen)) > 3, "the answers say nothing"
+        assert max(gaps) <= 5e-2
+
+    def check_a_step_that_does_not_fit(self, limit_bytes: Callable[[int], None], held_bytes: Callable[[], int]) -> None:
+        """A step of which the memory is left to the next one when it fails. `limit_bytes` limits what may be allocated from now on."""
+        run, row = self._large_step()
+        held_before = held_bytes()
+        limit_bytes(LEFT_BYTES)
+
+        with pytest.raises(DoesNotFit, match="device memory: ") as kept:
+            run.trainer.train_step([row])
+
+        # The error is still referenced, as in the code that reports it; what the step had allocated is freed.
+        assert kept.value is not None
+        assert held_bytes() - held_before < LEFT_BYTES // 2
+
+    def take_the_step_that_does_not_fit(self) -> None:
+        """The same, where there is room for it."""
+        run, row = self._large_step()
+        assert run.trainer.train_step([row]).skipped == ""
+
+    def _large_step(self) -> tuple[Run, MicroBatch]:
+        model, device = self.tiny_model("llama", vocab_size=32768, max_position_embeddings=4096), self.new_device()
+        run = self.start(model, store=model.store(grad_dtype=device.gradient_dtype), device=device)
+        return run, micro_batch([torch.randint(96, (4096,), generator=torch.Generator().manual_seed(0))])
+
+    def _check(
+        self,
+        model: TinyModel,
+        *,
+        limit: float = GRADIENTS,
+        before: Callable[[Run], None] | None = None,
+        **options: Any,
+    ) -> tuple[float, float, Tensor]:
+        """A step of both devices; the host's runs as plainly as it can. Returns the cuda device's."""
+        numbers = {name: value for name, value in options.items() if name in ("matmul", "adapter_scale")}
+        wanted = self._host_step(model, **numbers)
+        found = self._device_step(model, self.new_device(), before=before, **options)
+        _compare(wanted, found, limit)
+        return found
+
+    def _host_step(self, model: TinyModel, **options: Any) -> tuple[float, float, Tensor]:
+        # A template is for one device: its buffers move there, and do not come back.
+        template = Template.from_config(copy.deepcopy(model.config), layout=model.template.layout)
+        own = dataclasses.replace(model, template=template)
+        return _step(self.start(own, device=HostDevice(num_threads=1), **options))
+
+    def _device_step(
+        self, model: TinyModel, device: CudaDevice, *, before: Callable[[Run], None] | None = None, **options: Any
+    ) -> tuple[float, float, Tensor]:
+        run = self.start(model, store=model.store(grad_dtype=device.gradient_dtype), device=device, **options)
+        if before is not None:
+            before(run)
+        return _step(run)
+
+
+def with_lora(model: TinyModel, base: Packing) -> TinyModel:
+    """The model with adapters of random values at every matrix of its layers, whose own weights are frozen in bf16 or packed."""
+    layout = model.template.layout
+    matrices = {
+        tensor.name: (tensor.shape[1], tensor.shape[0])
+        for unit, tensor in layout.tensors()
+        if unit.kind == "layer" and len(tensor.shape) == 2
+    }
+    layout = with_adapters(
+        layout,
+        matrices,
+        rank=_RANK,
+        decay="trainer",
+        is_bfloat16=lambda _: True,
+        packing_of=lambda name: base if name in matrices else "none",
+    )
+    generator = torch.Generator().manual_seed(3)
+    added = {t.name: 0.1 * torch.randn(t.shape, generator=generator) for _, t in layout.tensors() if t.adapts}
+    template = Template.from_config(model.config, layout=layout)
+    return dataclasses.replace(model, template=template, weights={**model.weights, **added})
+
+
+def lively(model: TinyModel) -> TinyModel:
+    """With large matrices, or every answer would be one token again and again."""
+    weights = {
+        name: weight * (4.0 if "embed" in name else 2.0) if weight.dim() > 1 else weight
+        for name, weight in model.weights.items()
+    }
+    return dataclasses.replace(model, weights=weights)
+
+
+def _rows() -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(0)
+
+    def row(*lengths: int) -> MicroBatch:
+        return micro_batch([torch.randint(96, (length,), generator=generator) for length in lengths])
+
+    return [row(14, 22), row(25)]
+
+
+def _step(run: Run) -> tuple[float, float, Tensor]:
+    """Loss, norm and gradients of the parameters that are trained."""
+    figures = run.trainer.train_step(_rows())
+    assert figures.skipped == ""
+    trained: Sequence[str] = [tensor.name for _, tensor in run.store.layout.tensors() if tensor.trained]
+    gradients = torch.cat([run.gradient(name).reshape(-1).float().cpu() for name in trained])
+    run.trainer.flush()
+    run.trainer.close()
+    return figures.loss, figures.grad_norm, gradients
+
+
+def _compare(wanted: tuple[float, float, Tensor], found: tuple[float, float, Tensor], limit: float = GRADIENTS) -> None:
+    loss, norm, gradients = wanted
+    assert found[0] == pytest.approx(loss, rel=LOSS)
+    assert found[1] == pytest.approx(norm, rel=NORM)
+    error = float((found[2] - gradients).norm() / gradients.norm())
+    assert error <= limit, f"the gradients differ by {error:.1e}"
