@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import long_rows
 from tests.support.tiny_models import Run, TinyModel
 from torch import Tensor
 
@@ -46,34 +47,14 @@ def test_a_count_at_two_lengths_tells_a_third(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["falcon", "bloom", "bamba", "kimi_linear", "openai-gpt", "deepseek_v32", "gptj", "mpt", "llama"]
+    "architecture",
+    ["falcon", "bloom", "bamba", "kimi_linear", "openai-gpt", "deepseek_v32"],
 )
-def test_the_plan_of_a_counted_model_is_what_its_layers_hold(
-    architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
-    tmp_path: Path,
-) -> None:
-    model = tiny_model(architecture, max_position_embeddings=1024, n_positions=1024, max_seq_len=1024)
-    folder = open_model_folder(write(model, tmp_path / "model"))
-    layer = LayerProbe(child_environment())(folder)
-    assert (layer is None) == (architecture == "llama")
-    plan = plan_memory(
-        folder.layout,
-        model=folder.shape,
-        tokens_per_step=768,
-        sequence_length=768,
-        device_kind="host",
-        grad_bytes=4,
-        layer=layer,
-        longest_document=768,
-    )
-
-    report = start(model).trainer.train_step([pack(documents(768))])
-
-    assert 0.9 < report.device_memory_bytes["workspace"] / plan.device["workspace"] <= 1.0
+def test_the_plan_of_a_counted_model_is_what_its_layers_hold(architecture: str, tmp_path: Path) -> None:
+    long_rows.write_model(tmp_path, architecture, 1280)
+    plan = long_rows.planned(tmp_path, (1280,))
+    held = long_rows.account(tmp_path, (1280,))
+    assert 0.9 < held["workspace"] / plan.device["workspace"] <= 1.0
 
 
 def test_the_widest_moment_of_a_layer_is_counted(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
