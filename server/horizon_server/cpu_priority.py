@@ -68,7 +68,9 @@ def in_lowered_thread(call: Callable[[], Result]) -> Result:
 
 def _set(nice: int, weight: int) -> bool:
     group = own_worker_group()
-    refused = group is not None and group.set_cpu_weight(weight) is not None
+    # Groups have no weight where the unit passes on memory alone: nothing was lowered there.
+    has_weight = group is not None and (group.path / "cpu.weight").exists()
+    refused = group is not None and has_weight and group.set_cpu_weight(weight) is not None
     return _set_session(nice) and not refused
 
 

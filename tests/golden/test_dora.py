@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import torch
-from tests.golden.test_lora import found_in, loss_of, master, relative
+from tests.golden.test_lora import found_in, loss_of, master, relative, rows_for
 from torch import Tensor
+from torch.nn import functional
 
+from horizon_server.engine.adapters import AdaptedMaps, Adapter
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
-COMPARED = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "phi3"]
-"""With Conv1D, whose weights are transposed, biases, fused projections, and a mixture of experts, whose attention is adapted."""
+COMPARED = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"]
+"""With Conv1D, whose weights are transposed, products written as x @ weight.T, biases, fused projections, and a mixture of experts, whose
+attention is adapted.
+"""
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 _LORA = {"dora": True, "rank": 4, "alpha": 6.0}
 
@@ -106,6 +110,7 @@ def test_loss_and_gradients_are_those_of_peft(
     plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
+    rows = rows_for(architecture, rows)
     model, store = loaded(tiny_model(architecture), tmp_path)
     randomized(store)
     ends = [Dora(model, store, dtype, lora_dropout=dropout) for dtype in (torch.float32, torch.float64)]
@@ -122,7 +127,7 @@ def test_loss_and_gradients_are_those_of_peft(
 
             return before
 
-        base = reference.model.transformer.h if architecture == "gpt2" else reference.model.model.layers
+        base = reference.model.transformer.h if architecture in ("gpt2", "falcon") else reference.model.model.layers
         for index, layer in enumerate(base):
             layer.register_forward_pre_hook(seed(index + 1))
         loss = 0.0
@@ -149,6 +154,7 @@ def test_twenty_steps_are_those_of_peft(
     plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
+    rows = rows_for(architecture, rows)
     model, store = loaded(tiny_model(architecture), tmp_path)
     run = start(
         model, store=store, adapter_scale=1.5, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=0.5, weight_decay=0.1
@@ -221,6 +227,21 @@ def test_bf16_trains_magnitudes_in_fp32(
         losses.append([run.trainer.train_step(rows).loss for _ in range(10)])
     assert losses[1] == pytest.approx(losses[0], rel=3e-3)
     assert losses[1][-1] < losses[1][0]
+
+
+def test_a_map_in_fp32_next_to_adapters_in_bf16_drops_its_inputs() -> None:
+    # As a router is that its class keeps in fp32.
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(5, 4), torch.randn(3, 4)
+    a, b = torch.randn(2, 4, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)
+    adapter = Adapter(weight=weight, a=a, b=b, magnitude=torch.full((3,), 2.0), norms=torch.ones(3))
+    torch.manual_seed(1)
+    with AdaptedMaps([adapter], scale=1.0, dropout=0.5):
+        output = functional.linear(inputs, weight)
+    torch.manual_seed(1)
+    dropped = functional.dropout(inputs.bfloat16(), 0.5).float()
+    assert output.dtype == torch.float32
+    assert torch.allclose(output, functional.linear(inputs, weight) + functional.linear(dropped, weight), rtol=1e-6)
 
 
 def test_norms_are_computed_once_a_visit(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from horizon_server.control_groups import own_worker_group
+from horizon_server import cpu_priority
+from horizon_server.control_groups import WorkerGroup, own_worker_group
 from horizon_server.cpu_priority import in_lowered_thread
 
 needs_sessions = pytest.mark.skipif(
@@ -86,3 +87,13 @@ def test_the_group_of_a_worker_has_a_weight_and_the_daemons_is_left_alone(tmp_pa
     assert "cpu.weight cannot be written" in str(group.set_cpu_weight(4))
     own_cgroup.write_text("0::/system.slice/horizond.service/daemon\n")
     assert own_worker_group(root=root, own_cgroup=own_cgroup) is None
+
+
+def test_a_group_without_a_weight_has_nothing_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be tried again before every turn, and the kernel takes few such changes a second."""
+    monkeypatch.setattr(cpu_priority, "own_worker_group", lambda: WorkerGroup(path=tmp_path, memory_bytes=0))
+    monkeypatch.setattr(cpu_priority, "_SESSION", tmp_path / "none")
+    assert cpu_priority.restore()
+    (tmp_path / "cpu.weight").write_text("4")
+    assert cpu_priority.restore()
+    assert (tmp_path / "cpu.weight").read_text() == "100"

@@ -90,11 +90,12 @@ class Records:
 class EndedRecords:
     """The records of ended jobs that were listed last, by the number of their rows.
 
-    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, or its files are kept or deleted. So a page reads the
-    stamps, and whole rows only of jobs that go on. Thread: any.
+    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, is charged for its last turn, or its files are kept
+    or deleted. So a page reads the stamps, and whole rows only of jobs that go on. Thread: any.
     """
 
-    STAMP = ("job_state", "last_sequence", "deletion_s", "keep_files")
+    # With the id, as the next job gets the number of the newest one where that is deleted.
+    STAMP = ("job_id", "job_state", "last_sequence", "device_s", "num_tokens", "deletion_s", "keep_files")
 
     def __init__(self, most: int = _KEPT_ENDED) -> None:
         self._most = most

@@ -298,11 +298,12 @@ def _bias_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _without_bias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Tensor) -> Tensor:
-    """The product of a linear map for other inputs."""
+    """The product of a linear map for other inputs, which may be in the adapter's dtype where the map is in fp32."""
     if func is torch.addmm:
-        product: Tensor = inputs @ args[2]
+        product: Tensor = inputs.to(args[2].dtype) @ args[2]
         return product
     weight = args[1] if len(args) > 1 else kwargs["weight"]
+    inputs = inputs.to(weight.dtype)
     # The transpose itself is the second factor there.
     return inputs @ weight if func in _PRODUCTS else functional.linear(inputs, weight)
 

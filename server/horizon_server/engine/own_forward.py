@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,9 @@ def check_own_forward(
         except RUN_ERRORS as error:
             if isinstance(error, InvalidModel):
                 raise
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InvalidModel(
-                f"model_type {model.config.model_type!r}: its code cannot be run on tokens alone ({str(error).splitlines()[0]:.120}), so "
+                f"model_type {model.config.model_type!r}: its code cannot be run on tokens alone ({first_line:.120}), so "
                 "it cannot be seen whether it would be trained rightly; it is not supported"
             ) from error
     where = _first_difference(given, counted)
@@ -72,7 +74,11 @@ def _values(shape: Sequence[int], seed: int) -> Tensor:
 def _token_ids(model: PreTrainedModel, num_tokens: int) -> Tensor:
     """Different tokens, none of which means padding, begin or end to the class."""
     text = model.config.get_text_config()
-    special = {getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    special: set[Any] = set()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        # Of ends there are often several.
+        found = getattr(text, name, None)
+        special.update(found if isinstance(found, (list, tuple)) else [found])
     table = model.get_input_embeddings()
     assert isinstance(table, torch.nn.Embedding), "the template has checked it"
     ids = [index for index in range(min(table.num_embeddings, 4 * num_tokens)) if index not in special]

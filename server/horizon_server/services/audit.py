@@ -26,6 +26,8 @@ MAX_ENTRIES = 500_000
 # Of one user: refused changes that are written one by one in a minute. More are counted, and written as one entry.
 MAX_REFUSED_A_MINUTE = 30
 _MINUTE_S = 60.0
+# How a call ended that has begun a change and may have made it.
+_PERHAPS_MADE = frozenset({"OK", "CANCELLED", HorizonError.reason})
 # Without a login uid, such as in a container.
 _NO_LOGIN = 2**32 - 1
 
@@ -52,7 +54,7 @@ class Audit(AuditStore):
     async def end(self, entry: AuditEntry) -> None:
         """Write how a change ended that has begun with an entry."""
         is_written = entry.number != 0
-        if entry.outcome != "OK":
+        if not (is_written and entry.outcome in _PERHAPS_MADE):
             since_s, num_refused = self._refused.get(entry.user, (0.0, 0))
             if self._clock() - since_s >= _MINUTE_S:
                 since_s, num_refused, left_out = self._clock(), 0, max(0, num_refused - MAX_REFUSED_A_MINUTE)

@@ -47,10 +47,12 @@ class Proposal:
     start: Start | None = None
     plan: JobPlan
     admit: AdmitJob | None = None
-    """Refuses it where too many jobs are queued."""
+    """Refuses it where too many jobs are queued; None where it cannot be queued at all."""
 
     async def warned(self, quotas: Quotas, user: str) -> JobPlan:
-        """Return the plan, with a warning where the queue has no room for the job now."""
+        """Return the plan, with a warning where the queue has no room for a job that this node could run."""
+        if self.admit is None:
+            return self.plan
         try:
             await quotas.require_room(user, self.spec.project)
         except QuotaExceeded as full:

@@ -64,9 +64,10 @@ class DigestBook:
         return digest
 
     def _write(self, identity: str, digest: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._make_room()
-        replace_file(self._folder / identity, digest + "\n")
+        with contextlib.suppress(OSError):  # a full disk costs another reading, and no job
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._make_room()
+            replace_file(self._folder / identity, digest + "\n")
 
     def _read(self, identity: str) -> str:
         try:

@@ -72,7 +72,10 @@ class DeviceTurn:
     def take(self) -> bool:
         """Have the device, after a wait where another job has it. False: an order or the deadline ended the wait."""
         orders = self._orders
-        if not self._shared or (self._asked and orders.has_turn):
+        if not self._shared:
+            return True
+        if self._asked and orders.has_turn:
+            self._restore_priority()
             return True
         self._asked = True
         self._events.send(TurnWanted())
@@ -87,10 +90,7 @@ class DeviceTurn:
                 self._free()
                 self._events.send(MemoryReleased())
             elif self._has_device():
-                if (
-                    not self._is_restored
-                ):  # until its first turn, a job that is being loaded gets little of the processors
-                    self._is_restored = cpu_priority.restore()
+                self._restore_priority()
                 self._began_s = time.monotonic()
                 self._holds_memory = True
                 return True
@@ -128,6 +128,11 @@ class DeviceTurn:
         progress.advance()
         orders.pause(_LOCK_POLL_S)
         return False
+
+    def _restore_priority(self) -> None:
+        """End what a job that is being loaded has, little of the processors. Again at the next step where that did not work."""
+        if not self._is_restored:
+            self._is_restored = cpu_priority.restore()
 
     def _free(self) -> None:
         self._release()

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -248,6 +248,7 @@ class Training:
         device.adopt(store)
         device.release_memory()
         self._starting_weights = StartingWeights.of(request) if needs_references(self._spec) else None
+        self._data_identity = self._identify_data()
         self._compiled = self._compiled_layers(self._template)
         if not self._turn.take():
             return False
@@ -464,9 +465,8 @@ class Training:
         how["group_size"] = dataset.group_size
         return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
 
-    @cached_property
-    def _data_identity(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to see the same batches."""
+    def _identify_data(self) -> dict[str, Any]:
+        """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has their digest yet."""
         limit = self._packing_limit if self._spec.train.packing != "false" else None
         return {
             # For people. What must be the same is the content.

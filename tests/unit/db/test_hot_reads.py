@@ -16,6 +16,7 @@ from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import NUM_READERS, Database
 from horizon_server.db.job_rows import EndedRecords, Records
 from horizon_server.db.jobs import JobStore
+from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import DatabaseUnavailable
 from horizon_server.events import Message, StateChanged
 from horizon_server.records.account import Token, User
@@ -129,6 +130,28 @@ async def test_a_page_shows_what_can_still_change_of_an_ended_job(database: Data
         other.execute("DELETE FROM events")
         other.execute("DELETE FROM jobs")
     assert await store.page(owner="ada", states=(), before=0, limit=10) == []
+
+
+async def test_a_new_job_in_the_row_of_a_deleted_one_is_not_taken_for_that(database: Database) -> None:
+    store = JobStore(database)
+    await cancelled(store, "j1")
+    ((number, _),) = await store.page(owner="ada", states=(), before=0, limit=10)
+    await store.begin_deletion("j1", mark=1.0)
+    await store.delete("j1")
+    # SQLite gives the number of the newest row again where that is gone.
+    await store.create(replace(JOB, job_id="j2", owner="ben"), request_id=str(uuid.uuid4()))
+    await store.move("j2", StateChanged(job_state="CANCELLED"))
+    ((again, shown),) = await store.page(owner="ben", states=(), before=0, limit=10)
+    assert (again, shown.job_id, shown.owner) == (number, "j2", "ben")
+
+
+async def test_a_page_shows_what_an_ended_job_is_charged_for_afterwards(database: Database) -> None:
+    store = JobStore(database)
+    await cancelled(store, "j1")
+    await store.page(owner="ada", states=(), before=0, limit=10)
+    await SharingStore(database).charge("ada", "ada", job_id="j1", device_s=2.5, num_tokens=7, now_s=0.0)
+    ((_, shown),) = await store.page(owner="ada", states=(), before=0, limit=10)
+    assert (shown.device_s, shown.num_tokens) == (2.5, 7)
 
 
 async def test_the_ended_jobs_that_are_kept_are_bounded_and_those_not_listed_go_first(database: Database) -> None:

@@ -46,3 +46,10 @@ def test_the_relatives_of_roberta_are_refused_in_a_sentence(tmp_path: Path, mode
 @pytest.mark.parametrize("model_type", [*ARCHITECTURES, *MIXES_DOCUMENTS])
 def test_every_tested_architecture_passes(model_type: str) -> None:
     assert template_of(config_of(model_type)).num_layers
+
+
+def test_a_config_that_lists_several_ends_passes() -> None:
+    # As those of Llama 3 and Gemma 3 do.
+    config = config_of("llama")
+    config.eos_token_id = [1, 2]
+    assert template_of(config).num_layers

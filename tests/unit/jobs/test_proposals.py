@@ -16,7 +16,7 @@ from tests.unit.jobs.conftest import ADA
 from horizon_server.errors import HorizonError, QuotaExceeded
 from horizon_server.jobs.preparation import known_size
 from horizon_server.records.job import JobState
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import JobPlan, PlannedMachine
 from horizon_server.spec import JobSpec
 
 PAIRS = "".join(json.dumps({"prompt": f"p{i}", "chosen": "yes", "rejected": "no"}) + "\n" for i in range(4)).encode()
@@ -129,6 +129,9 @@ async def test_a_full_queue_refuses_a_simulation_and_a_plan_warns_of_it(quiet: D
             await quiet.services.sharing.simulate(ADA, quiet.spec())
         _, plan = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}))
         assert plan.warnings == (f"it would not be queued now: {caught.value.message}",)
+        machine = PlannedMachine(gpu="h100", host_gbps=200)
+        _, elsewhere = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}), machine)
+        assert elsewhere.warnings == (), "the queue here says nothing of another machine"
     finally:
         await quiet.allow("user", "ada")
 

@@ -284,3 +284,9 @@ def test_the_book_of_digests_is_bounded(make_model: MakeModel, tmp_path: Path, m
         book.digest(copied(make_model(), tmp_path / str(number)))
     assert len(list((tmp_path / "digests").iterdir())) == 2
     assert book.known(tmp_path / "3")
+
+
+def test_a_book_that_cannot_be_written_costs_another_reading_only(make_model: MakeModel, tmp_path: Path) -> None:
+    (tmp_path / "digests").write_text("no folder can be made here, as on a full disk")
+    base = copied(make_model(), tmp_path / "base")
+    assert DigestBook(tmp_path / "digests").digest(base) == model_digest(base)

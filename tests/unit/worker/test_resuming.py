@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.support.worker_attempts import worker_request, write_inputs
 
 from horizon_server.children.entry import EventWriter, decode_line
+from horizon_server.engine.data import StepPlan
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.jobs.folders import CheckpointFolder
@@ -21,6 +22,7 @@ from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.checkpoint_parts import adapter_part
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
+from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
@@ -59,6 +61,28 @@ def train(
             training.close()
     said = [decode_line(line) for line in lines.read_bytes().splitlines()]
     return [line for line in said if isinstance(line, Message)]
+
+
+def test_no_job_waits_for_the_device_while_another_reads_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path, "llama")
+    done: list[str] = []
+
+    def recorded(kind: type[Any], name: str) -> None:
+        call = getattr(kind, name)
+
+        def record(self: Any, *args: Any) -> Any:
+            done.append(name)
+            return call(self, *args)
+
+        monkeypatch.setattr(kind, name, record)
+
+    for kind, name in ((WorkerRequest, "tokens_digest"), (StepPlan, "digest"), (DeviceTurn, "take")):
+        recorded(kind, name)
+    train(tmp_path)
+    assert done[:3] == ["tokens_digest", "digest", "take"]
+    assert set(done[3:]) == {"take"}
 
 
 def forget_the_packing_limit(folder: Path) -> None:
@@ -146,16 +170,24 @@ LORA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
-def test_a_job_of_adapters_continues_bit_by_bit_from_a_checkpoint_of_them_alone(tmp_path: Path, export: str) -> None:
+DORA: dict[str, Any] = {**LORA, "lora": {**LORA["lora"], "dora": True}}
+KINDS = pytest.mark.parametrize(
+    ("export", "how"), [("adapter", LORA), ("merged", LORA), ("both", LORA), ("adapter", DORA), ("both", DORA)]
+)
+
+
+@KINDS
+def test_a_job_of_adapters_continues_bit_by_bit_from_a_checkpoint_of_them_alone(
+    tmp_path: Path, export: str, how: dict[str, Any]
+) -> None:
     write_inputs(tmp_path, "llama")
-    train(tmp_path, export=export, **LORA)
+    train(tmp_path, export=export, **how)
     last = tmp_path / "checkpoints/step-00000002"
     straight = {path: path.read_bytes() for path in last.rglob("*.safetensors")}
     assert {path.name for path in straight} >= {"adapter_model.safetensors", "exp_avg.safetensors"}
     adapter = load_file(next(path for path in straight if path.name == "adapter_model.safetensors"))
     assert all(tensor.abs().max() > 0 for tensor in adapter.values())
-    train(tmp_path, resume=True, export=export, **LORA)
+    train(tmp_path, resume=True, export=export, **how)
     assert {path: path.read_bytes() for path in last.rglob("*.safetensors")} == straight
 
 
@@ -170,13 +202,13 @@ def test_a_job_of_adapters_is_not_continued_on_another_base(tmp_path: Path) -> N
         train(tmp_path, resume=True, **LORA)
 
 
-@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
-def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, export: str) -> None:
+@KINDS
+def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, export: str, how: dict[str, Any]) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
         write_inputs(folder, "llama")
-    train(first, export=export, **LORA)
+    train(first, export=export, **how)
     checkpoints = CheckpointFolder(first / "checkpoints", "job")
     part = adapter_part(checkpoints.manifest(2).files)
     assert part is not None
@@ -184,12 +216,12 @@ def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, ex
     trained = load_file(checkpoints.of_step(2) / part / "adapter_model.safetensors")
 
     # At a rate of 0 nothing moves: what is saved is what was loaded.
-    train(second, **LORA | {"learning_rate": 0.0, "seed": 1})
+    train(second, **how | {"learning_rate": 0.0, "seed": 1})
     found = load_file(second / "checkpoints/step-00000001/adapter_model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     (second / "start" / "base.sha256").write_text("0" * 64)
     with pytest.raises(InvalidModel, match="the adapter was trained on other weights than those of model"):
-        train(second, **LORA)
+        train(second, **how)
 
 
 def test_a_job_starts_with_the_weights_of_a_linked_checkpoint_and_a_new_optimizer(tmp_path: Path) -> None:

@@ -61,6 +61,17 @@ def test_without_turns_nothing_waits_and_nothing_is_said() -> None:
     assert (daemon.lines, freed) == ([], [])
 
 
+def test_a_priority_that_could_not_be_restored_is_restored_at_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is alone keeps its turn: it would be lowered until its end."""
+    worked = iter([False, False, True])
+    monkeypatch.setattr("horizon_server.cpu_priority.restore", lambda: next(worked))
+    turn, _ = turn_of(Daemon(lambda line: TURN if isinstance(line, TurnWanted) else b""))
+    for _ in range(5):  # not asked for any more once it has worked
+        assert turn.take()
+        turn.boundary()
+    assert next(worked, None) is None
+
+
 def test_a_turn_is_kept_until_it_is_wanted_back() -> None:
     daemon = Daemon(lambda line: TURN if isinstance(line, TurnWanted) else b"")
     turn, freed = turn_of(daemon)

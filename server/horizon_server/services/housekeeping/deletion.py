@@ -31,10 +31,6 @@ Target = PushedRecord | JobRecord | CheckpointRecord
 AboutToDelete = Callable[[str], Awaitable[None]]
 
 
-async def _nothing(_key: str) -> None:
-    pass
-
-
 @dataclass(kw_only=True, eq=False)
 class Deletions:
     """The use cases of deleting. Thread: belongs to one event loop."""
@@ -44,7 +40,7 @@ class Deletions:
     jobs: JobService
 
     async def delete(
-        self, principal: Principal, selection: Selection, *, about_to_delete: AboutToDelete = _nothing
+        self, principal: Principal, selection: Selection, *, about_to_delete: AboutToDelete | None = None
     ) -> AsyncGenerator[tuple[Deletion, int, int], None]:
         """Delete one thing after the other; yield each result with its number from 1 and the number of all.
 
@@ -69,7 +65,7 @@ class Deletions:
                 f"{len(targets)} {selection.kind}s match; at most {MAX_DELETIONS} can be deleted in one call. Narrow the filter"
             )
         for i, target in enumerate(targets, 1):
-            if not selection.dry_run:
+            if about_to_delete is not None and not selection.dry_run:
                 await about_to_delete(_key(target))
             yield await self._result(principal, target, dry_run=selection.dry_run), i, len(targets)
 

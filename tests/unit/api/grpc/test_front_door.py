@@ -151,6 +151,18 @@ async def test_refusals_of_one_user_cannot_fill_the_audit_log(world: Any, monkey
     assert len(await world.services.audit.entries(limit=100)) == 3
 
 
+async def test_a_change_that_may_have_been_made_stays_in_the_audit_log_among_any_number_of_refusals(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizon_server.services.audit.MAX_REFUSED_A_MINUTE", 1)
+    audit = world.services.audit
+    outcomes = ["NOT_FOUND", "NOT_FOUND", "CANCELLED", "INTERNAL", "NOT_FOUND", "OK"]
+    for outcome in outcomes:
+        entry = await audit.begin(world.principal("ann"), origin="", action="a", resource="r")
+        await audit.end(replace(entry, outcome=outcome))
+    assert [one.outcome for one in await audit.entries(limit=9)] == ["NOT_FOUND", "CANCELLED", "INTERNAL", "OK"]
+
+
 async def test_the_oldest_entries_go(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     audit = world.services.audit
     for name in ("one", "two", "three"):
