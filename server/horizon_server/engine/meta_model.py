@@ -206,7 +206,7 @@ def layer_signature(layer: nn.Module) -> tuple[object, ...]:
 
 def _digest(buffer: Tensor) -> str:
     """Of a buffer's values: as Python's numbers, a mask over all pairs of positions would take eight times its memory."""
-    return hashlib.sha256(buffer.detach().flatten().contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(buffer.detach().flatten().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _comparable(value: object) -> object:
