@@ -14,11 +14,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
+from horizon_server.planning.ledger import MemoryPlan, micro_batch_tokens, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.settings import child_environment
 
@@ -87,6 +88,13 @@ def write_model(folder: Path, family: str, row_tokens: int) -> None:
 
 def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
     """The measured process: two steps, and its peak RSS in bytes."""
+    account(folder, document_lengths)
+    status = Path("/proc/self/status").read_text("ascii")
+    print(json.dumps(int(status.split("VmHWM:")[1].split()[0]) * 1024))
+
+
+def account(folder: Path, document_lengths: tuple[int, ...]) -> Mapping[str, int]:
+    """What the device held at its peak in two steps of one row, by component."""
     import torch
 
     from horizon_server.engine.device.host import HostDevice
@@ -119,19 +127,18 @@ def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
         document_lengths=document_lengths,
     )
     for _ in range(2):
-        trainer.train_step([row])
+        report = trainer.train_step([row])
     trainer.flush()
-    status = Path("/proc/self/status").read_text("ascii")
-    print(json.dumps(int(status.split("VmHWM:")[1].split()[0]) * 1024))
     trainer.close()
     device.close()
     store.close()
+    return report.device_memory_bytes
 
 
-def planned_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
-    """Host memory planned for steps of one row of such documents."""
+def planned(folder: Path, lengths: tuple[int, ...]) -> MemoryPlan:
+    """The plan of steps of one row of such documents."""
     found = open_model_folder(folder)
-    plan = plan_memory(
+    return plan_memory(
         found.layout,
         model=found.shape,
         tokens_per_step=sum(lengths),
@@ -143,7 +150,11 @@ def planned_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
         micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, "host"),
         longest_document=max(lengths),
     )
-    return plan.host_total_bytes
+
+
+def planned_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
+    """Host memory planned for such steps."""
+    return planned(folder, lengths).host_total_bytes
 
 
 def measured_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
@@ -180,9 +191,9 @@ def main() -> None:
             code = "import sys, pathlib, bench.long_rows as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
             command = [sys.executable, "-c", code, name, family, str(arguments.row)]
             subprocess.run(command, check=True, env=child_environment(), stderr=subprocess.DEVNULL)
-            planned, peak = planned_bytes(Path(name), lengths), measured_bytes(Path(name), lengths)
-        sizes = f"{planned / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB"
-        print(f"| {family} | {documents} | {sizes} | {peak / planned:.2f} |", flush=True)
+            plan_bytes, peak = planned_bytes(Path(name), lengths), measured_bytes(Path(name), lengths)
+        sizes = f"{plan_bytes / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB"
+        print(f"| {family} | {documents} | {sizes} | {peak / plan_bytes:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import long_rows
 from tests.support.tiny_models import Run, TinyModel
 from torch import Tensor
 
 from horizon_server.engine.layer_memory import measure_layer_memory
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import LayerMemory, plan_memory
+from horizon_server.planning.ledger import LARGE_BLOCK_BYTES, LayerMemory, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.process_variables import CHILD_VARIABLES
 from horizon_server.settings import child_environment
 
 
@@ -42,6 +44,36 @@ def test_a_count_at_two_lengths_tells_a_third(
 
     # The engine leaves out one product of some layers, and counts all that a row's layers are called with.
     assert 0.85 < counted.at(256) / report.device_memory_bytes["workspace"] < 1.25
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["falcon", "bloom", "bamba", "kimi_linear", "openai-gpt", "deepseek_v32"],
+)
+def test_the_plan_of_a_counted_model_is_what_its_layers_hold(architecture: str, tmp_path: Path) -> None:
+    long_rows.write_model(tmp_path, architecture, 1280)
+    plan = long_rows.planned(tmp_path, (1280,))
+    held = long_rows.account(tmp_path, (1280,))
+    assert 0.9 < held["workspace"] / plan.device["workspace"] <= 1.0
+
+
+def test_the_widest_moment_of_a_layer_is_counted(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
+    """What attention without a fused kernel takes: probabilities and two gradients of them, in fp32 for each head."""
+    model = tiny_model("bloom")
+    counted = measure_layer_memory(write(model, tmp_path / "model"), lengths=(256, 512))
+    num_heads = open_model_folder(tmp_path / "model").shape.num_attention_heads
+    assert counted.peak_per_pair == pytest.approx(3 * 4 * num_heads, rel=0.1)
+    assert counted.peak_at(1024) > counted.at(1024) and counted.call_at(1024) > 0
+
+
+def test_large_blocks_are_those_that_a_worker_gives_back() -> None:
+    assert int(CHILD_VARIABLES["MALLOC_MMAP_THRESHOLD_"]) == LARGE_BLOCK_BYTES
+    memory = LayerMemory(
+        bytes_per_token=1, bytes_per_pair=0, peak_per_token=3 << 16, blocks_per_token=(1 << 17, 1 << 10)
+    )
+    # Below the size all of it stays and more; above it the large block counts once.
+    assert memory.heap_at(256) > 2 * memory.peak_at(256)
+    assert memory.heap_at(512) - 512 * (1 << 17) < 3 * 512 * (1 << 16)
 
 
 def test_the_plan_of_a_recurrent_model_holds_what_was_counted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,8 +200,13 @@ def layer_signature(layer: nn.Module) -> tuple[object, ...]:
         for name, buffer in module.named_buffers(recurse=False):
             # A buffer of the checkpoint is given with every call, so that only its shape must be equal.
             stored = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
-            signature.append((name, tuple(buffer.shape) if stored else tuple(buffer.flatten().tolist())))
+            signature.append((name, buffer.dtype, tuple(buffer.shape), "" if stored else _digest(buffer)))
     return tuple(signature)
+
+
+def _digest(buffer: Tensor) -> str:
+    """Of a buffer's values: as Python's numbers, a mask over all pairs of positions would take eight times its memory."""
+    return hashlib.sha256(buffer.detach().flatten().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _comparable(value: object) -> object:

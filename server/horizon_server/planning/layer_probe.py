@@ -1,4 +1,7 @@
-"""Counts what the layers of a recurrent model keep for their backward, in a child process that loads torch. Loads no torch itself."""
+"""Counts what the layers of some models keep and take, in a child process that loads torch. Loads no torch itself.
+
+Of recurrent models, and of those whose attention keeps its scores: no formula says what their classes make of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_ra
 
 
 class LayerProbe:
-    """Counts once per config what the layers of a recurrent model keep, in a child process that loads torch.
+    """Counts once per config what the layers of a recurrent model keep, or of one whose attention keeps its scores.
 
     Thread: any but an event loop's; one probe runs at a time.
     """
@@ -38,8 +41,9 @@ class LayerProbe:
 
     def __call__(self, folder: ModelFolder) -> LayerMemory | None:
         """Return the count; None for models that the ledger's formulas cover, and where the child fails. Blocking."""
-        names = (tensor.name for _, tensor in folder.layout.tensors())
-        if not any(part in name for name in names for part in _RECURRENT):
+        names = [tensor.name for _, tensor in folder.layout.tensors()]
+        scans = any(part in name for name in names for part in _RECURRENT)
+        if not scans and not folder.shape.num_score_planes:
             return None
         key = hashlib.sha256((folder.path / CONFIG_FILE).read_bytes()).hexdigest()
         with self._lock:
@@ -47,10 +51,10 @@ class LayerProbe:
                 # Pushed models come and go for as long as the daemon runs.
                 if len(self._found) >= _MAX_REMEMBERED:
                     self._found.clear()
-                self._found[key] = asyncio.run(self._count(folder))
+                self._found[key] = asyncio.run(self._count(folder, scans=scans))
             return self._found[key]
 
-    async def _count(self, folder: ModelFolder) -> LayerMemory | None:
+    async def _count(self, folder: ModelFolder, *, scans: bool) -> LayerMemory | None:
         # A model that takes more for one row of one layer is planned by formula: the count must not take memory from running jobs.
         limits = Limits(wall_s=PROBE_TIMEOUT_S, memory_bytes=host_memory().available_bytes // 2)
         request = {"layers_of": str(folder.path)}
@@ -59,8 +63,9 @@ class LayerProbe:
             answer = await run_child(
                 "horizon_server.worker.measure", request, who=who, environment=self._environment, limits=limits
             )
-            return LayerMemory(**answer)
-        except (HorizonError, OSError, TypeError) as error:
+            blocks = tuple(answer.pop("blocks_per_token"))
+            return LayerMemory(**{**answer, "scans": scans}, blocks_per_token=blocks)
+        except (HorizonError, OSError, TypeError, KeyError) as error:
             # The worker meets the same failure, and reports it with its reason; the plan uses its formulas.
             log.warning(
                 "the memory of a model's layers could not be counted", folder=folder.path.name, why=str(error)[:200]

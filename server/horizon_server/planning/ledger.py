@@ -63,6 +63,10 @@ _BF16 = 2
 # beyond the formulas, and for each byte that it keeps at all, because its scan makes tensors that autograd does not keep.
 _HEAP_SHARE = 3.8
 _SCAN_SHARE = 0.35
+# Calibrated the same way: what the heap grows to for each byte in small blocks at the widest moment of a layer that scans.
+_SMALL_SHARE = 2.4
+LARGE_BLOCK_BYTES = 64 << 20
+"""From here on the C library of a worker gives a block back to the system when it is freed (a test compares with what it is told)."""
 CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
@@ -95,10 +99,23 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """What autograd keeps of a layer for a row of T tokens, counted on the model itself: bytes per token and per pair of tokens."""
+    """What autograd keeps of a layer for a row of T tokens, counted on the model itself: bytes per token and per pair of tokens.
+
+    And what forward and backward of the layer take at their widest moment, in fp32 on the host, the largest blocks that are alive at it,
+    and what the layers of a row are called with: zeros where that was not counted.
+    """
 
     bytes_per_token: float
     bytes_per_pair: float
+    peak_per_token: float = 0.0
+    peak_per_pair: float = 0.0
+    small_per_token: float = 0.0
+    """At the widest moment beside scores."""
+    blocks_per_token: tuple[float, ...] = ()
+    call_per_token: float = 0.0
+    call_per_pair: float = 0.0
+    scans: bool = True
+    """Whether the layers are recurrent ones, or attention whose scores the formulas count as planes."""
 
     @classmethod
     def through(cls, lengths: tuple[int, int], counts: tuple[int, int]) -> LayerMemory:
@@ -110,6 +127,21 @@ class LayerMemory:
     def at(self, row_tokens: int) -> int:
         """Bytes for a row."""
         return int(row_tokens * (self.bytes_per_token + row_tokens * self.bytes_per_pair))
+
+    def peak_at(self, row_tokens: int) -> int:
+        """Bytes at the widest moment; 0 where they were not counted."""
+        return int(row_tokens * (self.peak_per_token + row_tokens * self.peak_per_pair))
+
+    def call_at(self, row_tokens: int) -> int:
+        """Bytes of what the layers of a row are called with."""
+        return int(row_tokens * (self.call_per_token + row_tokens * self.call_per_pair))
+
+    def heap_at(self, row_tokens: int) -> int:
+        """What the heap grows to for the widest moment: the C library gives large blocks back at once, and of small ones keeps more."""
+        peak_bytes = self.peak_at(row_tokens)
+        blocks = (int(size * row_tokens) for size in self.blocks_per_token)
+        large_bytes = min(peak_bytes, sum(size for size in blocks if size >= LARGE_BLOCK_BYTES))
+        return large_bytes + int(_SMALL_SHARE * (peak_bytes - large_bytes))
 
 
 def plan_memory(
@@ -145,7 +177,12 @@ def plan_memory(
     element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
-    uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
+    # Counted scores take the place of the formula's planes where a row is computed as it was counted: in fp32, on the host.
+    scores = None
+    if layer is not None and not layer.scans:
+        is_counted = device_kind == "host" and element_bytes == _FP32 and layer.peak_at(row_tokens) > 0
+        scores, counted_bytes = (layer, counted_bytes) if is_counted else (None, 0)
+    uncovered_bytes = 0 if scores else max(0, counted_bytes - formula_elements * _FP32)
     num_kept = model.num_hidden_layers - layout.num_skipped_layers
     on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, activation_placement)
     device = {
@@ -154,12 +191,18 @@ def plan_memory(
         "gradients": _gradient_slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes
         + kept.product_layers * product_bytes(layout, model, num_tokens=tokens_per_step, element_bytes=element_bytes),
-        "workspace": call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
+        "workspace": model.position_mask_bytes
+        + (
+            call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+            if scores is None
+            else -(-tokens_per_step // row_tokens) * scores.call_at(row_tokens)
+        ),
     }
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens)
     adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=adapter_dropout > 0)
-    layer_bytes = (formula_elements + adapter_elements_of_row) * element_bytes + uncovered_bytes
+    saved_bytes = formula_elements * element_bytes + uncovered_bytes if scores is None else counted_bytes
+    layer_bytes = saved_bytes + adapter_elements_of_row * element_bytes
     if element_bytes == _BF16:
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
     host = {
@@ -181,12 +224,17 @@ def plan_memory(
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
-        host["other"] += heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
+        host["other"] += heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes, counted=scores)
         host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         if in_fp8:
             # Products that are emulated widen both factors again.
             host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
-        host["other"] += int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
+        if uncovered_bytes:
+            grown_bytes = int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
+            # Shares are for what was kept; the widest moment says more, where a large part of it goes back to the system.
+            host["other"] += (
+                min(grown_bytes, layer.heap_at(row_tokens)) if layer and layer.peak_per_token else grown_bytes
+            )
     return MemoryPlan(host=host, device=device)
 
 

@@ -8,6 +8,7 @@ Units: bytes, unless a name says elements.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.model_folder import ModelShape
@@ -42,6 +43,21 @@ BLOCK_SCORES = 1 << 22
 BLOCK_QUERIES = 32
 _ROUTING_ELEMENTS = 10
 """Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
+
+
+class CountedScores(Protocol):
+    """What was counted on a model's layers whose attention keeps its scores."""
+
+    @property
+    def peak_per_pair(self) -> float:
+        """Bytes for each pair of a row's tokens, at the widest moment of forward and backward."""
+
+    @property
+    def small_per_token(self) -> float:
+        """Bytes for each token at the widest moment beside scores."""
+
+    def call_at(self, row_tokens: int) -> int:
+        """Bytes of what the layers of a row are called with."""
 
 
 def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
@@ -187,9 +203,15 @@ def _cuda_mask_bytes(model: ModelShape, row_tokens: int) -> int:
 
 
 def heap_bytes(
-    layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int
+    layout: StoreLayout,
+    model: ModelShape,
+    row_tokens: int,
+    tokens_per_step: int,
+    element_bytes: int,
+    *,
+    counted: CountedScores | None = None,
 ) -> int:
-    """The heap of a worker that computes on the host, calibrated against peak RSS.
+    """The heap of a worker that computes on the host, calibrated against peak RSS. `counted` replaces the planes of scores.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
     add up instead of sharing their room: one layer's backward, one logits chunk, the embedding rows in both directions.
@@ -201,7 +223,12 @@ def heap_bytes(
     # (no kernel fuses it on cuda either), the mask makes a copy as well.
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
-    layer_elements = layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
+    small_elements = layer_saved_elements(model, row_tokens) + backward_elements
+    if counted is not None:
+        # Scores go back to the system. What the rest takes at its own widest moment stays.
+        unfused_bytes = row_tokens * (counted.peak_per_pair * row_tokens + counted.small_per_token)
+        unfused_elements = int(unfused_bytes) // _FP32
+    layer_elements = small_elements + unfused_elements + largest_weight
     # Logits, the gradient of their hidden states, and a block of rows in fp32; where weights are in bf16, the projection's gradient too.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
     head_bytes = chunk_tokens * (model.vocab_size + model.hidden_size) * element_bytes
@@ -211,6 +238,9 @@ def heap_bytes(
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
     calls = call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+    if counted is not None:
+        # A mask is made of another one.
+        calls = (-(-tokens_per_step // row_tokens) + 1) * counted.call_at(row_tokens)
     if element_bytes == _BF16:
         layer_elements += norm_input_elements(model, row_tokens)
     blocks_bytes = _block_elements(model, row_tokens) * _FP32

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import torch
 from torch import nn
 from transformers import GPT2Config, GPTNeoConfig, GPTNeoXConfig
 
-from horizon_server.engine.meta_model import ModuleState, draws_random_numbers
+from horizon_server.engine.meta_model import ModuleState, draws_random_numbers, layer_signature
 
 
 class Growing(nn.Module):
@@ -86,3 +88,21 @@ def test_dropout_that_only_other_heads_have_is_none_of_a_language_model() -> Non
     assert not draws_random_numbers(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     assert draws_random_numbers(GPT2Config())
     assert draws_random_numbers(GPTNeoXConfig(hidden_dropout=0.1))
+
+
+def test_layers_with_large_masks_are_compared_without_copies_of_them() -> None:
+    def layer(last: float) -> nn.Module:
+        module = nn.Linear(2, 2)
+        mask = torch.ones(512, 512)
+        mask[-1, -1] = last
+        module.register_buffer("mask", mask, persistent=False)
+        return module
+
+    one, equal, other = layer(1.0), layer(1.0), layer(2.0)
+    tracemalloc.start()
+    signature = layer_signature(one)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert signature == layer_signature(equal) != layer_signature(other)
+    assert peak_bytes < 512 * 512
