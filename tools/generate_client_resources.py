@@ -39,6 +39,7 @@ WIRE_ONLY = {
     "GenerateSpec",
     "LimitsSpec",
     "JobEvent",
+    "WholeBlob",
 }
 """Messages without a record: of the upload protocol, the spec, which is a plain mapping, and the envelope of an event."""
 WITHIN_A_JOB = {"StepEvent": "`last_step`", "EvalEvent": "`first_eval`, `best_eval` and `last_eval`"}
