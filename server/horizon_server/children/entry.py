@@ -110,10 +110,10 @@ def decode_line(line: bytes) -> Line:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
 
-def serve(work: Work, *, who: str, is_loading: bool = False) -> int:
+def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0) -> int:
     """Do `work` on the request that the command line names, report how it ended, and return the exit code.
 
-    With `is_loading` it is a part of loading a job, for which those that train do not wait.
+    With `is_loading` it is a part of loading a job, for which those that train do not wait. `niceness` is what the process has more of.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
@@ -129,6 +129,7 @@ def serve(work: Work, *, who: str, is_loading: bool = False) -> int:
     end_with_parent()
     if is_loading:
         cpu_priority.lower_for_good()
+    os.nice(niceness)
     events = EventWriter(arguments.events_fd)
     end = end_of(lambda: work(json.loads(arguments.request.read_bytes()), events), who)
     # Made here, where the memory that the work took is free again.

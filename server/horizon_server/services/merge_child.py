@@ -6,7 +6,6 @@ It loads torch only for a base that was trained on in fewer bits, to round it wi
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from pathlib import Path
@@ -36,7 +35,6 @@ def work(request: Any, events: EventWriter) -> dict[str, Any]:
         InvalidModel: the base is not the one that the adapter was trained on, or a value is not finite.
         DiskFull: there is not enough space; nothing is left there.
     """
-    os.nice(_NICENESS)
     base, adapter, target = Path(request["base"]), Path(request["adapter"]), Path(request["target"])
     try:
         return _merged(request, events, base, adapter, target)
@@ -94,4 +92,4 @@ def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the child that merges an adapter"))
+    sys.exit(serve(work, who="the child that merges an adapter", niceness=_NICENESS))

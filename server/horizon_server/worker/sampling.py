@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -56,7 +55,6 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 def work(plain: Any, events: EventWriter) -> dict[str, Any]:
     """Send the text of every answer as it comes, and return what it took."""
-    os.nice(_NICENESS)
     let_launchers_run()
     request = SampleRequest.from_mapping(plain)
     try:
@@ -226,4 +224,4 @@ def _refused(name: str, what: str) -> InvalidData:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the child that answers prompts"))
+    sys.exit(serve(work, who="the child that answers prompts", niceness=_NICENESS))
