@@ -57,7 +57,7 @@ def test_two_users_take_turns_and_see_only_their_own(node: Node, tmp_path: Path)
     with node.client() as ada:
         adas = ada.jobs.submit(quick_spec("adas"))
         bobs = bob.works("job", "submit", "job.yaml", "-o", "name").strip()
-        assert f"job {adas.job_id} does not exist" in bob.fails(4, "job", "get", adas.job_id)
+        assert f"job '{adas.job_id}' does not exist" in bob.fails(4, "job", "get", adas.job_id)
         assert "SUCCEEDED" in bob.works("job", "watch", bobs).splitlines()[-1]
         assert wait_for_state(ada, adas.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
     assert bob.works("job", "list", "-o", "name").split() == [bobs]

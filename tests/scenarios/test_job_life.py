@@ -50,7 +50,7 @@ def test_the_tuned_model_is_better_and_transformers_loads_it(
         job = client.jobs.submit(demo_spec(max_steps=12, tokens_per_step=1024))
         seen = losses(client, job.job_id)
         assert seen[12] < 0.8 * seen[1]
-        assert "step 12/12 loss" in b"".join(client.jobs.logs(job.job_id)).decode()
+        assert "step 12/12: loss" in b"".join(client.jobs.logs(job.job_id)).decode()
         done = client.jobs.get(job.job_id)
         client.checkpoints.pull(job.job_id, to=tmp_path / "tuned")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)

@@ -485,7 +485,7 @@ class Template:
 
     def _skipped_by(self, index: int) -> SkippedProjection | None:
         """The projection whose value a layer's backward does not need. A magnitude's gradient is made of what it multiplies."""
-        found = self._skipped_projections[self.layer_groups[index]]
+        found = self._skipped_projections.get(self.layer_groups[index])
         scaled = {names.weight for names in self._adapters[index] if names.magnitude}
         return None if found is not None and found.weight in scaled else found
 

@@ -87,6 +87,13 @@ class Training:
         template = self._template = Template.from_folder(request.model, layout=layout)
         # Now, because compiled layers have the scale in their code.
         template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
+        # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
+        length, longest = self._spec.train.sequence_length, template.max_document_tokens
+        if longest is not None and length > longest:
+            field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
+            raise InvalidSpec(
+                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
+            )
         adapter = adapter_export(request, template)
         self._data = MethodData(request.prepared, self._spec)
         answer_ends = tuple(self._data.dataset.answer_ends.values())
@@ -100,13 +107,6 @@ class Training:
             adapter=adapter,
             answer_ends=answer_ends,
         )
-        # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
-        length, longest = self._spec.train.sequence_length, template.max_document_tokens
-        if longest is not None and length > longest:
-            field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
-            raise InvalidSpec(
-                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
-            )
         self._packing_limit = template.packing_limit
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         refusal = numa.interleave() if request.numa_interleave else ""

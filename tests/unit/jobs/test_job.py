@@ -42,7 +42,7 @@ def test_the_whole_time_is_known_with_the_steps() -> None:
     prediction = PLAN.with_steps(30).prediction
     assert prediction is not None and prediction.total_s == 60.0
     unknown = dataclasses.replace(PLAN, prediction=None)
-    assert unknown.with_steps(30) == unknown
+    assert unknown.with_steps(30) == dataclasses.replace(unknown, num_steps=30)
 
 
 def test_before_the_first_step_the_time_left_is_the_predicted_one() -> None:
