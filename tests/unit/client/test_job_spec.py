@@ -271,7 +271,10 @@ def test_overrides() -> None:
         ("train..seed=3", "write it as field=value"),
         ("name.first=3", "name is not a section"),
         ("train.seed=[1", "the value is not YAML; put it in quotes"),
-        (r'train.trainable=["layers\.[4-5]"]', r"in YAML a backslash, as in \\\., needs single quotes: \['layers\\\.\[4-5\]'\]"),
+        (
+            r'train.trainable=["layers\.[4-5]"]',
+            r"in YAML a backslash, as in \\\., needs single quotes: \['layers\\\.\[4-5\]'\]",
+        ),
     ],
 )
 def test_bad_overrides(override: str, words: str) -> None:
