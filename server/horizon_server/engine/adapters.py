@@ -235,7 +235,7 @@ def check_uses(
         zeros = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in empty.items()}
         watched = run(zeros, *call.with_hidden(torch.zeros(1, NUM_TRIAL_TOKENS, hidden_size, dtype=dtype)))
     for name, how in watched.others.items():
-        # What Python asks of an attribute is no operation that a user knows.
+        # A user does not know the names that Python has for reading an attribute.
         what = f"gives it to {how}, which" if how not in ("", "get") else "uses it in a way that"
         raise _refused(stored_names[name], f"the model's code {what} is not a linear map")
     for name, stored_name in stored_names.items():

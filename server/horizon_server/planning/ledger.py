@@ -66,7 +66,7 @@ _SCAN_SHARE = 0.35
 # Calibrated the same way: what the heap grows to for each byte in small blocks at the widest moment of a layer that scans.
 _SMALL_SHARE = 2.4
 LARGE_BLOCK_BYTES = 64 << 20
-"""From here on the C library of a worker gives a block back to the system when it is freed (a test compares with what it is told)."""
+"""A worker's C library returns blocks of this size and larger to the system when they are freed (a test compares with its setting)."""
 CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
