@@ -42,7 +42,7 @@ def test_a_watch_goes_on_across_a_restart_of_the_daemon(own_node: Callable[..., 
     restarted = type(with_port.daemon)(with_port.daemon.state_dir, "--grpc", address)
     try:
         restarted.start()
-        rest, notes = watch.communicate(timeout=120)
+        rest, notes = watch.communicate(timeout=300)
         assert watch.returncode == 0, notes
         assert f"the watch of {job.job_id} was cut" in notes
         events = [json.loads(line) for line in [*lines, *rest.splitlines()]]
