@@ -38,41 +38,44 @@ def run(task: Task, report: Report) -> None:
         for missing in what_is_missing(os.environ):
             report.say(f"Compiling for the GPU lacks {missing}.")
     target = target_of(model, SIZES[task.device].row_tokens)
-    rows: list[dict[str, object]] = []
-    report.table(
-        "Compiled layers",
-        {"layers of": "", "kind": "d", "kernels": "", "times as fast": ".2f", "error": ".1e", "s": ".1f", "note": ""},
-    )
+    rows, returned = list[dict[str, object]](), list[dict[str, object]]()
     # A base in 4 bits is computed by the same code as one in bf16: its layers find bf16 on the device.
     for what, one in (("the model", model), ("adapters", model_of(model.shape, model.kind, "bf16"))):
-        _compile(one, library, target, what, report)
+        rows += _compile(one, library, target, what, report)
         if what == "the model":
             code = next(
                 filter(None, (_code(one, library, target, kind) for kind in set(one.template.layer_kinds))), None
             )
-            rows.append(_host_returns(one, code, target))
-    report.table("When the host returns from ten runs of a layer", RETURN_COLUMNS)
+            returned.append(_host_returns(one, code, target))
+    report.table(
+        "Compiled layers",
+        {"layers of": "", "kind": "d", "kernels": "", "times as fast": ".2f", "error": ".1e", "s": ".1f", "note": ""},
+    )
     for row in rows:
+        report.row(**row)
+    report.table("When the host returns from ten runs of a layer", RETURN_COLUMNS)
+    for row in returned:
         report.row(**row)
     if task.device == "cuda":
         torch.cuda.synchronize()
 
 
-def _compile(model: Model, library: CodeLibrary, target: Target, what: str, report: Report) -> None:
+def _compile(model: Model, library: CodeLibrary, target: Target, what: str, report: Report) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
     model.template.place_buffers(lambda tensor: tensor.to(target.device))
     start_s = time.perf_counter()
     refusals = build_missing(model.template, library, target, report.say)
     seconds = time.perf_counter() - start_s
     for kind in call_patterns(model.template, target.dtype):
-        cells = {"layers_of": what, "kind": kind}
+        cells: dict[str, object] = {"layers_of": what, "kind": kind}
         entry = library.find(layer_key(model.template, kind, target))
         if entry is None or entry.refusal:
             why = entry.refusal if entry else "; ".join(refusals) or "it cannot be traced"
-            report.row(**cells, s=seconds, note=why)
+            rows.append({**cells, "s": seconds, "note": why})
         else:
-            report.row(
-                **cells, kernels=entry.kernels, times_as_fast=entry.speedup, error=entry.error, s=entry.compile_s
-            )
+            figures = {"times_as_fast": entry.speedup, "error": entry.error, "s": entry.compile_s}
+            rows.append({**cells, **figures, "kernels": entry.kernels})
+    return rows
 
 
 def _code(model: Model, library: CodeLibrary, target: Target, kind: int) -> tuple[int, LayerCode] | None:

@@ -64,7 +64,7 @@ def summary_lines(folder: Path, outcomes: Sequence[Outcome], *, minutes: float, 
     lines += [
         f"- the same steps twice, {row['engine']}: losses {row['all losses']}, weights {row['weights and moments']} (expected to be the "
         f"same: {row['expected of weights']})"
-        for row in rows("twice")
+        for row in rows("twice", "2 steps")
         if row["all losses"]
     ]
     ended = _stages(outcomes)

@@ -37,18 +37,19 @@ def run(task: Task, report: Report) -> None:
         cells, values = {}, []
         for tokens in sizes.table_tokens:
             predicted = forecast(variant, tokens, folder(shape, variant.base))
+            predicted_tflops = predicted.model_flops_per_s / 1e12
             row = next((row for row in found if row["tokens"] == tokens), None)
             measured = row["useful TFLOP/s"] if row and row["step s"] else None
             values.append(
                 {
                     "tokens": tokens,
-                    "predicted": predicted.model_flops_per_s / 1e12,
+                    "predicted": predicted_tflops,
                     "predicted_s": predicted.step_s,
                     "measured": measured,
                     "measured_s": row["step s"] if row and measured else None,
                 }
             )
-            cells[_column(tokens)] = _cell(values[-1]["predicted"], measured)
+            cells[_column(tokens)] = _cell(predicted_tflops, measured)
         report.row(variant=variant.title, **cells, note=_note(variant, found), shape=shape, values=values)
     report.say(
         "\nA cell without a measured part has no point of its own, or its note says why. Predictions are for one H100 (80 GB) with "

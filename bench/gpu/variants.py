@@ -71,7 +71,6 @@ class Variant:
     unpacks: bool = False
 
 
-_ALL = {"for_hopper": True, "fewer_copies": True}
 VARIANTS: tuple[Variant, ...] = (
     Variant(title="row by row, eager layers", facts=TODAY, measured_by=Measures(engine="row by row")),
     Variant(title="joined rows, eager layers", facts=_EAGER, measured_by=Measures(engine="eager")),
@@ -83,15 +82,15 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(title="eager, products kept", facts=_EAGER, products=True, measured_by=Measures(engine="products")),
     Variant(title="a job + attention for Hopper", for_hopper=True),
-    Variant(title="+ fewer copies", **_ALL),
-    Variant(title="+ products kept by compiled layers", products=True, **_ALL),
-    Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, **_ALL),
-    Variant(title="optimizer states of 17 of 28 layers resident instead", resident_states=True, **_ALL),
+    Variant(title="+ fewer copies", for_hopper=True, fewer_copies=True),
+    Variant(title="+ products kept by compiled layers", products=True, for_hopper=True, fewer_copies=True),
+    Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True, fewer_copies=True),
+    Variant(title="optimizer states of 17 of 28 layers resident instead", resident_states=True, for_hopper=True, fewer_copies=True),
     Variant(title="train.matmul: fp8, eager layers", facts=_EAGER, fp8="eager", measured_by=Measures(engine="fp8")),
-    Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", **_ALL),
+    Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True, fewer_copies=True),
     Variant(
         title="the same, weight gradients too, products kept, table resident",
-        facts=_NO_TABLE, fp8="with weight gradients", products=True, **_ALL,
+        facts=_NO_TABLE, fp8="with weight gradients", products=True, for_hopper=True, fewer_copies=True,
     ),
     Variant(
         title="LoRA, bf16 base, nothing resident",
@@ -100,7 +99,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(title="LoRA, bf16 base, a job", base="bf16", residents=True, measured_by=Measures(base="bf16")),
     Variant(
         title="LoRA, base and table resident, attention for Hopper, fewer copies",
-        base="bf16", facts=_NO_TABLE, all_resident=True, **_ALL,
+        base="bf16", facts=_NO_TABLE, all_resident=True, for_hopper=True, fewer_copies=True,
     ),
     Variant(
         title="LoRA, nf4 base, nothing resident",
@@ -109,7 +108,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(title="LoRA, nf4 base, a job", base="nf4", unpacks=True, residents=True, measured_by=Measures(base="nf4")),
     Variant(
         title="LoRA, nf4 base, one kernel, packed resident, the rest as above",
-        base="nf4", facts=_NO_TABLE, all_resident=True, **_ALL,
+        base="nf4", facts=_NO_TABLE, all_resident=True, for_hopper=True, fewer_copies=True,
     ),
 )  # fmt: skip
 
