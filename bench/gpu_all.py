@@ -2,7 +2,7 @@
 
     python3 -m bench.gpu_all --out results --minutes 40
 
-Needs g++, torch, transformers, triton, numpy, safetensors and psutil (pytest for the tests); nothing is installed or downloaded. Each
+Needs g++, torch, transformers and triton with what they bring along (pytest for the tests); nothing is installed or downloaded. Each
 stage has a time limit of its own, writes its results as it goes, and does not stop the others when it fails or crashes:
 
 | file | what |
