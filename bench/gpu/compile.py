@@ -24,6 +24,9 @@ from horizon_server.engine.compiled.package import LayerCode
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
 
 RETURN_COLUMNS = {"tokens": ",d", "host returned ms": ".2f", "all ended ms": ".2f", "share": ".2f", "note": ""}
+COMPILED_COLUMNS = {
+    "layers of": "", "kind": "d", "kernels": "", "times as fast": ".2f", "error": ".1e", "s": ".1f", "note": "",
+}  # fmt: skip
 _NUM_RUNS, _MOST_TOKENS = 10, 4096
 
 
@@ -38,24 +41,19 @@ def run(task: Task, report: Report) -> None:
         for missing in what_is_missing(os.environ):
             report.say(f"Compiling for the GPU lacks {missing}.")
     target = target_of(model, SIZES[task.device].row_tokens)
-    rows, returned = list[dict[str, object]](), list[dict[str, object]]()
     # A base in 4 bits is computed by the same code as one in bf16: its layers find bf16 on the device.
     for what, one in (("the model", model), ("adapters", model_of(model.shape, model.kind, "bf16"))):
-        rows += _compile(one, library, target, what, report)
+        rows = _compile(one, library, target, what, report)
+        # Now, in case that the next one does not end in time.
+        report.table(f"Compiled layers, {what}", COMPILED_COLUMNS)
+        for row in rows:
+            report.row(**row)
         if what == "the model":
             code = next(
                 filter(None, (_code(one, library, target, kind) for kind in set(one.template.layer_kinds))), None
             )
-            returned.append(_host_returns(one, code, target))
-    report.table(
-        "Compiled layers",
-        {"layers of": "", "kind": "d", "kernels": "", "times as fast": ".2f", "error": ".1e", "s": ".1f", "note": ""},
-    )
-    for row in rows:
-        report.row(**row)
-    report.table("When the host returns from ten runs of a layer", RETURN_COLUMNS)
-    for row in returned:
-        report.row(**row)
+            report.table("When the host returns from ten runs of a layer", RETURN_COLUMNS)
+            report.row(**_host_returns(one, code, target))
     if task.device == "cuda":
         torch.cuda.synchronize()
 
