@@ -350,7 +350,7 @@ def _wire_jobs(
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(folders.prepared, preparing, space), num_threads=num_threads, environment=environment,
+            preparation=Preparation(folders.prepared, preparing, space, ask=scheduler.wake), num_threads=num_threads, environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
