@@ -292,6 +292,11 @@ def test_a_checkpoint_that_cannot_be_continued_says_what_differs_and_the_way_on(
     change_state(tmp_path, prepared="prepared", rows="0" * 64)
     with pytest.raises(InvalidSpec, match="its documents were in another order. " + way_on):
         train(tmp_path, resume=True)
+    # Which steps are looked at depends on how many there are.
+    change_state(tmp_path, rows="0" * 64, num_steps=9, order=1)
+    words = "the job had 9 steps and has 2 now. "
+    with pytest.raises(InvalidSpec, match=words + way_on):
+        train(tmp_path, resume=True)
     change_state(tmp_path, rows=None, num_steps=9, order=1)
     words = "the job had 9 steps and has 2 now; its documents were in another order. "
     with pytest.raises(InvalidSpec, match=words + way_on):
