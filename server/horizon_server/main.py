@@ -74,7 +74,7 @@ from horizon_server.services.housekeeping.sweep import Sweep
 from horizon_server.services.identity import IdentityService
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.jobs import JobService
-from horizon_server.services.merging import Merges
+from horizon_server.services.merging import Merges, remove_cut_merges
 from horizon_server.services.model_child import try_model
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
@@ -427,8 +427,9 @@ async def _listen(
 async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
     remove_empty_worker_groups()
-    # Of preparations that ran when the last daemon was killed.
+    # Of preparations and merges that ran when the last daemon was killed.
     remove_all_partial(parts.services.jobs.folders.prepared)
+    remove_cut_merges(parts.services.jobs.folders)
     await parts.scheduler.recover()
     await parts.scheduler.run()
 
