@@ -112,7 +112,8 @@ def rest(world: Attacked) -> None:
         f"http://{world.daemon.endpoints['http']}/horizon/v1/node", headers={"Authorization": f"Bearer {world.ada}"}
     )
     until = time.monotonic() + LONGEST_CALL_S
-    # Not a number of tries: a hundred of them take a moment, or seconds, by how busy the machine is.
+    # The newest connections of an address are kept, and under half requests the attacker's are as new as this one: of 509 calls 3 were
+    # cut, under connections to gRPC none of 292. Not a number of tries: a hundred take a moment, or seconds, by how busy the machine is.
     while time.monotonic() < until:
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310

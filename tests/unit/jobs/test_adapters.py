@@ -561,3 +561,18 @@ async def test_the_base_of_adapters_that_are_kept_is_not_swept(daemon: DaemonPar
     await sweep(daemon.parts)
     assert base.is_dir()
     assert await merged(daemon, ada, job)
+
+
+async def test_messages_about_a_job_name_its_inputs_and_no_file_of_the_state_folder(
+    daemon: DaemonParts, ada: Principal
+) -> None:
+    await source_of(daemon, ada)
+    job = await daemon.submit(ada, "second", init_from="first@last", train=LORA)
+    folders = daemon.services.jobs.folders
+    words = {
+        f"{folders.start(job.job_id)}/adapter_model.safetensors: lora_A holds NaN":
+            "adapter_model.safetensors of init_from (first@last): lora_A holds NaN",
+        f"{folders.state_dir / 'models' / job.model_id} holds no tokenizer that can be loaded":
+            f"the model {job.spec.model} holds no tokenizer that can be loaded",
+    }  # fmt: skip
+    assert {before: folders.in_words(job, before) for before in words} == words

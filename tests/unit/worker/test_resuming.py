@@ -355,3 +355,11 @@ def test_a_checkpoint_is_continued_only_in_the_dtype_that_made_it(dtypes: tuple[
     with pytest.raises(InvalidSpec, match=f"exactly: it was made in {first}, and this attempt computes in"):
         train(tmp_path, resume=True, compute_dtype=second)
     train(tmp_path, resume=True, compute_dtype=first)
+
+
+@pytest.mark.parametrize(("architecture", "keeps"), [("bloom", True), ("llama", False)])
+def test_a_job_says_why_its_model_keeps_masks(tmp_path: Path, architecture: str, keeps: bool) -> None:
+    write_inputs(tmp_path, architecture)
+    said = [message.text for message in train(tmp_path, max_steps=1) if message.text.startswith("keeps masks: ")]
+    assert len(said) == keeps
+    assert all("attention has one over all pairs of a row's tokens, because " in text for text in said)
