@@ -36,8 +36,10 @@ def test_a_traced_layer_computes_what_the_layer_computes(architecture: str) -> N
             if isinstance(pattern, NotCompilable):
                 raise pattern
             graphs = trace(template, group, pattern, LENGTHS.get(architecture, TRACED_FOR))
-        except NotCompilable:
+        except NotCompilable as error:
             eager.add(group)
+            # For the job's events, where no Python error is of use.
+            assert "Error" not in str(error) and "torch" not in str(error) and "/" not in str(error), str(error)
             continue
         for lengths in ROWS:
             difference, worst = greatest_difference(template, group, pattern, graphs, lengths)
