@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from horizon_server.children.child import Child, Limits
 from horizon_server.children.entry import MAX_REQUEST_BYTES
@@ -212,6 +214,21 @@ async def test_the_child_has_the_planned_memory_as_limit(
     assert given[0].file_bytes == 64 * 2**20
     assert given[0].wall_s == 900
     assert given[0].oom_score_adj == 1000
+
+
+async def test_a_model_whose_weights_are_larger_than_a_log_may_be_answers(make: Any, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    rows = 40 * 2**20 // json.loads((copied / "config.json").read_text())["hidden_size"]
+    tensors = load_file(copied / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    assert sample_memory(sample_layout(open_model_folder(copied))).planes > 64 * 2**20
+
+    samples, _, _ = make(keep_s=0.0)
+    assert text_of(await everything(samples, ADA, 2)) == text_of(await everything(samples))
 
 
 async def test_who_may_not_use_the_node_is_refused_before_anything_is_looked_at(make: Any) -> None:
