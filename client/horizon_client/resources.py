@@ -729,7 +729,7 @@ class SampleFigures:
     num_tokens: int
     """Of all answers together."""
     load_s: float
-    """Seconds until the weights were in memory."""
+    """Seconds until the weights were in memory; 0 where they were already."""
     duration_s: float
     """Seconds from there to the last token."""
     tokens_per_second: float
@@ -929,7 +929,7 @@ class Node:
     share_uses: tuple[ShareUse, ...]
     """Decayed device time by project and user."""
     host_memory_promised_bytes: int
-    """Planned host memory of all resident jobs together."""
+    """Planned host memory of all resident jobs together, and of the model that answers prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,6 @@ from horizon_server.planning.machine import (
     usable_accelerators,
 )
 from horizon_server.planning.planner import Planner
-from horizon_server.planning.sampling import SampleHold
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Rules
@@ -81,6 +80,7 @@ from horizon_server.services.previews import Previews
 from horizon_server.services.pushed import DatasetService, ModelService, ModelTrial
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.sampling import Samples
+from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
@@ -112,6 +112,7 @@ class Parts:
 
     async def drain(self, timeout_s: float, *, leave_workers: bool = False) -> None:
         """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then end every watch."""
+        await self.services.samples.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)
         else:
@@ -220,10 +221,17 @@ async def wire(
     uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders, trial)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
-    hold = SampleHold()
+    sampling = SamplingChild(
+        environment=environment,
+        free_bytes=lambda but: min(
+            jobs.planner.host_limit_bytes - scheduler.promised_bytes(but=but),
+            host_memory().available_bytes - settings.host_memory_reserve_bytes,
+        ),
+        keep_s=settings.sampling_keep_s,
+    )
     scheduler, jobs = _wire_jobs(
         settings, journal, metrics, lifecycle, resources, usable, folders, quotas, space,
-        sharing=sharing, shares=shares, hold=hold, environment=environment, worker_module=worker_module,
+        sharing=sharing, shares=shares, sampling=sampling, environment=environment, worker_module=worker_module,
     )  # fmt: skip
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
     services = Services(
@@ -231,13 +239,7 @@ async def wire(
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),
-        samples=Samples(
-            jobs, hold=hold, environment=environment, num_threads=settings.num_threads or available_cpus(),
-            free_bytes=lambda: min(
-                jobs.planner.host_limit_bytes - scheduler.promised_bytes(),
-                host_memory().available_bytes - settings.host_memory_reserve_bytes,
-            ),
-        ),
+        samples=Samples(jobs, sampling, num_threads=settings.num_threads or available_cpus()),
         merges=Merges(jobs, quotas=quotas, environment=environment),
         models=models,
         blobs=uploads,
@@ -312,7 +314,7 @@ def _wire_data(
 def _wire_jobs(
     settings: Settings, journal: Journal, metrics: Metrics, lifecycle: Lifecycle, resources: NodeResources,
     usable: Sequence[Accelerator], folders: JobFolders, quotas: Quotas, space: Space, *, sharing: SharingStore, shares: Shares,
-    hold: SampleHold, environment: Mapping[str, str], worker_module: str,
+    sampling: SamplingChild, environment: Mapping[str, str], worker_module: str,
 ) -> tuple[Scheduler, JobService]:  # fmt: skip
     """Make what plans, queues and runs jobs."""
     num_threads = settings.num_threads or available_cpus()
@@ -339,7 +341,7 @@ def _wire_jobs(
     arena_bytes = settings.arena_limit(host_memory().limit_bytes)
     view = QueueView(
         jobs=journal.store, sharing=sharing, shares=shares, rules=rules,
-        host_bytes=lambda: max(0, planner.host_limit_bytes - hold.num_bytes),
+        host_bytes=lambda: max(0, planner.host_limit_bytes - sampling.busy_bytes),
         devices={"host": arena_bytes, **usable_bytes},
     )  # fmt: skip
     meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()
@@ -357,7 +359,7 @@ def _wire_jobs(
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
             stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
-            on_asked=functools.partial(on_loaded, job.job_id),
+            on_asked=functools.partial(on_loaded, job.job_id), make_room=functools.partial(sampling.make_room, job.job_id),
         )  # fmt: skip
 
     scheduler = Scheduler(
@@ -370,6 +372,7 @@ def _wire_jobs(
         view=view,
         make_attempt=make_attempt,
         when_idle=IdleMeasurement(rates, environment=environment, gpu=next(iter(usable), None)),
+        held_bytes=lambda: sampling.held_bytes,
     )
     jobs = JobService(
         journal=journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner,

@@ -184,6 +184,12 @@ class Settings(BaseSettings):
         gt=0,
         description="A user whose jobs have waited longer than this gets the next free memory.",
     )
+    sampling_keep_s: float = Field(
+        60.0,
+        ge=0,
+        description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the next one, unless a "
+        "job needs the memory; 0 never keeps it.",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import shutil
+import signal
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from horizon_server.children.child import Child, Limits
+from horizon_server.children.entry import MAX_REQUEST_BYTES
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed, NotFound, Stalled
+from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed, NotFound, Stalled, WorkerDied
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.sampling import SampleHold, sample_layout, sample_memory
+from horizon_server.planning.sampling import sample_layout, sample_memory
 from horizon_server.records.account import Principal
 from horizon_server.records.sample import (
     MAX_MESSAGES,
@@ -32,6 +40,7 @@ from horizon_server.records.sample import (
     check_sample,
 )
 from horizon_server.services.sampling import Samples
+from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.settings import child_environment
 
 ADA = Principal(name="ada", role="user", project="ada")
@@ -39,6 +48,7 @@ BOB = Principal(name="bob", role="user", project="bob", memberships={"ada": "mem
 VIEWER = Principal(name="eve", role="viewer", project="eve")
 HELLO = SamplePrompt(text="hello")
 SHORT = SampleOptions(max_tokens=3)
+LONG = SampleOptions(max_tokens=900)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +57,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(folder: Path) -> Any:
-    """Makes the service over one job of ada's, whose checkpoint of step 1 is the demo model."""
+async def make(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
+    """Makes the service over one job of ada's, whose checkpoint of step 1 is the demo model, and that of step 2 a copy of it."""
+    copied = shutil.copytree(folder, tmp_path / "copied")
 
     async def get(principal: Principal, key: str) -> Any:
         return SimpleNamespace(job_id=key, owner="ada", project="ada")
 
     async def take(checkpoints: Any, step: int) -> Any:
-        if step != 1:
+        if step not in (1, 2) or (step == 2 and not copied.is_dir()):
             raise NotFound(f"no checkpoint of step {step}")
         return nullcontext()
 
@@ -64,34 +75,54 @@ def make(folder: Path) -> Any:
         leases=SimpleNamespace(take=take),
         folders=SimpleNamespace(
             checkpoints=lambda _: SimpleNamespace(
-                of_step=lambda _: folder, manifest=lambda _: SimpleNamespace(files={}, base=None)
+                of_step=lambda step: folder if step == 1 else copied,
+                manifest=lambda _: SimpleNamespace(files={}, base=None),
             )
         ),
         scheduler=SimpleNamespace(wake=lambda: wakes.append(1)),
     )
+    made: list[SamplingChild] = []
 
-    def samples(*, free_bytes: int = 1 << 40, **options: Any) -> tuple[Samples, SampleHold, list[int]]:
-        hold = SampleHold()
-        made = Samples(
-            jobs, hold=hold, free_bytes=lambda: free_bytes, environment=child_environment(), num_threads=1, **options
+    def samples(
+        *, free_bytes: int = 1 << 40, keep_s: float = 600.0, **options: Any
+    ) -> tuple[Samples, SamplingChild, list[int]]:
+        child = SamplingChild(
+            environment=child_environment(), free_bytes=lambda _: free_bytes, keep_s=keep_s, **options
         )
-        return made, hold, wakes
+        made.append(child)
+        return Samples(jobs, child, num_threads=1), child, wakes
 
-    return samples
+    yield samples
+    for child in made:
+        await child.close()
 
 
 async def everything(samples: Samples, principal: Principal = ADA, step: int = 1, *prompts: SamplePrompt) -> list[Any]:
     return [piece async for piece in samples.sample(principal, "job", step, prompts or (HELLO,), SHORT)]
 
 
+def text_of(pieces: Sequence[Any]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, SampledText))
+
+
+def idle_of(child: SamplingChild) -> tuple[int, asyncio.Task[None]]:
+    """The process that is idle, and the task that ends it."""
+    assert child._idle is not None
+    return child._idle.child.pid, child._idle.watch
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
 async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: Any, folder: Path) -> None:
-    samples, hold, wakes = make()
+    samples, child, wakes = make()
     start_s = time.monotonic()
     held = []
     pieces = []
     async for piece in samples.sample(ADA, "job", 1, [HELLO, HELLO], SHORT):
         pieces.append(piece)
-        held.append(hold.num_bytes)
+        held.append(child.held_bytes)
 
     *texts, figures = pieces
     assert isinstance(figures, SampleFigures)
@@ -100,33 +131,33 @@ async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: 
     assert 0.5 * waited_s <= figures.load_s + figures.duration_s <= waited_s
     assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}
     assert set(held) == {sample_memory(sample_layout(open_model_folder(folder))).total}
-    assert hold.num_bytes == 0
+    assert child.busy_bytes == 0
     assert wakes
 
 
 async def test_a_call_that_does_not_fit_beside_the_jobs_is_refused_with_the_numbers(make: Any) -> None:
-    samples, hold, _ = make(free_bytes=1 << 30)
+    samples, child, _ = make(free_bytes=1 << 30)
 
     with pytest.raises(DoesNotFit, match=r"takes 4\.\d\d GiB of host memory .* leave 1\.00 GiB"):
         await everything(samples)
-    assert hold.num_bytes == 0
+    assert child.held_bytes == 0
 
 
 async def test_one_call_at_a_time_is_answered(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, _, _ = make()
     running, most = 0, 0
-    answer = Child.answer
+    answer = SamplingChild.answer
 
-    async def counted(self: Child, on_event: Any = None) -> Any:
+    async def counted(self: SamplingChild, *arguments: Any) -> Any:
         nonlocal running, most
         running += 1
         most = max(most, running)
         try:
-            return await answer(self, on_event)
+            return await answer(self, *arguments)
         finally:
             running -= 1
 
-    monkeypatch.setattr(Child, "answer", counted)
+    monkeypatch.setattr(SamplingChild, "answer", counted)
     found = await asyncio.gather(everything(samples, ADA), everything(samples, BOB), everything(samples, ADA))
 
     assert most == 1
@@ -134,15 +165,15 @@ async def test_one_call_at_a_time_is_answered(make: Any, monkeypatch: pytest.Mon
 
 
 async def test_a_call_that_takes_too_long_is_ended(make: Any) -> None:
-    samples, hold, _ = make(limit_s=0.05)
+    samples, child, _ = make(limit_s=0.05)
 
     with pytest.raises(Stalled, match=r"were not answered within 0\.05 s"):
         await everything(samples)
-    assert hold.num_bytes == 0
+    assert child.held_bytes == 0
 
 
 async def test_a_caller_who_leaves_ends_the_child(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, hold, _ = make()
+    samples, child, _ = make()
     started: list[Child] = []
     start = Child.start
 
@@ -151,12 +182,17 @@ async def test_a_caller_who_leaves_ends_the_child(make: Any, monkeypatch: pytest
         return started[-1]
 
     monkeypatch.setattr(Child, "start", noted)
-    pieces = samples.sample(ADA, "job", 1, [HELLO], SampleOptions(max_tokens=900))
-    await anext(pieces)
-    await pieces.aclose()
+    for is_loaded in (False, True):
+        if is_loaded:
+            await everything(samples)
+        pieces = samples.sample(ADA, "job", 1, [HELLO], LONG)
+        await anext(pieces)
+        await pieces.aclose()
 
-    assert not Path(f"/proc/{started[0].pid}").exists()
-    assert hold.num_bytes == 0
+        assert is_gone(started[-1].pid)
+        assert child.held_bytes == 0
+    # The last one answered a call before.
+    assert len(started) == 2
 
 
 async def test_the_child_has_the_planned_memory_as_limit(
@@ -174,18 +210,159 @@ async def test_the_child_has_the_planned_memory_as_limit(
         await everything(samples)
 
     assert given[0].memory_bytes == sample_memory(sample_layout(open_model_folder(folder))).private
+    # Its planes are files, in memory.
+    assert given[0].file_bytes == 64 * 2**20
     assert given[0].wall_s == 900
     assert given[0].oom_score_adj == 1000
 
 
+async def test_a_model_whose_weights_are_larger_than_a_log_may_be_answers(make: Any, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    rows = 40 * 2**20 // json.loads((copied / "config.json").read_text())["hidden_size"]
+    tensors = load_file(copied / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    assert sample_memory(sample_layout(open_model_folder(copied))).planes > 64 * 2**20
+
+    samples, _, _ = make(keep_s=0.0)
+    assert text_of(await everything(samples, ADA, 2)) == text_of(await everything(samples))
+
+
 async def test_who_may_not_use_the_node_is_refused_before_anything_is_looked_at(make: Any) -> None:
-    samples, _, _ = make()
-    with pytest.raises(NotFound, match="does not exist"):
-        await everything(samples, Principal(name="mallory", role="user", project="mallory"))
-    with pytest.raises(NotAllowed, match="viewer"):
-        await everything(samples, VIEWER)
-    with pytest.raises(NotFound, match="step 7"):
-        await everything(samples, ADA, 7)
+    samples, child, _ = make()
+    for is_loaded in (False, True):
+        if is_loaded:
+            await everything(samples)
+        with pytest.raises(NotFound, match="does not exist"):
+            await everything(samples, Principal(name="mallory", role="user", project="mallory"))
+        with pytest.raises(NotAllowed, match="viewer"):
+            await everything(samples, VIEWER)
+        with pytest.raises(NotFound, match="step 7"):
+            await everything(samples, ADA, 7)
+        assert (child.held_bytes > 0) == is_loaded
+
+
+async def test_the_next_call_is_answered_by_the_child_that_has_the_model(make: Any) -> None:
+    samples, child, _ = make()
+    first = await everything(samples)
+    pid, _ = idle_of(child)
+    # Of another user, who may use the same checkpoint.
+    second = await everything(samples, BOB)
+
+    assert idle_of(child)[0] == pid
+    assert text_of(first) == text_of(second) != ""
+    assert first[-1].load_s > 0
+    assert second[-1].load_s == 0
+    assert child.busy_bytes == 0
+
+
+async def test_nothing_stays_where_the_setting_is_0(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, child, _ = make(keep_s=0.0)
+    for _ in range(2):
+        assert (await everything(samples))[-1].load_s > 0
+        assert child.held_bytes == 0
+        assert child._idle is None
+
+
+async def test_an_idle_child_is_ended_after_its_time(make: Any) -> None:
+    samples, child, _ = make(keep_s=0.01)
+    await everything(samples)
+    pid, watch = idle_of(child)
+    await asyncio.wait_for(watch, 60)
+
+    assert is_gone(pid)
+    assert child.held_bytes == 0
+
+
+async def test_an_idle_child_is_ended_for_a_job_that_does_not_fit_beside_it(make: Any, folder: Path) -> None:
+    free_bytes = 20 << 30
+    samples, child, _ = make(free_bytes=free_bytes)
+    await everything(samples)
+    pid, _ = idle_of(child)
+    beside = free_bytes - sample_memory(sample_layout(open_model_folder(folder))).total
+
+    await child.make_room("job", beside)
+    assert idle_of(child)[0] == pid
+    await child.make_room("job", beside + 1)
+    assert is_gone(pid)
+    assert child.held_bytes == 0
+
+
+async def test_another_model_takes_the_place_of_the_idle_one(make: Any, folder: Path) -> None:
+    # Not enough for two.
+    samples, child, _ = make(free_bytes=sample_memory(sample_layout(open_model_folder(folder))).total)
+    await everything(samples)
+    pid, _ = idle_of(child)
+    other = await everything(samples, BOB, 2)
+
+    assert other[-1].load_s > 0
+    assert is_gone(pid)
+
+
+async def test_a_model_whose_files_have_changed_is_loaded_again(make: Any, tmp_path: Path) -> None:
+    samples, child, _ = make()
+    await everything(samples, ADA, 2)
+    pid, _ = idle_of(child)
+    config = tmp_path / "copied" / "generation_config.json"
+    config.write_text(json.dumps({"eos_token_id": [0, 1]}))
+    again = await everything(samples, ADA, 2)
+
+    assert again[-1].load_s > 0
+    assert is_gone(pid)
+
+
+async def test_a_model_that_is_deleted_does_not_stay_in_memory(make: Any, tmp_path: Path) -> None:
+    samples, child, _ = make(look_every_s=0.01)
+    await everything(samples, ADA, 2)
+    pid, watch = idle_of(child)
+    shutil.rmtree(tmp_path / "copied")
+    await asyncio.wait_for(watch, 60)
+
+    assert is_gone(pid)
+    with pytest.raises(NotFound, match="step 2"):
+        await everything(samples, ADA, 2)
+
+
+async def test_after_a_crash_the_next_call_starts_a_child(make: Any) -> None:
+    samples, child, _ = make()
+    await everything(samples)
+    pieces = samples.sample(ADA, "job", 1, [HELLO], LONG)
+    pid, _ = idle_of(child)
+    await anext(pieces)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="the child that answers prompts was killed"):
+        async for _ in pieces:
+            pass
+    assert child.held_bytes == 0
+
+    assert (await everything(samples))[-1].load_s > 0
+    # Of one that dies while it is idle, callers learn nothing.
+    assert child._idle is not None
+    os.kill(child._idle.child.pid, signal.SIGKILL)
+    await asyncio.wait_for(child._idle.child.wait(), 60)
+    assert (await everything(samples))[-1].load_s > 0
+
+
+async def test_the_shutdown_ends_the_idle_child_and_none_stays_after_it(make: Any) -> None:
+    samples, child, _ = make()
+    await everything(samples)
+    pid, _ = idle_of(child)
+    await samples.close()
+    assert is_gone(pid)
+
+    await everything(samples)
+    assert child._idle is None
+
+
+def test_the_largest_call_fits_into_a_further_request() -> None:
+    prompt = SamplePrompt(text="\U0001f600" * MAX_PROMPT_CHARACTERS)
+    asked = SampleRequest(
+        folder=Path("/a"), prompts=(prompt,) * MAX_PROMPTS, options=SHORT, num_threads=1, cache_bytes=1
+    )
+    assert len(json.dumps(asked.to_mapping())) < MAX_REQUEST_BYTES
 
 
 def test_weights_take_no_memory_for_training(folder: Path) -> None:

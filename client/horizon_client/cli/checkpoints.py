@@ -270,7 +270,8 @@ Example:
   horizon checkpoint chat JOB@best --temperature 0.7
 
 \b
-An empty line ends the chat. --system begins it with a system message. The node loads the checkpoint for each answer.
+An empty line ends the chat. --system begins it with a system message. The node keeps the model in memory
+for a while after an answer (a minute, unless an admin sets sampling_keep_s), and loads it again later.
 A base that the job has kept in fewer bits (train.lora.base) answers as it was
 trained on."""
 )

@@ -41,7 +41,10 @@ def _facts(node: Node) -> list[tuple[str, str]]:
         ("version", node.version),
         ("state", _state_text(node)),
         *([("maintenance", window)] if window else []),
-        ("memory", f"{free} free of {limit}; {bytes_text(node.host_memory_promised_bytes)} promised to resident jobs"),
+        (
+            "memory",
+            f"{free} free of {limit}; {bytes_text(node.host_memory_promised_bytes)} promised to resident jobs and answers",
+        ),
         ("CPUs", str(node.num_cpus)),
         *(devices or [("device", "none; jobs run on the CPUs")]),
         ("disk", f"{bytes_text(node.disk_free_bytes)} free"),

@@ -101,9 +101,11 @@ def answers(
         if not isinstance(piece, SampledText):
             # Other users' calls come first, and the connection has to be made.
             waited_s = clock() - start_s - piece.duration_s - piece.load_s
+            before = [f"{piece.load_s:.1f} s to load"] if piece.load_s else []
+            before += [f"{waited_s:.1f} s of waiting"] if waited_s >= _SHOWN_WAIT_S else []
             reporter.notice(
-                f"{piece.num_tokens} tokens in {piece.duration_s:.1f} s ({piece.tokens_per_second:.1f} tokens/s), after "
-                f"{piece.load_s:.1f} s to load{f' and {waited_s:.1f} s of waiting' if waited_s >= _SHOWN_WAIT_S else ''}"
+                f"{piece.num_tokens} tokens in {piece.duration_s:.1f} s ({piece.tokens_per_second:.1f} tokens/s)"
+                f"{', after ' if before else ''}{' and '.join(before)}"
             )
             # A daemon of an earlier version does not say.
             if piece.weights:

@@ -408,7 +408,7 @@ class SampleFigures(google.protobuf.message.Message):
     num_tokens: builtins.int
     """Of all answers together."""
     load_s: builtins.float
-    """Seconds until the weights were in memory."""
+    """Seconds until the weights were in memory; 0 where they were already."""
     duration_s: builtins.float
     """Seconds from there to the last token."""
     tokens_per_second: builtins.float

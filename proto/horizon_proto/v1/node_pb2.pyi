@@ -223,7 +223,7 @@ class Node(google.protobuf.message.Message):
     share_half_life_s: builtins.float
     """Seconds after which used device time counts half in the shares."""
     host_memory_promised_bytes: builtins.int
-    """Planned host memory of all resident jobs together."""
+    """Planned host memory of all resident jobs together, and of the model that answers prompts."""
     @property
     def accelerators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Accelerator]:
         """Accelerators."""

@@ -1,7 +1,8 @@
 """A child process, from the daemon's side: started with a request, limited, watched while it reports, and gone when it has answered.
 
 The child runs as `python -m MODULE REQUEST --events-fd N`. REQUEST is a JSON file. Events, and at the end one answer or one error, come
-up the pipe N. `children.entry` is the other side. A child ends with the daemon; a worker does not, which `worker_link` is for.
+up the pipe N. A child that stays after its answer gets further requests by its standard input. `children.entry` is the other side. A child
+ends with the daemon; a worker does not, which `worker_link` is for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from horizon_server.children.entry import MAX_LINE_BYTES, Answer, Failure, decode_line
+from horizon_server.children.entry import MAX_LINE_BYTES, MAX_REQUEST_BYTES, Answer, Failure, decode_line
 from horizon_server.control_groups import oom_kills
 from horizon_server.errors import HorizonError, OutOfMemory, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import WorkerLine
@@ -113,8 +114,15 @@ class Child:
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
             return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
 
-    async def answer(self, on_event: OnEvent | None = None) -> Any:
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended, as far as the daemon knows."""
+        return self._process.returncode is None
+
+    async def answer(self, on_event: OnEvent | None = None, *, stays: bool = False) -> Any:
         """Pass every event to `on_event`, and return the answer. At the end the child is gone, however that comes.
+
+        With `stays`, for a module that serves so, a child that has answered stays: `ask` or `end` it.
 
         Raises:
             HorizonError: that the child reported: the same class, reason, message and violations.
@@ -122,17 +130,38 @@ class Child:
             WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end, OutOfMemory for lack of memory.
             WorkerFailed: when it writes a line that is not an event.
         """
-        scope = asyncio.timeout(self._limits.wall_s)
+        return await self._answer(None, on_event, stays)
+
+    async def ask(self, request: Mapping[str, Any], on_event: OnEvent | None = None) -> Any:
+        """Send a further request to a child that stayed, and return its answer; then it stays again. Otherwise as `answer`."""
+        line = json.dumps(request).encode("ascii") + b"\n"
+        assert len(line) <= MAX_REQUEST_BYTES, len(line)
+        self._oom_kills_before = oom_kills()
+        return await self._answer(line, on_event, True)
+
+    async def end(self) -> None:
+        """End it at once, and return when it is gone."""
+        self.kill()
+        await self.wait()
+
+    async def _answer(self, request: bytes | None, on_event: OnEvent | None, stays: bool) -> Any:
+        scope, has_answered = asyncio.timeout(self._limits.wall_s), False
         try:
             async with scope:
-                return await self._read_to_the_answer(on_event)
+                if request is not None:
+                    await self._send(request)
+                answer = await self._read_to_the_answer(on_event)
+                if not stays:
+                    await self._exit_code()
+            has_answered = True
+            return answer
         except TimeoutError as error:
             if not scope.expired():  # one of `on_event`
                 raise
             raise Stalled(f"{self._who} took longer than {self._limits.wall_s:g} s") from error
         finally:
-            self.kill()
-            await self.wait()
+            if not (stays and has_answered):
+                await self.end()
 
     def kill(self) -> None:
         """End it and all processes that it started, at once."""
@@ -147,13 +176,20 @@ class Child:
             self._process.stdin.close()
         return code
 
+    async def _send(self, request: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None, "it was started with a pipe"
+        # Of a child that is gone the events end, and that tells why.
+        with contextlib.suppress(ConnectionError):
+            stdin.write(request)
+            await stdin.drain()
+
     async def _read_to_the_answer(self, on_event: OnEvent | None) -> Any:
         while raw := await self._read_line():
             # A long line is parsed in a thread: it would hold up the event loop.
             line = decode_line(raw) if len(raw) < _LONG_LINE_BYTES else await asyncio.to_thread(decode_line, raw)
             match line:
                 case Answer():
-                    await self._exit_code()
                     return line.value
                 case Failure():
                     await self._exit_code()

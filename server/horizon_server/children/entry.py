@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # Longest line a child may write. A preview's rows take the most: up to 12 bytes for each of its half a million characters.
 MAX_LINE_BYTES = 16 * 2**20
+# Longest further request. The prompts of a call take the most: up to 12 bytes for each of their four million characters.
+MAX_REQUEST_BYTES = 64 * 2**20
 # Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all.
 _LOG_EVERY_S = 10.0
 
@@ -110,10 +112,11 @@ def decode_line(line: bytes) -> Line:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
 
-def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0) -> int:
+def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0, stays: bool = False) -> int:
     """Do `work` on the request that the command line names, report how it ended, and return the exit code.
 
     With `is_loading` it is a part of loading a job, for which those that train do not wait. `niceness` is what the process has more of.
+    With `stays` a process that has answered waits for further requests, one a line of the standard input, until that ends.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
@@ -131,10 +134,21 @@ def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0) 
         cpu_priority.lower_for_good()
     os.nice(niceness)
     events = EventWriter(arguments.events_fd)
-    end = end_of(lambda: work(json.loads(arguments.request.read_bytes()), events), who)
+    has_answered = _carry_out(work, arguments.request.read_bytes(), events, who)
+    while has_answered and stays:
+        line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)
+        if not line.endswith(b"\n"):
+            break
+        has_answered = _carry_out(work, line, events, who)
+    return 0 if has_answered else 1
+
+
+def _carry_out(work: Work, request: bytes, events: EventWriter, who: str) -> bool:
+    """Do the work and report how it ended; return whether it has an answer."""
+    end = end_of(lambda: work(json.loads(request), events), who)
     # Made here, where the memory that the work took is free again.
     events.send(end or Failure(OutOfMemory(f"{who} ran out of memory")))
-    return 0 if isinstance(end, Answer) else 1
+    return isinstance(end, Answer)
 
 
 def end_with_parent() -> None:

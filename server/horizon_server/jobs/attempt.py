@@ -95,6 +95,8 @@ class Attempt:
     meter: UsageMeter
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
+    make_room: Callable[[int], Awaitable[None]]
+    """Called with the planned host memory before it is taken, to free what is held for other work and can be done without."""
     on_checkpoint: Callable[[CheckpointWritten], None]
     on_loaded: Callable[[JobRecord, float], None]
     """Called with the seconds from the start of the attempt until the job could take turns."""
@@ -233,6 +235,8 @@ class Attempt:
         if prepared is None or self._wanted:
             await self._finish("stopped")
             return
+        assert self.job.plan is not None, "no job is queued without a plan"
+        await self.make_room(self.job.plan.host_total_bytes)
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
         memory = await asyncio.to_thread(
             self.planner.worker_memory, self.job.spec, model,

@@ -56,6 +56,7 @@ class Scheduler:
         turns: of each device of the node, by its name.
         make_attempt: takes a job, the turns on its device, and what tells the planned host memory of all other resident jobs.
         when_idle: done while no job waits and none is resident.
+        held_bytes: host memory of the model that answers prompts, shown beside that of jobs.
     """
 
     journal: Journal
@@ -67,6 +68,7 @@ class Scheduler:
     view: QueueView
     make_attempt: Callable[[JobRecord, DeviceTurns, Callable[[], int]], Attempt]
     when_idle: Callable[[], Coroutine[Any, Any, None]]
+    held_bytes: Callable[[], int] = lambda: 0
     look_every_s: float = LOOK_EVERY_S
     _running: dict[str, _Running] = field(init=False, default_factory=dict)
     _held_back: dict[str, float] = field(init=False, default_factory=dict)
@@ -198,7 +200,7 @@ class Scheduler:
         await self._act(situation, decision, queued)
         self.metrics.set_node_open(situation.node.is_open)
         self.metrics.set_residents(
-            {name: len(turns.seats) for name, turns in self.turns.items()}, self.promised_bytes()
+            {name: len(turns.seats) for name, turns in self.turns.items()}, self.promised_bytes() + self.held_bytes()
         )
         self.metrics.set_share_uses(self.view.shares.uses(situation.now_s), self.view.shares.weight_of)
         if decision.start:

@@ -38,13 +38,6 @@ class SampleMemory:
         return self.planes + self.private
 
 
-@dataclass
-class SampleHold:
-    """Host memory that a call which runs has, and the queue must not give to jobs."""
-
-    num_bytes: int = 0
-
-
 def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:
     """The store's layout for weights that are only read, and an adapter that is merged into them: what it adds takes both halves.
 

@@ -55,8 +55,8 @@ class SampleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFigures:
-    """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included; `duration_s` is from
-    there to the last token.
+    """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included, and 0 where they were
+    in memory already; `duration_s` is from there to the last token.
     """
 
     num_prompt_tokens: int

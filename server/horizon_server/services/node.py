@@ -55,7 +55,7 @@ class NodeStatus:
     devices: tuple[DeviceStatus, ...]
     share_uses: tuple[ShareUse, ...]
     host_memory_promised_bytes: int
-    """Planned host memory of all resident jobs together."""
+    """Planned host memory of all resident jobs together, and of the model that answers prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,8 @@ class NodeFacts:
                 for name, turns in scheduler.turns.items()
             ),
             share_uses=tuple(scheduler.view.shares.uses(now_s)),
-            host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan),
+            host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan)
+            + scheduler.held_bytes(),
         )
 
     def _machine_figures(self) -> _MachineFigures:

@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.child import Child, Limits
 from horizon_server.errors import DoesNotFit, InvalidModel, NotFound, OutOfMemory, Stalled, WorkerCrashed, WorkerFailed
 from horizon_server.events import SampledText, WorkerLine
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import (
     CACHE_BYTES,
-    SampleHold,
     SampleMemory,
     sample_layout,
     sample_memory,
@@ -26,7 +24,6 @@ from horizon_server.planning.sampling import (
 )
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord
-from horizon_server.records.plan import size_text
 from horizon_server.records.sample import (
     SampleAdapter,
     SampleFigures,
@@ -37,13 +34,11 @@ from horizon_server.records.sample import (
 )
 from horizon_server.services.access import require_sample
 from horizon_server.services.jobs import JobService
+from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
 
-CHILD_MODULE = "horizon_server.worker.sampling"
-# Of one call, its turn not counted.
-LIMIT_S = 900.0
 # Texts that wait for a caller who reads slowly; then the child waits too.
 _WAITING_TEXTS = 256
 
@@ -53,19 +48,9 @@ Sampled = SampledText | SampleFigures
 class Samples:
     """Answers prompts: one call at a time on the node, and callers take turns. Thread: belongs to one event loop."""
 
-    def __init__(
-        self,
-        jobs: JobService,
-        *,
-        hold: SampleHold,
-        free_bytes: Callable[[], int],
-        environment: Mapping[str, str],
-        num_threads: int,
-        limit_s: float = LIMIT_S,
-    ) -> None:
-        """`free_bytes` is what running jobs leave of the host's memory; `hold` is what the queue must leave to a call that runs."""
-        self._jobs, self._hold, self._free_bytes = jobs, hold, free_bytes
-        self._environment, self._num_threads, self._limit_s = environment, num_threads, limit_s
+    def __init__(self, jobs: JobService, child: SamplingChild, *, num_threads: int) -> None:
+        """The calls are answered by `child`, with that many threads."""
+        self._jobs, self._child, self._num_threads = jobs, child, num_threads
         self._turn = asyncio.Lock()
         self._of_user: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -96,7 +81,6 @@ class Samples:
             with await self._jobs.leases.take(checkpoints, step):
                 folder, adapter, weights = await self._answering(job, checkpoints, step)
                 memory = await asyncio.to_thread(_memory, folder, adapter)
-                self._require_room(memory)
                 request = SampleRequest(
                     folder=folder,
                     prompts=tuple(prompts),
@@ -106,13 +90,11 @@ class Samples:
                     adapter=adapter,
                     answers=_answers_folder(checkpoints.of_step(step), folder),
                 )
-                self._hold.num_bytes = memory.total
                 try:
                     async with contextlib.aclosing(self._answered(request, memory)) as texts:
                         async for text in texts:
                             yield replace(text, weights=weights) if isinstance(text, SampleFigures) else text
                 finally:
-                    self._hold.num_bytes = 0
                     # A job may wait for this memory.
                     self._jobs.scheduler.wake()
 
@@ -151,14 +133,6 @@ class Samples:
             return base, adapter, f"{job.spec.model} with the adapter merged into it"
         return base, adapter, f"{job.spec.model} in {kept_as}, as the adapter was trained on it, with the adapter"
 
-    def _require_room(self, memory: SampleMemory) -> None:
-        free = max(0, self._free_bytes())
-        if memory.total > free:
-            raise DoesNotFit(
-                f"answering with this checkpoint takes {size_text(memory.total)} of host memory (weights {size_text(memory.planes)}), and "
-                f"the node's jobs leave {size_text(free)}; sample again when they have ended, or pull the checkpoint"
-            )
-
     async def _answered(self, request: SampleRequest, memory: SampleMemory) -> AsyncGenerator[Sampled, None]:
         news: asyncio.Queue[Sampled | None] = asyncio.Queue(_WAITING_TEXTS)
 
@@ -166,18 +140,9 @@ class Samples:
             if isinstance(line, SampledText):
                 await news.put(line)
 
-        async def run() -> Any:
+        async def run() -> tuple[Any, bool]:
             try:
-                child = await Child.start(
-                    CHILD_MODULE,
-                    request.to_mapping(),
-                    who="the child that answers prompts",
-                    environment=self._environment,
-                    limits=Limits(
-                        memory_bytes=memory.private, file_bytes=64 * 2**20, wall_s=self._limit_s, oom_score_adj=1000
-                    ),
-                )
-                return await child.answer(on_event)
+                return await self._child.answer(request, memory, on_event)
             finally:
                 # Where the queue is full, the reader looks at this task when it is empty.
                 with contextlib.suppress(asyncio.QueueFull):
@@ -191,19 +156,25 @@ class Samples:
                 if text is None:
                     break
                 yield text
-            figures = _figures(await self._explained(running, request.folder))
+            answer, was_loaded = await self._explained(running)
+            figures = _figures(answer)
             # With the start of the child, which takes longer than a small model's weights.
-            yield replace(figures, load_s=max(figures.load_s, time.monotonic() - start_s - figures.duration_s))
+            load_s = max(figures.load_s, time.monotonic() - start_s - figures.duration_s)
+            yield replace(figures, load_s=0.0 if was_loaded else load_s)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _explained(self, running: asyncio.Task[Any], folder: Path) -> Any:
+    async def close(self) -> None:
+        """Free the memory of a model that no call uses; none stays in memory from now on."""
+        await self._child.close()
+
+    async def _explained(self, running: asyncio.Task[tuple[Any, bool]]) -> tuple[Any, bool]:
         try:
             return await running
         except Stalled as error:
             raise Stalled(
-                f"the prompts were not answered within {self._limit_s:g} s; send fewer at a time, or lower max_tokens"
+                f"the prompts were not answered within {self._child.limit_s:g} s; send fewer at a time, or lower max_tokens"
             ) from error
         except OutOfMemory as error:
             raise DoesNotFit(

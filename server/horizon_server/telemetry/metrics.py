@@ -114,7 +114,10 @@ _FAMILIES = (
         "Unix time since which the job that has waited longest is queued; 0 while none is.",
     ),
     Metric("horizon_node_open", "1 while jobs may start; 0 while an admin has cordoned or drained the node."),
-    Metric("horizon_host_memory_promised_bytes", "Planned host memory of all resident jobs together."),
+    Metric(
+        "horizon_host_memory_promised_bytes",
+        "Planned host memory of all resident jobs together, and of the model that answers prompts.",
+    ),
     Metric("horizon_gpu_seconds_total", "Seconds of steps and evaluations that ran on a GPU.", ("project", "user")),
     Metric("horizon_host_memory_limit_bytes", "Host memory of the machine, or of the control group where lower."),
     Metric("horizon_host_memory_available_bytes", "Host memory that is free for jobs now."),

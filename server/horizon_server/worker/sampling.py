@@ -53,67 +53,77 @@ RENDER_S = 30.0
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def work(plain: Any, events: EventWriter) -> dict[str, Any]:
-    """Send the text of every answer as it comes, and return what it took."""
-    let_launchers_run()
-    request = SampleRequest.from_mapping(plain)
-    try:
-        return dataclasses.asdict(answer(request, events))
-    except HorizonError as error:
-        # Where the daemon keeps checkpoints is not the user's concern.
-        names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
-        if request.adapter is not None:
-            names[request.adapter.folder] = "the checkpoint"
-        raise type(error)(in_words(error.message, names), violations=error.violations) from error
+class Answerer:
+    """Answers requests one after the other. The first one says which model answers; it stays in memory for the others."""
 
+    def __init__(self) -> None:
+        self._codec: TextCodec | None = None
+        self._generator: TokenGenerator | None = None
 
-def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
-    """Answer the prompts of a request.
+    def work(self, plain: Any, events: EventWriter) -> dict[str, Any]:
+        """Send the text of every answer as it comes, and return what it took."""
+        let_launchers_run()
+        request = SampleRequest.from_mapping(plain)
+        try:
+            return dataclasses.asdict(self.answer(request, events))
+        except HorizonError as error:
+            # Where the daemon keeps checkpoints is not the user's concern.
+            names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
+            if request.adapter is not None:
+                names[request.adapter.folder] = "the checkpoint"
+            raise type(error)(in_words(error.message, names), violations=error.violations) from error
 
-    Raises:
-        InvalidModel: the folder cannot be loaded, or its model cannot generate; it names the architecture.
-        InvalidData: a prompt cannot be rendered, or is too long; it names the prompt.
-        DoesNotFit: the prompts with their answers are too many and too long.
-    """
-    start_s = time.perf_counter()
-    folder, options = request.folder, request.options
-    codec = TextCodec.from_folder(folder)
-    # Before the weights are read, which takes far longer. A template that never ends must not keep other callers waiting.
-    endless = InvalidModel(
-        f"the model's chat template takes more than {RENDER_S:g} s for these prompts; send fewer, or correct the template"
-    )
-    with processor_time_limit(RENDER_S, endless):
-        prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
-    template, store = _loaded(request)
-    device = HostDevice(num_threads=request.num_threads)
-    generator = TokenGenerator(template, store, device)
-    needed_bytes = sum(generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
-    if needed_bytes > request.cache_bytes:
-        raise DoesNotFit(
-            f"keys and values of {len(prompts)} prompts with answers of up to {options.max_tokens} tokens take {size_text(needed_bytes)}, "
-            f"and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a time, or lower max_tokens"
+    def answer(self, request: SampleRequest, events: EventWriter) -> SampleFigures:
+        """Answer the prompts of a request.
+
+        Raises:
+            InvalidModel: the folder cannot be loaded, or its model cannot generate; it names the architecture.
+            InvalidData: a prompt cannot be rendered, or is too long; it names the prompt.
+            DoesNotFit: the prompts with their answers are too many and too long.
+        """
+        start_s = time.perf_counter()
+        folder, options = request.folder, request.options
+        codec = self._codec = self._codec or TextCodec.from_folder(folder)
+        # Before the weights are read, which takes far longer. A template that never ends must not keep other callers waiting.
+        endless = InvalidModel(
+            f"the model's chat template takes more than {RENDER_S:g} s for these prompts; send fewer, or correct the template"
         )
-    how = GenerationOptions(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_tokens=stop_tokens(request.answers or folder, codec),
-    )
-    loaded_s = time.perf_counter()
-    writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
-    for new in generator.stream(prompts, how):
-        # The reader gets the reason of the end; the token that ended the answer is no text.
-        writers[new.prompt].add(None if new.ended == "stop" else new.token, ended=new.ended or "")
-    duration_s = time.perf_counter() - loaded_s
-    num_tokens = sum(writer.num_tokens for writer in writers)
-    return SampleFigures(
-        num_prompt_tokens=sum(map(len, prompts)),
-        num_tokens=num_tokens,
-        load_s=loaded_s - start_s,
-        duration_s=duration_s,
-        tokens_per_second=num_tokens / duration_s,
-    )
+        with processor_time_limit(RENDER_S, endless):
+            prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
+        generator = self._generator = self._generator or _generator(request)
+        needed_bytes = sum(generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
+        if needed_bytes > request.cache_bytes:
+            raise DoesNotFit(
+                f"keys and values of {len(prompts)} prompts with answers of up to {options.max_tokens} tokens take "
+                f"{size_text(needed_bytes)}, and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a time, or lower "
+                "max_tokens"
+            )
+        how = GenerationOptions(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            stop_tokens=stop_tokens(request.answers or folder, codec),
+        )
+        loaded_s = time.perf_counter()
+        writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
+        for new in generator.stream(prompts, how):
+            # The reader gets the reason of the end; the token that ended the answer is no text.
+            writers[new.prompt].add(None if new.ended == "stop" else new.token, ended=new.ended or "")
+        duration_s = time.perf_counter() - loaded_s
+        num_tokens = sum(writer.num_tokens for writer in writers)
+        return SampleFigures(
+            num_prompt_tokens=sum(map(len, prompts)),
+            num_tokens=num_tokens,
+            load_s=loaded_s - start_s,
+            duration_s=duration_s,
+            tokens_per_second=num_tokens / duration_s,
+        )
+
+
+def _generator(request: SampleRequest) -> TokenGenerator:
+    template, store = _loaded(request)
+    return TokenGenerator(template, store, HostDevice(num_threads=request.num_threads))
 
 
 def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
@@ -224,4 +234,4 @@ def _refused(name: str, what: str) -> InvalidData:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the child that answers prompts", niceness=_NICENESS))
+    sys.exit(serve(Answerer().work, who="the child that answers prompts", niceness=_NICENESS, stays=True))

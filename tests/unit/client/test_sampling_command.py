@@ -136,10 +136,16 @@ def test_an_answer_comes_when_it_is_complete() -> None:
 
 
 def test_the_time_that_a_caller_waited_is_said() -> None:
-    figures = SampleFigures(
-        num_prompt_tokens=3, num_tokens=4, load_s=5.0, duration_s=2.0, tokens_per_second=2.0, weights=""
-    )
-    for end_s, wanted in ((7.2, "after 5.0 s to load"), (10.0, "after 5.0 s to load and 3.0 s of waiting")):
+    for load_s, end_s, wanted in (
+        (5.0, 7.2, "tokens/s), after 5.0 s to load"),
+        (5.0, 10.0, "tokens/s), after 5.0 s to load and 3.0 s of waiting"),
+        # Of a model that was in memory already.
+        (0.0, 2.2, "tokens/s)"),
+        (0.0, 5.0, "tokens/s), after 3.0 s of waiting"),
+    ):
+        figures = SampleFigures(
+            num_prompt_tokens=3, num_tokens=4, load_s=load_s, duration_s=2.0, tokens_per_second=2.0, weights=""
+        )
         times, noted = iter((100.0, 100.0 + end_s)), Noted()
         assert list(answers([figures], [], noted, clock=times.__next__)) == []
         assert noted.texts[0].endswith(wanted)

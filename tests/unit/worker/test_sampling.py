@@ -20,6 +20,7 @@ from horizon_server.events import SampledText
 from horizon_server.records.sample import (
     MAX_PROMPT_TOKENS,
     SampleAdapter,
+    SampleFigures,
     SampleMessage,
     SampleOptions,
     SamplePrompt,
@@ -27,7 +28,7 @@ from horizon_server.records.sample import (
 )
 from horizon_server.store.manifest import read_manifest
 from horizon_server.worker import sampling
-from horizon_server.worker.sampling import _AnswerWriter, answer, encoded, stop_tokens, work
+from horizon_server.worker.sampling import Answerer, _AnswerWriter, encoded, stop_tokens
 
 CHAT = SamplePrompt(messages=(SampleMessage(role="user", content="Who are you?"),))
 
@@ -62,19 +63,37 @@ def request(folder: Path, *prompts: SamplePrompt, cache_bytes: int = 2**30, **op
     )
 
 
+def answer(asked: SampleRequest, sent: Sent) -> SampleFigures:
+    """What a new child answers."""
+    return Answerer().answer(asked, sent)  # type: ignore[arg-type]
+
+
 def text_of(sent: Sent, prompt: int = 0) -> str:
     return "".join(line.text for line in sent.lines if line.prompt == prompt)
 
 
 def test_the_answers_of_a_call_are_those_of_each_prompt_alone(folder: Path) -> None:
     both, alone = Sent(), Sent()
-    figures = answer(request(folder, SamplePrompt(text="The lab box"), CHAT), both)  # type: ignore[arg-type]
-    answer(request(folder, CHAT), alone)  # type: ignore[arg-type]
+    figures = answer(request(folder, SamplePrompt(text="The lab box"), CHAT), both)
+    answer(request(folder, CHAT), alone)
 
     assert text_of(both, 1) == text_of(alone, 0) != ""
     assert [line.ended for line in both.lines if line.ended] == ["length", "length"]
     assert figures.num_tokens == 16
     assert figures.duration_s > 0
+
+
+def test_the_answers_of_a_model_that_stayed_are_those_of_a_new_child(folder: Path) -> None:
+    drawn = request(folder, CHAT, temperature=0.9, seed=7)
+    long = request(folder, SamplePrompt(text="The lab box " * 30), CHAT, max_tokens=40, temperature=1.3)
+    answerer, first, between, again, fresh = Answerer(), Sent(), Sent(), Sent(), Sent()
+    for asked, sent in ((drawn, first), (long, between), (drawn, again)):
+        answerer.answer(asked, sent)  # type: ignore[arg-type]
+    answer(drawn, fresh)
+
+    assert text_of(first) == text_of(again) == text_of(fresh) != ""
+    answer(long, fresh := Sent())
+    assert [text_of(between, 0), text_of(between, 1)] == [text_of(fresh, 0), text_of(fresh, 1)]
 
 
 def test_a_chat_is_rendered_with_the_cue_for_an_answer(codec: TextCodec) -> None:
@@ -143,12 +162,12 @@ def test_a_template_that_never_ends_is_ended(folder: Path, tmp_path: Path, monke
     )
     monkeypatch.setattr(sampling, "RENDER_S", 0.3)
     with pytest.raises(InvalidModel, match=r"chat template takes more than 0\.3 s"):
-        answer(request(endless, CHAT), Sent())  # type: ignore[arg-type]
+        answer(request(endless, CHAT), Sent())
 
 
 def test_what_takes_more_than_the_cache_may_have_is_refused_with_the_numbers(folder: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"1 prompts with answers of up to 8 tokens take .* MiB"):
-        answer(request(folder, cache_bytes=100), Sent())  # type: ignore[arg-type]
+        answer(request(folder, cache_bytes=100), Sent())
 
 
 def test_an_answer_ends_with_what_the_folder_says(codec: TextCodec, folder: Path, tmp_path: Path) -> None:
@@ -165,13 +184,13 @@ def test_an_answer_ends_with_what_the_folder_says(codec: TextCodec, folder: Path
 def test_an_answer_ends_with_what_the_checkpoint_of_an_adapter_says(folder: Path, tmp_path: Path) -> None:
     sent, first = Sent(), Sent()
     prompt = SamplePrompt(text="The lab box")
-    answer(request(folder, prompt), first)  # type: ignore[arg-type]
+    answer(request(folder, prompt), first)
     codec = TextCodec.from_folder(folder)
     # What the model writes first ends its answer, where the folder next to the weights says so.
     begin = codec.encode_ids(text_of(first))[0]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, begin]}))
     asked = replace(request(folder, prompt), answers=tmp_path)
-    figures = answer(SampleRequest.from_mapping(asked.to_mapping()), sent)  # type: ignore[arg-type]
+    figures = answer(SampleRequest.from_mapping(asked.to_mapping()), sent)
     assert (text_of(sent), figures.num_tokens, sent.lines[-1].ended) == ("", 1, "stop")
 
 
@@ -204,7 +223,7 @@ def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Pat
     for file in broken.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(HorizonError) as caught:
-        work(request(broken).to_mapping(), Sent())  # type: ignore[arg-type]
+        Answerer().work(request(broken).to_mapping(), Sent())  # type: ignore[arg-type]
     assert str(tmp_path) not in caught.value.message
     assert isinstance(caught.value, InvalidModel)
 
@@ -215,12 +234,12 @@ def test_an_adapter_answers_as_its_merged_model_does(folder: Path, tmp_path: Pat
     assert base is not None
     adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, digests=tmp_path / "digests")
     alone, adapted, merged = Sent(), Sent(), Sent()
-    answer(request(folder, CHAT), alone)  # type: ignore[arg-type]
+    answer(request(folder, CHAT), alone)
     with_adapter = replace(request(folder, CHAT), adapter=adapter)
-    answer(SampleRequest.from_mapping(with_adapter.to_mapping()), adapted)  # type: ignore[arg-type]
-    answer(request(checkpoint / "merged", CHAT), merged)  # type: ignore[arg-type]
+    answer(SampleRequest.from_mapping(with_adapter.to_mapping()), adapted)
+    answer(request(checkpoint / "merged", CHAT), merged)
 
     assert text_of(adapted) == text_of(merged) != text_of(alone)
     other = replace(with_adapter, adapter=replace(adapter, base_sha256="0" * 64))
     with pytest.raises(InvalidModel, match="the model is not the one that the checkpoint's adapter was trained on"):
-        answer(other, Sent())  # type: ignore[arg-type]
+        answer(other, Sent())

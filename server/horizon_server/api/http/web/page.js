@@ -98,7 +98,7 @@ function showNode(node) {
     ...node.accelerators.map((a) => fact(a.name, `GPU ${a.index}, ${bytes(a.memory_bytes)}`)),
   ];
   if (!node.accelerators.length) facts.push(fact("none", "GPUs"));
-  facts.push(fact(`${bytes(node.host_memory_promised_bytes)}`, "promised to resident jobs"));
+  facts.push(fact(`${bytes(node.host_memory_promised_bytes)}`, "promised to resident jobs and answers"));
   facts.push(...node.devices.filter((d) => d.num_residents).map((d) => fact(d.holder || "nobody", `has its turn on ${d.name}, ${d.num_residents} resident`)));
   const condition = node.condition;
   if (node.draining) facts.push(fact("shutting down", "accepts no new jobs"));
