@@ -26,7 +26,7 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.planning.objective import with_objective
+from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.spec_warnings import spec_warnings
@@ -408,6 +408,8 @@ class Planner:
         )
         if spec.method in WITH_OPTIONS:
             ledger = with_objective(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
+        elif choice.data is None or choice.data.may_have_weights:
+            ledger = with_weights(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
         return with_answers(ledger, spec, found)
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
