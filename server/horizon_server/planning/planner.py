@@ -370,7 +370,13 @@ class Planner:
         element_bytes, num_tokens = ELEMENT_BYTES[choice.compute_dtype], spec.train.tokens_per_step
         products = 0
         if is_eager and choice.layer is None:
-            products = product_bytes(found.layout, found.shape, num_tokens=num_tokens, element_bytes=element_bytes)
+            products = product_bytes(
+                found.layout,
+                found.shape,
+                num_tokens=num_tokens,
+                element_bytes=element_bytes,
+                adapter_dropout=spec.train.lora.dropout,
+            )
         kept = choose_kept(
             step_s,
             room_bytes=room_bytes,
@@ -497,6 +503,7 @@ def _work(spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepWork:
             TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
         ),
         kept=choice.kept,
+        adapter_dropout=spec.train.lora.dropout,
     )
 
 
