@@ -248,6 +248,22 @@ async def test_a_window_in_the_past_says_when_it_ended(quiet: DaemonParts) -> No
         await quiet.services.sharing.set_node(ROOT, NodeCondition(window_start_s=5.0, window_end_s=6.0))
 
 
+async def test_a_window_that_begins_while_the_queue_is_read_has_begun(
+    quiet: DaemonParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SharingStore.condition
+
+    async def set_and_read(store: SharingStore) -> NodeCondition:
+        now_s = time.time()
+        await store.set_condition(NodeCondition(window_start_s=now_s, window_end_s=now_s + 60))
+        return await read(store)
+
+    monkeypatch.setattr(SharingStore, "condition", set_and_read)
+    situation, _ = await quiet.parts.scheduler.view.situation({})
+    assert not situation.node.is_open
+    assert situation.condition.at(situation.now_s) == "drained"
+
+
 async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon, state_dir: Path) -> None:
     soon_s = time.time() + 3600
     condition = NodeCondition(mode="cordoned", message="new GPU", window_start_s=soon_s, window_end_s=soon_s + 7200)
