@@ -88,7 +88,7 @@ def test_both_norms_of_weighted_means_are_those_of_plain_autograd(
     assert (numbers["small"], numbers["big"]) == (Part.of(num_first, weights_S), Part.of(45, weights_S))
     for square, count in (("small_square", num_first), ("big_square", 45)):
         reference, sizes = model.reference(), [13, 8, 24]
-        for row, weights in zip(rows, weights_S.split(sizes), strict=True):
+        for row, weights in zip(rows, torch.split(weights_S, sizes), strict=True):
             if count <= 0:
                 break
             logits = reference(row.input_ids_T[None], position_ids=row.position_ids_T[None]).logits[0, :-1]
