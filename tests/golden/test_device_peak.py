@@ -10,14 +10,17 @@ import pytest
 import torch
 from tests.support.tiny_models import config_of, micro_batch
 from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a_kernel
+from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.objectives import Documents, StepObjective, WeightedSFT
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning import working_memory
 from horizon_server.planning.kept import product_bytes
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.objective import WEIGHT_BYTES, with_weights
 from horizon_server.store.host_store import HostStore
 
 VOCABULARY = 512
@@ -41,10 +44,11 @@ def planned_and_tracked(
     documents: int = 1,
     product_layers: int = 0,
     recipe: Mapping[str, float] = MappingProxyType({}),
+    is_weighted: bool = False,
     **sizes: Any,
 ) -> tuple[int, TrackingRuntime]:
     """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has seen what was
-    allocated.
+    allocated. With weights no two tokens of a row are the same.
     """
     config = config_of(architecture, **{**SIZES, **sizes})
     template, runtime = Template.from_config(config), TrackingRuntime()
@@ -67,7 +71,12 @@ def planned_and_tracked(
     rows = [
         micro_batch([torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]) for _ in range(num_rows)
     ]
-    assert trainer.train_step(rows).skipped == ""
+    objective = None
+    if is_weighted:
+        rows = [micro_batch([torch.randperm(VOCABULARY, generator=generator)[:n] for n in lengths])]
+        weights_S = torch.rand(sum(row.num_targets for row in rows), generator=generator) + 0.5
+        objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=weights_S)
+    assert trainer.train_step(rows, objective).skipped == ""
     trainer.close()
     device.close()
     store.close()
@@ -81,6 +90,8 @@ def planned_and_tracked(
     )
     shape = ModelShape.from_config(config.to_dict())
     kept_bytes = product_bytes(template.layout, shape, num_tokens=tokens * num_rows, element_bytes=2)
+    if is_weighted:
+        plan = with_weights(plan, tokens_per_step=tokens * num_rows, device_kind="cuda")
     # No cuBLAS here.
     return plan.device["workspace"] + product_layers * kept_bytes - working_memory.CUBLAS_BYTES, runtime
 
@@ -142,6 +153,25 @@ def test_noise_label_smoothing_and_the_noise_scale_need_no_more_than_is_planned(
     # A few numbers per token: where noise may reach.
     more_bytes = runtime.allocations.peak_bytes - usual.allocations.peak_bytes
     assert more_bytes <= 16 * 1024, "\n".join(runtime.allocations.at_peak)
+
+
+def test_the_numbers_of_each_token_and_its_weight_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, placed_bytes, num_tokens = TrackingRuntime.place, 0, VOCABULARY
+
+    def counting(self: TrackingRuntime, tensor: Tensor) -> Tensor:
+        nonlocal placed_bytes
+        # Of the step: not the sum of its losses, nor the model's tables of a few frequencies.
+        placed_bytes += tensor.nbytes if tensor.numel() >= num_tokens - 1 else 0
+        return place(self, tensor)
+
+    monkeypatch.setattr(TrackingRuntime, "place", counting)
+    plain, _ = planned_and_tracked("llama", num_tokens)
+    placed_bytes = 0
+    planned, runtime = planned_and_tracked("llama", num_tokens, is_weighted=True)
+    # The document's last token has no target: it has no place among the targets, and no weight.
+    assert placed_bytes == num_tokens * (working_memory.TOKEN_BYTES + WEIGHT_BYTES) - (8 + 8 + 4)
+    assert planned - plain == num_tokens * WEIGHT_BYTES
+    assert planned == pytest.approx(runtime.allocations.peak_bytes, rel=0.05), "\n".join(runtime.allocations.at_peak)
 
 
 def test_tracking_counts_storages_once_and_until_they_are_gone() -> None:

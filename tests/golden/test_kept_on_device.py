@@ -6,11 +6,13 @@ No bit depends on them, less crosses the link and less is computed by exactly wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
+from tests.golden.test_dora import loaded
 from torch import Tensor
 
 from horizon_server.engine import kept_products
@@ -103,16 +105,39 @@ def test_nor_with_dropout_fp8_joined_rows_or_a_budget(
     assert_same(train(model, "host", **plain), train(model, "host", **ALL_KEPT, **options))
 
 
-@pytest.mark.parametrize("architecture", [*DENSE, "gpt2"])
+ADAPTERS: list[dict[str, Any]] = [
+    {},
+    {"dropout": 0.3},
+    {"dora": True},
+    {"dora": True, "dropout": 0.3},
+    {"dora": True, "targets": ("q_proj", "o_proj")},
+    {"dora": True, "dropout": 0.3, "targets": ("o_proj", "down_proj")},
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lora"),
+    [
+        *[(architecture, None) for architecture in [*DENSE, "gpt2"]],
+        *[(architecture, lora) for architecture in ("llama", "gemma2") for lora in ADAPTERS],
+        ("gpt2", {"dora": True, "dropout": 0.3}),
+    ],
+)
 def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
     architecture: str,
+    lora: dict[str, Any] | None,
     tiny_model: Callable[..., TinyModel],
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
     pack: Pack,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     taken, computed, left = 0, 0, 0
+    model, options = tiny_model(architecture), {}
+    if lora is not None:
+        model, options["store"] = loaded(model, tmp_path, **{"dora": False, **lora})
+        options["adapter_dropout"] = lora.get("dropout", 0.0)
 
     class Counting(kept_products._Taking):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +155,7 @@ def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(kept_products, "_Taking", Counting)
-    run = start(tiny_model(architecture), product_layers=2)
+    run = start(model, product_layers=2, **options)
     run.trainer.train_step([pack(documents(12, 7)), pack(documents(21))])
 
     # Two layers and two micro-batches; four projections at least (GPT-2's, without the last, and attention).
@@ -243,6 +268,29 @@ def test_the_account_is_the_plans(
 
     for component in ("weights", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device[component]
+
+
+@pytest.mark.parametrize("lora", ADAPTERS)
+@pytest.mark.parametrize("architecture", DENSE)
+def test_the_account_of_adapters_products_is_the_plans(
+    architecture: str,
+    lora: dict[str, Any],
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    tmp_path: Path,
+) -> None:
+    if "targets" in lora and architecture in ("phi3", "glm4"):
+        lora = {**lora, "targets": ("o_proj", "down_proj")}
+    model, store = loaded(tiny_model(architecture), tmp_path, **{"dora": False, **lora})
+    dropout = lora.get("dropout", 0.0)
+    shape, rows = ModelShape.from_config(model.config.to_dict(), names=model.weights), [pack(documents(60, 50))]
+    a_layer = product_bytes(model.template.layout, shape, num_tokens=110, element_bytes=4, adapter_dropout=dropout)
+    plain, kept = (
+        start(model, store=store, product_layers=n, adapter_dropout=dropout).trainer.train_step(rows) for n in (0, 2)
+    )
+    assert kept.device_memory_bytes["activations"] - plain.device_memory_bytes["activations"] == 2 * a_layer
 
 
 @pytest.mark.parametrize("architecture", DENSE)

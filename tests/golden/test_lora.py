@@ -422,3 +422,4 @@ def test_what_is_not_used_as_a_linear_map_is_refused_by_name(
         layout = found_in(tiny_model(architecture), tmp_path, original=original, targets=targets).layout
         Template.from_folder(tmp_path, layout=layout)
     assert str(refused.value).startswith(problem)
+    assert ("(train.trainable: [experts])" in str(refused.value)) == ("experts" in problem)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from horizon_server.engine import trainer
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale
+from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
+from horizon_server.engine.objectives import Documents, StepObjective, WeightedSFT
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -22,6 +23,17 @@ Pack = Callable[[list[Tensor]], MicroBatch]
 def square_of_layers(reference: torch.nn.Module) -> float:
     parts = [p.grad for name, p in reference.named_parameters() if ".layers." in name and p.grad is not None]
     return sum(float(part.double().square().sum()) for part in parts)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What is observed from now on."""
+    seen: list[dict[str, Any]] = []
+
+    def observe(self: NoiseScale, **numbers: Any) -> None:
+        seen.append(numbers)
+
+    monkeypatch.setattr(NoiseScale, "observe", observe)
+    return seen
 
 
 # Experts: what a micro-batch does not reach has no gradient yet.
@@ -37,12 +49,7 @@ def test_both_norms_are_those_of_plain_autograd(
     plain_loss: Callable[..., Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, seen = tiny_model(architecture), []
-
-    def observe(self: NoiseScale, **numbers: float) -> None:
-        seen.append(numbers)
-
-    monkeypatch.setattr(NoiseScale, "observe", observe)
+    model, seen = tiny_model(architecture), watched(monkeypatch)
     rows = [pack(documents(14)), pack(documents(25, seed=3)), pack(documents(9, seed=4))]
     store = model.store(grad_dtype=None if max_grad_norm is None else torch.float32)
     run = start(model, store=store, max_grad_norm=max_grad_norm)
@@ -53,11 +60,44 @@ def test_both_norms_are_those_of_plain_autograd(
     reference = model.reference()
     torch.autograd.backward(plain_loss(reference, rows[0]) / rows[0].num_targets)
     assert numbers["small_square"] == pytest.approx(square_of_layers(reference), rel=1e-5)
-    assert (numbers["small_tokens"], numbers["big_tokens"]) == (13, 13 + 24 + 8)
+    assert (numbers["small"], numbers["big"]) == (Part.of(13), Part.of(13 + 24 + 8))
     reference.zero_grad()
     for row in rows:
-        torch.autograd.backward(plain_loss(reference, row) / numbers["big_tokens"])
+        torch.autograd.backward(plain_loss(reference, row) / numbers["big"].num_tokens)
     assert numbers["big_square"] == pytest.approx(square_of_layers(reference), rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [0, 24])
+def test_both_norms_of_weighted_means_are_those_of_plain_autograd(
+    micro_batch_tokens: int,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = tiny_model("llama"), watched(monkeypatch)
+    # Rows of up to 24 tokens are joined: the first two are the first micro-batch then.
+    rows = [pack(documents(14)), pack(documents(9, seed=4)), pack(documents(25, seed=3))]
+    weights_S = torch.rand(13 + 8 + 24, generator=torch.Generator().manual_seed(5)) + 0.25
+    objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=weights_S)
+    start(model, micro_batch_tokens=micro_batch_tokens).trainer.train_step(rows, objective)
+
+    (numbers,) = seen
+    num_first = 13 + 8 if micro_batch_tokens else 13
+    assert (numbers["small"], numbers["big"]) == (Part.of(num_first, weights_S), Part.of(45, weights_S))
+    for square, count in (("small_square", num_first), ("big_square", 45)):
+        reference, sizes = model.reference(), [13, 8, 24]
+        for row, weights in zip(rows, torch.split(weights_S, sizes), strict=True):
+            if count <= 0:
+                break
+            logits = reference(row.input_ids_T[None], position_ids=row.position_ids_T[None]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, row.labels_T[:-1], reduction="none")
+            torch.autograd.backward(
+                (losses * weights).sum() / weights_S[: 45 if square == "big_square" else num_first].sum()
+            )
+            count -= weights.numel()
+        assert numbers[square] == pytest.approx(square_of_layers(reference), rel=1e-5)
 
 
 def test_it_is_reported_and_continues_and_changes_no_bit(

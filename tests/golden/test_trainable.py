@@ -21,6 +21,8 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import TrainSpec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout, with_trained
@@ -130,6 +132,56 @@ def test_twenty_steps_follow_a_plain_loop_with_the_others_frozen(
     run = start(frozen, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=0.5)
     reported = [run.trainer.train_step(rows).loss for _ in range(20)]
     plain, exact = plain_and_exact(frozen.reference, plain_loop)
+    check_numbers(reported, plain, exact, "the losses")
+    assert exact[-1] < exact[0]
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_experts_that_no_adapter_fits_are_trained_by_their_name_as_in_a_plain_loop(
+    architecture: str,
+    original: bool,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+    tmp_path: Path,
+) -> None:
+    # One document in a row: the class of gpt_oss mixes packed ones.
+    model, rows = tiny_model(architecture), [pack(documents(length, seed=length)) for length in (31, 25)]
+    saved: Any = model.reference()
+    # Divided as published, and as the class has them: all of a layer in one tensor.
+    saved.save_pretrained(tmp_path, save_original_format=original)
+    layout = open_for_training(tmp_path, TrainSpec(trainable=("experts",))).layout
+    found = trained_names(layout)
+    assert found and all(".experts." in name for name in found)
+    store = HostStore.allocate(layout, num_threads=1)
+    model.stores.append(store)
+    load_model(store, tmp_path)
+    trained = dataclasses.replace(model, template=Template.from_folder(tmp_path, layout=layout))
+    run = start(trained, store=store, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=None)
+    before = {name: store.tensor(name, "hi").clone() for name in (tensor.name for _, tensor in layout.tensors())}
+    reported = [run.trainer.train_step(rows).loss for _ in range(10)]
+    run.trainer.flush()
+    changed = {name for name in before if not torch.equal(before[name], store.tensor(name, "hi"))}
+    assert changed == set(found)
+
+    def plain_loop(reference: torch.nn.Module) -> list[float]:
+        for name, parameter in reference.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+        parts = [parameter for parameter in reference.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parts, lr=1e-3, eps=1e-8, weight_decay=0)
+        losses = []
+        for _ in range(10):
+            loss = sum((plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(r.num_targets for r in rows)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain, exact = plain_and_exact(model.reference, plain_loop)
     check_numbers(reported, plain, exact, "the losses")
     assert exact[-1] < exact[0]
 

@@ -22,7 +22,7 @@ from horizon_server.engine.fp8 import Matmul, check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
-from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale
+from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.optimizer import (
     LrSchedule,
@@ -210,11 +210,13 @@ class Trainer:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
         parts, key = self._micro_batches(rows), StepKey(seed=config.seed, step=self.step)
-        # The noise scale is that of the mean over tokens, which an objective's loss is not.
-        measure = objective is None and self.step % EVERY_STEPS == 0
+        # The noise scale is that of a mean over tokens, weighted or not, which another objective's loss is not.
+        is_mean = objective is None or objective.objective.is_cross_entropy
+        measure = is_mean and self.step % EVERY_STEPS == 0
         loss = self._forward_backward.gradients(parts, key, objective, measure_first=measure)
         if self._forward_backward.first_square is not None:
-            self._measure_noise(self._forward_backward.first_square, parts)
+            weights_S = None if objective is None else objective.weights_S
+            self._measure_noise(self._forward_backward.first_square, parts, weights_S)
         figures = StepFigures(
             step=self.step + 1,
             loss=loss,
@@ -429,16 +431,19 @@ class Trainer:
             )
         return figures
 
-    def _measure_noise(self, first_square: float, micro_batches: Sequence[MicroBatch]) -> None:
-        first, total = micro_batches[0].num_targets, sum(part.num_targets for part in micro_batches)
-        if not 0 < first < total:
+    def _measure_noise(
+        self, first_square: float, micro_batches: Sequence[MicroBatch], weights_S: Tensor | None
+    ) -> None:
+        first = Part.of(micro_batches[0].num_targets, weights_S)
+        total = Part.of(sum(part.num_targets for part in micro_batches), weights_S)
+        if first.weight <= 0:
             return
-        # Each micro-batch's loss is a sum over the step's count, and its own mean is wanted.
+        # Each micro-batch's loss is a sum over the step's count or weights, and its own mean is wanted.
         self._noise_scale.observe(
-            small_square=first_square * (total / first) ** 2,
-            small_tokens=first,
+            small_square=first_square * (total.weight / first.weight) ** 2,
+            small=first,
             big_square=float(self._sink.square_sums[1:-1].sum()),
-            big_tokens=total,
+            big=total,
         )
 
     def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -32,7 +32,7 @@ from horizon_server.planning.data_size import DataSize, counted_steps, expanded_
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.spec import EVAL_SET, JobSpec
-from horizon_server.store.prepared import REPORT_FILE, document_lengths, group_size_of, remove_partial
+from horizon_server.store.prepared import REPORT_FILE, document_lengths, group_size_of, has_weights, remove_partial
 
 _MEMORY_GIB = 4
 # A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
@@ -116,7 +116,8 @@ def _counted(folder: Path, report: Mapping[str, Any], record: DatasetRecord, spe
     steps = None
     if spec.train.epochs is not None:
         steps = counted_steps(document_lengths(folder), spec.train, group_size=group_size)
-    return DataSize(num_tokens=report["tokens"] + report["eval_tokens"], num_steps=steps)
+    num_tokens = report["tokens"] + report["eval_tokens"]
+    return DataSize(num_tokens=num_tokens, num_steps=steps, may_have_weights=has_weights(folder))
 
 
 def _options(spec: JobSpec, record: DatasetRecord, eval_fraction: float) -> PrepareOptions:

@@ -31,6 +31,8 @@ class DataSize:
     num_tokens: int
     is_estimated: bool = False
     num_steps: int | None = None
+    may_have_weights: bool = True
+    """Whether some target that is trained on may count more than another, which prepared data says."""
 
     @classmethod
     def estimated(
@@ -64,6 +66,7 @@ class DataSize:
             num_tokens=sum(size.num_tokens for size in found),
             is_estimated=any(size.is_estimated for size in found),
             num_steps=found[0].num_steps if found else None,
+            may_have_weights=found[0].may_have_weights if found else True,
         )
 
 

@@ -44,10 +44,12 @@ def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
     return [unit for i, unit in enumerate(layers) if (i + 1) * num_layers // total > i * num_layers // total]
 
 
-def product_bytes(layout: StoreLayout, model: ModelShape, *, num_tokens: int, element_bytes: int) -> int:
+def product_bytes(
+    layout: StoreLayout, model: ModelShape, *, num_tokens: int, element_bytes: int, adapter_dropout: float = 0.0
+) -> int:
     """What the products of one layer take for all tokens of a step: projections, but for one that backward skips, and attention.
 
-    0 for layers whose products are not counted: experts, and attention that is not ours.
+    With adapters, both products of each. 0 for layers whose products are not counted: experts, and attention that is not ours.
     """
     if model.experts is not None or model.needs_masks or model.latent_size:
         return 0
@@ -57,11 +59,31 @@ def product_bytes(layout: StoreLayout, model: ModelShape, *, num_tokens: int, el
     if not any("mlp.gate_" in name for name in names):
         return 0
     outputs = sum(tensor.shape[0] for tensor in layers[0].tensors if len(tensor.shape) == 2)
-    # The last projection's output is only added to the residual, unless a norm comes in between.
-    if not any("post_feedforward" in name or "post_mlp" in name for name in names):
+    scaled = [tensor for tensor in layers[0].tensors if tensor.norm_dim is not None]
+    if adapter_dropout:
+        # What a magnitude multiplies is a product of the dropped inputs, beside the map's own.
+        outputs += sum(tensor.num_elements for tensor in scaled)
+    if skips_projection(layout, model):
         outputs -= model.hidden_size
     attended = model.num_attention_heads * model.head_dim
     return num_tokens * ((outputs + attended) * element_bytes + _FP32 * model.num_attention_heads)
+
+
+def skips_projection(layout: StoreLayout, model: ModelShape) -> bool:
+    """Whether backward leaves out a layer's last projection, as `Template.skips_projection` finds by running one: its output is only
+    added to the residual, unless a norm comes in between, or it has a magnitude (DoRA), whose gradient is made of it. Only a dense
+    layer's."""
+    layer = next(unit for unit in layout.units if unit.kind == "layer")
+    names = [tensor.name for tensor in layer.tensors]
+    has_norm = any("post_feedforward" in name or "post_mlp" in name for name in names)
+    weights = {tensor.name: tensor.num_elements for tensor in layer.tensors}
+    last_form = (model.hidden_size, model.hidden_size * model.intermediate_size)
+    is_scaled = any(
+        (tensor.num_elements, weights[tensor.adapts]) == last_form and "attn" not in tensor.name
+        for tensor in layer.tensors
+        if tensor.norm_dim is not None
+    )
+    return model.experts is None and not has_norm and not is_scaled
 
 
 def choose_kept(

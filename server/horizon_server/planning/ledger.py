@@ -190,7 +190,14 @@ def plan_memory(
         + (_exact_bytes(layout, model, kept) if element_bytes == _BF16 else 0),
         "gradients": _gradient_slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes
-        + kept.product_layers * product_bytes(layout, model, num_tokens=tokens_per_step, element_bytes=element_bytes),
+        + kept.product_layers
+        * product_bytes(
+            layout,
+            model,
+            num_tokens=tokens_per_step,
+            element_bytes=element_bytes,
+            adapter_dropout=adapter_dropout,
+        ),
         "workspace": model.position_mask_bytes
         + (
             call_bytes(model, row_tokens, tokens_per_step, element_bytes)

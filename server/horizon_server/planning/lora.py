@@ -20,6 +20,7 @@ from horizon_server.store.model_files import text_config
 _FIELD = "train.lora.targets"
 
 # One of many networks of a mixture. The one that all tokens visit has a name of its own (shared_experts).
+_TRAIN_EXPERTS = ", or train the experts themselves, without adapters (train.trainable: [experts])"
 _EXPERT = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
 _NOT_LINEAR = re.compile(
     # Routers: a choice, not a map of what the layer computes.
@@ -83,7 +84,7 @@ def left_out(layout: StoreLayout, spec: LoraSpec) -> str:
     share = sum(tensor.num_elements for tensor in experts) / layout.num_parameters
     return (
         f"train.lora.targets is all-linear, which leaves out the experts ({experts[0].name} and {len(experts) - 1} more tensors, "
-        f"{share:.0%} of the parameters): they stay as they are"
+        f"{share:.0%} of the parameters): they stay as they are; train.trainable: [experts] trains them, without adapters"
     )
 
 
@@ -108,7 +109,8 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
             raise InvalidSpec.of(
                 _FIELD,
                 f"{_FIELD}: {name} has shape {list(matrices[name].shape)} and is not the weight of a linear map, so it gets no adapter; "
-                f"take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}",
+                f"take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}"
+                + (_TRAIN_EXPERTS if _EXPERT.search(name) else ""),
             )
     return [matrices[name] for name in chosen]
 

@@ -1,4 +1,4 @@
-"""What a method besides cross-entropy takes in memory: a few numbers for each token of a step. Torch-free."""
+"""What a method besides cross-entropy, or weights of targets, take in memory: a few numbers for each token of a step. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from horizon_server.planning.ledger import MemoryPlan
 # advantages and what autograd keeps.
 _TOKEN_BYTES = 2 * 4 + 7 * 8
 
+WEIGHT_BYTES = 4
+"""Of a target's weight, which is in fp32 beside the target as long as the step lasts."""
+
 
 def with_objective(plan: MemoryPlan, *, tokens_per_step: int, device_kind: DeviceKind) -> MemoryPlan:
     """The ledger of a job whose steps have an objective. The head's logits are as many as before, a chunk at a time."""
@@ -17,3 +20,12 @@ def with_objective(plan: MemoryPlan, *, tokens_per_step: int, device_kind: Devic
     # The figures of a step are computed on the CPU, from a copy of the log-probabilities; on the host its device is host memory too.
     times = 2 if device_kind == "host" else 1
     return MemoryPlan(host={**plan.host, "other": plan.host["other"] + times * num_bytes}, device=device)
+
+
+def with_weights(plan: MemoryPlan, *, tokens_per_step: int, device_kind: DeviceKind) -> MemoryPlan:
+    """The ledger of a job whose targets have different weights."""
+    num_bytes = tokens_per_step * WEIGHT_BYTES
+    # As the numbers of tokens: what the host holds is not in its device's account, and is sent to another device.
+    workspace = plan.device["workspace"] + (num_bytes if device_kind == "cuda" else 0)
+    host = {**plan.host, "other": plan.host["other"] + num_bytes}
+    return MemoryPlan(host=host, device={**plan.device, "workspace": workspace})

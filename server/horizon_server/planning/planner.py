@@ -26,7 +26,7 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.planning.objective import with_objective
+from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.spec_warnings import spec_warnings
@@ -370,7 +370,13 @@ class Planner:
         element_bytes, num_tokens = ELEMENT_BYTES[choice.compute_dtype], spec.train.tokens_per_step
         products = 0
         if is_eager and choice.layer is None:
-            products = product_bytes(found.layout, found.shape, num_tokens=num_tokens, element_bytes=element_bytes)
+            products = product_bytes(
+                found.layout,
+                found.shape,
+                num_tokens=num_tokens,
+                element_bytes=element_bytes,
+                adapter_dropout=spec.train.lora.dropout,
+            )
         kept = choose_kept(
             step_s,
             room_bytes=room_bytes,
@@ -408,6 +414,8 @@ class Planner:
         )
         if spec.method in WITH_OPTIONS:
             ledger = with_objective(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
+        elif choice.data is None or choice.data.may_have_weights:
+            ledger = with_weights(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
         return with_answers(ledger, spec, found)
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
@@ -495,6 +503,7 @@ def _work(spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepWork:
             TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
         ),
         kept=choice.kept,
+        adapter_dropout=spec.train.lora.dropout,
     )
 
 

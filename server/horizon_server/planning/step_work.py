@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
-from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_units
+from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_units, skips_projection
 from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.working_memory import logits_chunk_tokens
@@ -153,10 +153,12 @@ def work_of_step(
     compute_dtype: ComputeDtype | None = None,
     facts: EngineFacts = TODAY,
     kept: KeptOnDevice = NOTHING_KEPT,
+    adapter_dropout: float = 0.0,
 ) -> StepWork:
     """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
 
-    `kept` is what stays on the device. Without a `compute_dtype`, the device's default.
+    `kept` is what stays on the device; `adapter_dropout` that of the folder's adapters, if it has any. Without a `compute_dtype`, the
+    device's default.
     """
     element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     document = min(sequence_length, tokens_per_step)
@@ -173,6 +175,7 @@ def work_of_step(
         offloads=activation_placement == "host",
         facts=facts,
         kept=kept,
+        drops=adapter_dropout > 0,
     )
     return StepWork(
         num_tokens=tokens_per_step,
@@ -206,6 +209,7 @@ class _Counter:
     offloads: bool
     facts: EngineFacts
     kept: KeptOnDevice
+    drops: bool
 
     @property
     def update_bytes(self) -> int:
@@ -230,8 +234,7 @@ class _Counter:
         model, count, num_tokens = self.folder.shape, FlopsCount.of_folder(self.folder), sum(self.lengths)
         matrices = (count.active_parameters - model.vocab_size * model.hidden_size) / model.num_hidden_layers
         own_flops = FLOPS_PER_PARAMETER * num_tokens * matrices
-        # Only a dense layer's last product is left out.
-        skips = self.facts.skips_projection and model.experts is None
+        skips = self.facts.skips_projection and skips_projection(self.folder.layout, model)
         skipped = model.hidden_size * model.intermediate_size if skips else 0
         layers = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
         # A frozen weight has no gradient of its own, which is half of its backward.
@@ -244,10 +247,12 @@ class _Counter:
         forward += norm_bytes + _SCALED_ACCESSES * output_bytes
         recompute += norm_bytes + _SCALED_ACCESSES * output_bytes
         backward += _SCALED_BACKWARD_ACCESSES * output_bytes
+        # Where inputs are dropped, what a magnitude multiplies is a second product of the weight, with a gradient of its inputs.
+        again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.drops else 0.0
         return LayerWork(
-            forward_flops=own_flops * _FORWARD_SHARE,
-            recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices),
-            backward_flops=own_flops * (1 - _FORWARD_SHARE) * (1 + trained) / 2,
+            forward_flops=own_flops * _FORWARD_SHARE + again_flops,
+            recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices) + again_flops,
+            backward_flops=own_flops * (1 - _FORWARD_SHARE) * (1 + trained) / 2 + again_flops,
             attention_flops=count.of_attention(self.lengths) * _FORWARD_SHARE / model.num_hidden_layers,
             forward_bytes=forward,
             recompute_bytes=recompute,

@@ -29,8 +29,8 @@ _KEPT_BLOCK_BYTES = 64 << 20
 
 # For each element of a hidden state: seven planes in fp32 and what the norm was given, less what goes before the last comes.
 _NORM_BACKWARD_BYTES = 27
-# Weights, which some data has, take 4 more: less than what rows in use that are fewer than tokens leave.
 TOKEN_BYTES = 5 * 8
+"""Of a step's token on the device: its id, row, position, place and target."""
 _CHUNK_ELEMENTS: Mapping[DeviceKind, int] = {"host": 16 << 20, "cuda": 1 << 30}
 # Below this, reading and writing the projection's whole gradient once per chunk would cost more than the chunk.
 _MIN_CHUNK_TOKENS = 512

@@ -53,6 +53,8 @@ _ADVICE: Mapping[str, str] = {
     "modules_to_save": "it trains whole modules besides the adapters; save an adapter without it",
     "rank_pattern": "the ranks of an adapter must all be r; save an adapter without it",
     "alpha_pattern": "the scales of an adapter must all be lora_alpha's; save an adapter without it",
+    "target_parameters": "adapters on parameters that are no linear maps, such as experts in one tensor, are not supported; train the "
+    f"experts themselves, without adapters (train.trainable: [experts]), or {_MERGE_FIRST}",
     "bias": "only none is supported; save an adapter that trains no biases",
 }
 

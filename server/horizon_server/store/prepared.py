@@ -14,12 +14,13 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from horizon_formats.formats import DataKind
 from horizon_server.durable import is_out_of_space, replace_file, sync_folder
@@ -265,18 +266,32 @@ def document_lengths(folder: Path) -> NDArray[np.int64]:
     # The daemon imports this module for its names, and counts documents in few calls.
     import numpy as np
 
+    with _planes_in(folder) as (stream, planes):
+        begin, end = planes["document_starts"]["data_offsets"]
+        starts = np.fromfile(stream, dtype="<i8", count=(end - begin) // 8, offset=begin)
+    lengths: NDArray[np.int64] = np.diff(starts)
+    return lengths
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether targets of a folder have different weights, without torch. Raises: InvalidData where the folder is incomplete."""
+    with _planes_in(folder) as (_, planes):
+        return WEIGHTS in planes
+
+
+@contextmanager
+def _planes_in(folder: Path) -> Iterator[tuple[BinaryIO, dict[str, Any]]]:
+    """The file of a folder, at the first byte after its header, and what the header says of the planes. What fails inside the block is
+    said as the folder's fault."""
     path = folder / TOKENS_FILE
     try:
         with path.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             if not 0 < size <= _MAX_HEADER_BYTES:
                 raise InvalidData(f"{path} is damaged; prepare the dataset again")
-            begin, end = json.loads(stream.read(size))["document_starts"]["data_offsets"]
-            starts = np.fromfile(stream, dtype="<i8", count=(end - begin) // 8, offset=begin)
+            yield stream, json.loads(stream.read(size))
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
-    lengths: NDArray[np.int64] = np.diff(starts)
-    return lengths
 
 
 def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -125,7 +125,7 @@ class MethodData:
 
     def _weighted(self, documents: list[int]) -> StepObjective | None:
         weights_S = self.dataset.weights_of(documents)
-        # Equal weights are the plain mean, of which the noise scale can be measured too.
+        # Equal weights are the plain mean.
         if weights_S is None or bool((weights_S == weights_S[0]).all()):
             return None
         known = Documents(num_targets_K=torch.from_numpy(self.dataset.num_targets_of_documents[documents]))

@@ -116,6 +116,22 @@ def test_once_the_data_is_prepared_its_tokens_are_counted(folder: Path) -> None:
         assert (found.num_tokens, found.tokens_estimated) == (320, False)
 
 
+def test_weights_of_targets_are_planned_until_the_data_is_known_to_have_none(folder: Path) -> None:
+    gpu = Accelerator(index=0, name="H100", memory_bytes=80 * GIB)
+
+    def bytes_of(data: DataSize | None, method: str = "sft") -> tuple[int, int]:
+        spec = spec_of(method).model_copy(update={"device": "cuda"})
+        plan = planner(accelerators=(gpu,)).worker_memory(spec, folder, data=data).plan
+        return plan.device_bytes["workspace"], plan.host_bytes["other"]
+
+    plain = bytes_of(DataSize(num_tokens=320, may_have_weights=False))
+    weighted = bytes_of(DataSize(num_tokens=320))
+    assert [after - before for before, after in zip(plain, weighted, strict=True)] == [4 * 160, 4 * 160]
+    assert bytes_of(None) == weighted
+    # Objectives have numbers of their own.
+    assert bytes_of(DataSize(num_tokens=320), "dpo") == bytes_of(None, "dpo")
+
+
 def test_tokens_are_estimated_from_bytes_and_never_more_than_rows_hold() -> None:
     def estimated(num_bytes: int, documents_per_row: int) -> int:
         return DataSize.estimated(

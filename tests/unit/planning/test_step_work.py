@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.step_work import EngineFacts, StepWork, elementwise_bytes, work_of_step
+from horizon_server.planning.step_work import EngineFacts, LayerWork, StepWork, elementwise_bytes, work_of_step
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import LoraSpec, TrainSpec
 
 TOKENS, ROW, LAYERS = 160, 64, 3
 QUERY, KEY, HIDDEN, INNER = 4 * 8, 2 * 8, 32, 48
@@ -63,6 +66,26 @@ def test_a_layer_multiplies_once_forward_and_thrice_in_backward_but_for_the_prod
     assert layer.recompute_flops == pytest.approx(product - 2 * TOKENS * HIDDEN * INNER)
     assert work_of(tied, skips_projection=False).layer.recompute_flops == pytest.approx(product)
     assert layer.attention_flops == pytest.approx(4 * QUERY * PAIRS)
+
+
+def test_a_magnitude_keeps_the_last_product_and_doubles_those_of_dropped_inputs(
+    make_model: Callable[..., Path],
+) -> None:
+    def layer_of(dropout: float, **lora: Any) -> LayerWork:
+        folder = open_for_training(make_model(tied=True), TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4, **lora)))
+        return work_of_step(
+            folder, tokens_per_step=TOKENS, sequence_length=ROW, device_kind="host", grad_bytes=4,
+            activation_placement="device", adapter_dropout=dropout,
+        ).layer  # fmt: skip
+
+    down, product = 2 * TOKENS * HIDDEN * INNER, 2 * TOKENS * LAYER_MATRICES
+    plain, scaled, doubled = layer_of(0.3), layer_of(0.0, dora=True), layer_of(0.3, dora=True)
+    assert plain.forward_flops - plain.recompute_flops == pytest.approx(down)
+    assert scaled.recompute_flops == pytest.approx(scaled.forward_flops)
+    parts = ("forward_flops", "recompute_flops", "backward_flops")
+    assert [getattr(doubled, part) - getattr(scaled, part) for part in parts] == [pytest.approx(product)] * 3
+    attention = layer_of(0.0, dora=True, targets=("self_attn",))
+    assert attention.forward_flops - attention.recompute_flops == pytest.approx(down)
 
 
 def test_the_head_multiplies_thrice_and_its_logits_cost_traffic(tied: ModelFolder) -> None:

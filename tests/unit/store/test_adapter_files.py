@@ -140,6 +140,10 @@ def test_a_written_config_means_the_same_modules_to_peft(
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA is supported, so merge the adapter into its base"),
         ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is .*; it trains whole modules"),
+        (
+            {"target_parameters": ["mlp.experts.gate_up_proj"]},
+            r"'target_parameters' is .*; .* train the experts themselves, without adapters \(train.trainable: \[experts\]\), or merge",
+        ),
         ({"rank_pattern": {"q_proj": 8}}, "'rank_pattern' is .*; the ranks of an adapter must all be r"),
         ({"alpha_pattern": {"q_proj": 8}}, "'alpha_pattern' is .*; the scales"),
         ({"bias": "all"}, "'bias' is 'all'; only none is supported"),

@@ -15,6 +15,7 @@ from horizon_server.store.prepared import (
     TOKENS_FILE,
     DocumentColumns,
     PreparedFolder,
+    has_weights,
     open_prepared,
     planes_of,
 )
@@ -61,6 +62,9 @@ def test_without_weights_there_is_no_plane_and_each_side_has_its_own(tmp_path: P
     folder = written(tmp_path / "out", columns_of(3, 2), held_out=columns_of(1, [0.5]))
     assert set(open_prepared(folder)[0]) == set(planes_of(DataKind.TEXT))
     assert open_prepared(folder / EVALUATION_FOLDER)[0]["weights"].tolist() == [1, 0.5]
+    assert (has_weights(folder), has_weights(folder / EVALUATION_FOLDER)) == (False, True)
+    with pytest.raises(InvalidData, match="is not a prepared dataset"):
+        has_weights(tmp_path)
 
 
 def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
