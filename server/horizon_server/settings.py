@@ -165,7 +165,8 @@ class Settings(BaseSettings):
     max_loading_jobs_of_user: int = Field(
         2,
         ge=1,
-        description="The same for the jobs of one user, so that nobody's many jobs take the processors of those that train; 1 while jobs of others train.",
+        description="The same for the jobs of one user, so that nobody's many jobs take the processors of those that train; 1 while jobs of "
+        "others train.",
     )
     max_resident_jobs: int = Field(
         4,
