@@ -2,15 +2,16 @@
 
     python3 -m bench.gpu_all --out results --minutes 40
 
-Needs g++, torch, transformers, triton, numpy, safetensors and psutil (pytest for the tests); nothing is installed or downloaded. Each
+Needs g++, torch, transformers and triton with what they bring along (pytest for the tests); nothing is installed or downloaded. Each
 stage has a time limit of its own, writes its results as it goes, and does not stop the others when it fails or crashes:
 
 | file | what |
 | --- | --- |
-| summary.md | at most 40 lines: machine, tests, the curve next to the forecast, ratios, what failed |
+| summary.md | at most 60 lines: machine, tests, the curve next to the forecast, ratios, what failed |
 | machine.md | the machine, rates of matrix products and attention, memory and link, what the compiler made of the layers |
 | tests.md | tests/gpu |
-| curve.md | steps of the engine as a job runs it, next to what is predicted, and with less of it; rows of many different lengths |
+| curve.md | steps of the engine as a job runs it, next to what is predicted, and with less of it; rows of many different lengths; adapters
+next to a frozen base; whether the same steps give the same bits; at its end the whole table, predicted beside measured |
 | profile.md, trace.json.gz | one step kernel by kernel, compiled and eager; the trace is for Perfetto |
 | resident.md | the engine against the same kernels on resident weights |
 | results.jsonl | every number above, a line of JSON per row |
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.gpu.process import StageProcess
-from bench.gpu.report import RESULTS, Report, without_folders
+from bench.gpu.report import RESULTS, Report, read_results, without_folders
 from bench.gpu.shapes import QWEN25
 from bench.gpu.summary import Outcome, summary_lines
 from bench.gpu.task import PLANES, Clock, DeviceChoice, Task
@@ -44,6 +45,8 @@ SUMMARY = "summary.md"
 _RESERVE_S = 3.0
 """Kept at the end: to stop a stage that does not stop by itself, and for the summary."""
 _LOG_LINES = 60
+_STOOD_STILL = "Timeout ("
+"""What Python says where it ends a process that has stood still for too long."""
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Exit|Fit|Model|Spec)\b.*", re.MULTILINE)
 
 
@@ -51,7 +54,7 @@ _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Exit|Fit|Model|Spec)\b.*", re
 class Stage:
     """A part of the program. `weight` is its share of the time against the stages after it, what earlier ones left over included;
     it is skipped where that is less than `least_s` on a GPU machine, a fraction of it in a dry run. A stage that counts memory is
-    `fresh`: earlier ones leave libraries' workspaces on the device."""
+    `fresh`: earlier ones leave libraries' workspaces on the device. One that `has_points` goes on behind a point that ended its process."""
 
     name: str
     module: str
@@ -59,6 +62,7 @@ class Stage:
     weight: float
     least_s: float
     fresh: bool = False
+    has_points: bool = False
 
 
 STAGES = (
@@ -67,10 +71,21 @@ STAGES = (
     Stage(name="bandwidth", module="bench.gpu.bandwidth", file="machine.md", weight=50, least_s=20),
     Stage(name="tests", module="bench.gpu.suite", file="tests.md", weight=110, least_s=30),
     Stage(name="compile", module="bench.gpu.compile", file="machine.md", weight=110, least_s=60),
-    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=260, least_s=60, fresh=True),
+    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=300, least_s=60, fresh=True, has_points=True),
     Stage(name="profile", module="bench.gpu.profile", file="profile.md", weight=50, least_s=30),
     Stage(name="resident", module="bench.gpu.resident", file="resident.md", weight=70, least_s=40),
     Stage(name="lengths", module="bench.gpu.lengths", file="curve.md", weight=60, least_s=40),
+    Stage(name="twice", module="bench.gpu.twice", file="curve.md", weight=40, least_s=30),
+    Stage(
+        name="adapters",
+        module="bench.gpu.adapters",
+        file="curve.md",
+        weight=110,
+        least_s=40,
+        fresh=True,
+        has_points=True,
+    ),
+    Stage(name="table", module="bench.gpu.table", file="curve.md", weight=8, least_s=4),
 )
 _DRY_RUN_SHARE = 0.1
 
@@ -185,7 +200,25 @@ class _Runner:
             why = f"its share of the time left is {seconds:.0f} s, it needs {least_s:.0f} s"
             report.say(f"{stage.name} was skipped: {why}.")
             return Outcome(stage=stage.name, state="skipped", why=why, seconds=0.0)
-        start_s, task = time.monotonic(), self._task(stage, seconds)
+        start_s, failures, begun = time.monotonic(), list[str](), self._begun(stage)
+        while True:
+            left_s = seconds - (time.monotonic() - start_s)
+            why = self._run_once(stage, report, left_s)
+            failures += [why] if why else []
+            before, begun = begun, self._begun(stage)
+            # Where the process met its end before the first new point, the next one would too.
+            if not why or begun == before or seconds - (time.monotonic() - start_s) < least_s:
+                break
+        return Outcome(
+            stage=stage.name,
+            state="failed" if failures else "done",
+            why="; ".join(failures),
+            seconds=time.monotonic() - start_s,
+        )
+
+    def _run_once(self, stage: Stage, report: Report, seconds: float) -> str:
+        """Run a stage in the process that is there, or in a new one; returns what went wrong."""
+        start_s, plan, task = time.monotonic(), self._plan, self._task(stage, seconds)
         # It may have ended after its last answer too.
         if stage.fresh or (self._process is not None and self._process.ended_with is not None):
             self.close()
@@ -193,14 +226,19 @@ class _Runner:
             folder=ROOT, environment=_environment(plan), plane_fds=self._plane_fds
         )
         log = process.run(stage.module, task)
-        used_s = time.monotonic() - start_s
         if log is None:
-            return Outcome(stage=stage.name, state="done", why="", seconds=used_s)
+            return ""
+        used_s = time.monotonic() - start_s
         why = without_folders(_why(process.ended_with, log, seconds))
         self.close()
         tail = "\n".join(without_folders(log).splitlines()[-_LOG_LINES:])
         report.say(f"\n{stage.name} failed after {used_s:.0f} s: {why}\n\n```\n{tail}\n```")
-        return Outcome(stage=stage.name, state="failed", why=why, seconds=used_s)
+        return why
+
+    def _begun(self, stage: Stage) -> list[str]:
+        """The points that were begun, of a stage that has points."""
+        rows = read_results(self._plan.out) if stage.has_points else []
+        return [row["begun"] for row in rows if row["stage"] == stage.name and "begun" in row]
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -240,6 +278,8 @@ def _environment(plan: Plan) -> dict[str, str]:
 def _why(code: int | None, log: str, seconds: float) -> str:
     if code is None:
         return f"stopped at its time limit of {seconds:.0f} s"
+    if _STOOD_STILL in log:
+        return "a point stood still for half of the time left, and was ended"
     if code < 0:
         return f"ended by signal {signal.Signals(-code).name}"
     lines = [match[0] for match in _ERROR_LINE.finditer(log)] or log.strip().splitlines() or [f"exit code {code}"]

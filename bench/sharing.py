@@ -1,7 +1,8 @@
 """Several jobs on one device: shares, throughput, hand-overs, the first step of a short job, and the bytes of the results.
 
 The daemon runs in this process, with real workers of one compute thread and one thread of the optimizer, on the host device and over an
-emulated link. Every figure is a ratio of two things measured in this run. The replay of a queue is `bench.sharing_replay`.
+emulated link. Every figure is a ratio of two things measured in this run. The replay of a queue is `bench.sharing_replay`; in virtual time,
+`bench.sharing_arrivals`.
 
 python -m bench.sharing                      # all, about half an hour on two cores
 python -m bench.sharing --quick shares       # short runs, some sections
@@ -30,7 +31,7 @@ from tests.daemon_parts import DaemonParts, daemon_parts
 from tests.support.held_device import HeldDevice
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench import sharing_replay
+from bench import sharing_arrivals, sharing_replay
 from bench.sharing_worker import OPTIONS_FILE
 from horizon_server.db.sharing import SharingStore
 from horizon_server.demo.recipe import write_demo_model
@@ -397,12 +398,18 @@ def print_replay(sizes: Sizes) -> None:
     sharing_replay.print_table(num_jobs=40 if sizes is QUICK else 200)
 
 
+def print_arrivals(sizes: Sizes) -> None:
+    """What an estimate gains from knowing how jobs arrive."""
+    sharing_arrivals.print_table(quick=sizes is QUICK)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Sizes], None]]] = {
     "shares": ("Shares of the device, and hand-overs", print_shares),
     "throughput": ("Two jobs that share against one after the other", print_throughput),
     "short": ("A short job after a long one", print_short_job),
     "bytes": ("Interleaved against undisturbed", print_bytes),
     "replay": ("Estimated against real start and end", print_replay),
+    "arrivals": ("Estimates beside those that know how jobs arrive, in virtual time", print_arrivals),
 }
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.daemon_parts import DaemonParts, Script, daemon_parts
 
@@ -27,14 +27,16 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Outlook
 from horizon_server.settings import child_environment
 
-_NUM_USERS = 8
-_SLICE_S = 0.5
+NUM_USERS = 8
+SLICE_S = 0.5
 _RESIDENT_JOBS = 5
-_SIGMA_OF_STEPS = 0.1
+SIGMA_OF_STEPS = 0.1
 _TRAIN = {"sequence_length": 256, "tokens_per_step": 1024, "compile": "off"}
 # Earlier starts are not predicted but made: the job is loaded at once.
-_LEAST_WAIT_S = 1.0
+LEAST_WAIT_S = 1.0
 _WAIT_S = 3600.0
+
+_Who = TypeVar("_Who")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,19 @@ class Replayed:
 
 def median_errors(jobs: Sequence[Replayed]) -> tuple[float, float]:
     """Return the median relative errors of start and end; that of the start is of jobs that had to wait."""
-    starts = [abs(job.estimated_start_s / job.start_s - 1) for job in jobs if job.start_s >= _LEAST_WAIT_S]
+    starts = [abs(job.estimated_start_s / job.start_s - 1) for job in jobs if job.start_s >= LEAST_WAIT_S]
     ends = [abs(job.estimated_end_s / job.end_s - 1) for job in jobs]
     return statistics.median(starts) if starts else math.nan, statistics.median(ends)
+
+
+def drawn_user(drawn: random.Random, users: Sequence[_Who]) -> _Who:
+    """Return who submits; the first ones submit the most."""
+    return users[int(len(users) * drawn.random() ** 2)]
+
+
+def drawn_length(drawn: random.Random) -> float:
+    """Return a job's device seconds."""
+    return drawn.uniform(0.4, 2.0) if drawn.random() < 0.9 else drawn.uniform(2.0, 10.0)
 
 
 class Replay:
@@ -98,10 +110,10 @@ class Replay:
         return job
 
     async def _submit(self, name: str) -> str:
-        """Submit a job of a drawn length; the first users submit the most."""
+        """Submit a job of a drawn length, by a drawn user."""
         drawn = self._drawn
-        owner = self._owners[int(len(self._owners) * drawn.random() ** 2)]
-        device_s = drawn.uniform(0.4, 2.0) if drawn.random() < 0.9 else drawn.uniform(2.0, 10.0)
+        owner = drawn_user(drawn, self._owners)
+        device_s = drawn_length(drawn)
         _, plan = await self._daemon.services.jobs.plan(owner, self._daemon.spec(name, train=_TRAIN))
         assert plan.prediction is not None, "the machine's rates are known"
         num_steps = max(1, round(device_s / plan.prediction.step_s))
@@ -109,7 +121,7 @@ class Replay:
         if self._arrival_s:
             await asyncio.sleep(drawn.expovariate(1 / self._arrival_s))
             simulated, _ = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
-        step_s = plan.prediction.step_s * math.exp(drawn.gauss(0, _SIGMA_OF_STEPS))
+        step_s = plan.prediction.step_s * math.exp(drawn.gauss(0, SIGMA_OF_STEPS))
         job = await self._daemon.submit(owner, name, Script(num_steps=num_steps, step_s=step_s), **changes)
         if self._arrival_s:
             self._seen[job.job_id] = job.created_s, simulated
@@ -122,14 +134,14 @@ async def replay(folder: Path, num_jobs: int, *, arrival_s: float) -> list[Repla
     state.mkdir()
     machine = Machine.of((), num_threads=1)
     RateBook(state, machine).write(await measure_rates(machine, environment=child_environment()))
-    usual: dict[str, Any] = {"model_folder": model, "num_threads": 1, "time_slice_s": _SLICE_S}
+    usual: dict[str, Any] = {"model_folder": model, "num_threads": 1, "time_slice_s": SLICE_S}
     async with daemon_parts(folder / "plan", **usual, queue=False) as planning:
         owner = await planning.user("planner")
         await planning.dataset(owner)
         _, plan = await planning.services.jobs.plan(owner, planning.spec(train=_TRAIN))
     usual |= {"host_memory_limit_bytes": _RESIDENT_JOBS * plan.host_total_bytes, "host_memory_reserve_bytes": 0}
     async with daemon_parts(state, **usual) as daemon:
-        owners = [await daemon.user(f"user-{number}") for number in range(_NUM_USERS)]
+        owners = [await daemon.user(f"user-{number}") for number in range(NUM_USERS)]
         for owner in owners:
             await daemon.dataset(owner)
         return await Replay(daemon, owners, arrival_s=arrival_s).run(num_jobs)
@@ -137,11 +149,14 @@ async def replay(folder: Path, num_jobs: int, *, arrival_s: float) -> list[Repla
 
 def print_table(*, num_jobs: int) -> None:
     """Print the errors where all jobs are there at once, and where they arrive over time."""
-    print("| jobs | arrive | counted | median error of the start | of the end | median time to the end s |")
-    print("| --- " * 6 + "|")
+    print(
+        "| jobs | arrive | counted | of them waited | median error of the start | of the end | median time to the end s |"
+    )
+    print("| --- " * 7 + "|")
     for title, arrival_s in (("all at once", 0.0), ("every 2 s on average", 2.0)):
         with tempfile.TemporaryDirectory() as folder:
             jobs = asyncio.run(replay(Path(folder), num_jobs, arrival_s=arrival_s))
         start, end = median_errors(jobs)
         took_s = statistics.median(job.end_s for job in jobs)
-        print(f"| {num_jobs} | {title} | {len(jobs)} | {start:.1%} | {end:.1%} | {took_s:.0f} |", flush=True)
+        waited = sum(job.start_s >= LEAST_WAIT_S for job in jobs)
+        print(f"| {num_jobs} | {title} | {len(jobs)} | {waited} | {start:.1%} | {end:.1%} | {took_s:.0f} |", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import defaultdict
@@ -18,7 +19,8 @@ from horizon_server.scheduling.turns import MAX_TURN_WAIT_SLICES, next_turn
 
 
 class Life:
-    """Jobs on a node. A job needs `left_s` device seconds in truth, whatever its `remaining_s` predicts, in steps of `step_s`."""
+    """Jobs on a node. A job needs `left_s` device seconds in truth, whatever its `remaining_s` predicts, in steps of `step_s`; before
+    its first turn it is loaded for `load_s`."""
 
     def __init__(
         self,
@@ -106,6 +108,21 @@ class Life:
             self.residents[job_id] = dataclasses.replace(self.residents[job_id], is_stopping=True)
             self._stopping[job_id] = (self.now_s + self.unload_s / 2, how)
 
+    # What one can see.
+
+    def turn_s(self, job_id: str) -> float:
+        """How long the job has had its present turn; 0 where it has none."""
+        return next((self.now_s - turn[1] for turn in self._turns.values() if turn and turn[0] == job_id), 0.0)
+
+    def fork(self) -> Life:
+        """The same jobs on the same node, to be played on alone."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                setattr(other, name, value.copy())
+        other.shares = self.shares.copy()
+        return other
+
     # What the daemon does.
 
     def advance(self, until_s: float) -> None:
@@ -118,11 +135,16 @@ class Life:
                     self._grant(device)
             turns = [turn for turn in self._turns.values() if turn]
             events_s = [turn[2] for turn in turns] + [time_s for time_s, _ in self._stopping.values()]
+            events_s += [one.ready_s for one in self.residents.values() if one.is_loading]
             next_s = min([*events_s, self._next_check_s, until_s])
             if next_s >= until_s and not (events_s and min(events_s) <= until_s):
                 self.now_s = max(self.now_s, until_s)
                 return
             self.now_s = max(self.now_s, next_s)
+            for one in list(self.residents.values()):
+                if one.is_loading and one.ready_s <= self.now_s:
+                    self.residents[one.job_id] = dataclasses.replace(one, is_loading=False)
+                    self._next_check_s = self.now_s  # the next one may be loaded
             for device, turn in self._turns.items():
                 if turn and turn[2] <= self.now_s:
                     self._end_turn(device, turn[0])
@@ -181,7 +203,9 @@ class Life:
         self._without_since_s = {user: self._without_since_s[user] for user in without}
 
     def _grant(self, device: str) -> None:
-        jobs = [one for one in self.residents.values() if one.device == device and not one.is_stopping]
+        jobs = [
+            one for one in self.residents.values() if one.device == device and not (one.is_stopping or one.is_loading)
+        ]
         for one in jobs:
             self._most_sharing[one.job_id] = max(self._most_sharing[one.job_id], len(jobs))
         chosen = next_turn(jobs, self.shares, self.now_s, rules=self.rules)

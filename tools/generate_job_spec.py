@@ -24,7 +24,7 @@ MAP = {
     "additionalProperties": {"type": "string"},
     "default": {},
     "description": "The columns of local data files by field, such as {prompt: question, completion: answer}: the client pushes the files "
-    "with it, as with horizon dataset push --map. The job does not have it.",
+    "with it, as with horizon dataset push --map. The job that is sent has no such field.",
     "type": "object",
 }
 """A field of job files that only the client reads."""

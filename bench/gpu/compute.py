@@ -5,8 +5,10 @@ Shapes: R = rows (tokens), K = inputs of a product, N = its outputs, T = tokens,
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,12 +19,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.report import Report
 from bench.gpu.shapes import QWEN25, SIZES, Sizes
+from bench.gpu.steps import with_base
 from bench.gpu.task import Clock, Task
-from bench.gpu.timing import Timing, rate, timed, try_timed
+from bench.gpu.timing import UNAVAILABLE, Timing, rate, timed, try_timed
 from horizon_server.engine.attention import function
+from horizon_server.store import packing
+from horizon_server.store.layout import build_layout
 
 _BYTES_OF_COPY = {"cuda": 1 << 30, "cpu": 1 << 20}
 _DOCUMENT_TOKENS = 200
+_OURS, _HOPPER = "ours", "ours, FA4"
 _BACKWARD_FLOPS = 2.5
 """Of attention's forward: it computes the scores again."""
 
@@ -38,11 +44,12 @@ class Product:
 
 
 def run(task: Task, report: Report) -> None:
-    """Three tables."""
+    """Four tables."""
     device, sizes, clock = torch.device(task.device), SIZES[task.device], task.clock()
     _products(device, task.shape or sizes.compute_shape, sizes, clock, report)
     _attention(device, task.shape or sizes.compute_shape, sizes, clock, report)
     _passes(device, _BYTES_OF_COPY[task.device], sizes, report)
+    _packed_weights(device, task.shape or sizes.compute_shape, sizes, report)
 
 
 def layer_products(shape: str) -> list[Product]:
@@ -141,6 +148,7 @@ def _attention(device: torch.device, shape: str, sizes: Sizes, clock: Clock, rep
             "backward": ".1f",
             "first forward s": ".3f",
             "first backward s": ".3f",
+            "same twice": "",
         },
     )
     model = QWEN25[shape]
@@ -166,6 +174,7 @@ def _attention(device: torch.device, shape: str, sizes: Sizes, clock: Clock, rep
                 backward=rate(_BACKWARD_FLOPS * flops, backward),
                 first_forward_s=forward.first_s if isinstance(forward, Timing) else "",
                 first_backward_s=backward.first_s if isinstance(backward, Timing) else "",
+                same_twice=_same_twice(attend, (q, k, v)) if kind.startswith(_OURS) else "",
             )
 
 
@@ -191,7 +200,18 @@ def _attention_kinds(
         boundaries = torch.tensor([0, *itertools.accumulate(lengths)])
         return lambda: function.attend(q, k, v, boundaries)
 
+    def hopper(lengths: list[int]) -> Callable[[], Tensor]:
+        attend = ours(lengths)
+
+        def attend_with_it() -> Tensor:
+            with _flash_attention_4():
+                return attend()
+
+        return attend_with_it
+
     row = [tokens]
+    # Two rows of as many documents whose lengths nothing else has: is something compiled for each length?
+    odd = [[tokens // 8 + more, tokens // 4 - 1, tokens - tokens // 8 - tokens // 4 + 1 - more] for more in (1, 2)]
     cut = {size: [size] * (tokens // size) for size in (1024, 4096) if tokens > size}
     return [
         ("torch's choice", lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True), row),
@@ -201,7 +221,38 @@ def _attention_kinds(
         ("ours", ours(row), row),
         (f"ours, documents of {_DOCUMENT_TOKENS}", ours(documents), documents),
         *((f"ours, documents of {size}", ours(lengths), lengths) for size, lengths in cut.items()),
+        (_HOPPER, hopper(row), row),
+        (f"{_HOPPER}, documents of {_DOCUMENT_TOKENS}", hopper(documents), documents),
+        *((f"{_HOPPER}, documents of {size}", hopper(lengths), lengths) for size, lengths in cut.items()),
+        *((f"{_HOPPER}, odd lengths {index}", hopper(lengths), lengths) for index, lengths in enumerate(odd, 1)),
     ]
+
+
+@contextmanager
+def _flash_attention_4() -> Iterator[None]:
+    """Inside, the operators that our attention calls on a GPU are FlashAttention 4's; raises where it or its package is not there.
+
+    The engine does not choose it: this is to know what it would be worth.
+    """
+    if importlib.util.find_spec("flash_attn") is None:
+        raise RuntimeError("the package flash-attn-4 is not installed")
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl("FA4")
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+def _same_twice(attend: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> str:
+    """Whether two runs of backward give the same bits."""
+    try:
+        output = attend()
+        one, other = (torch.autograd.grad(output, leaves, output.detach(), retain_graph=True) for _ in range(2))
+    except UNAVAILABLE:
+        return ""
+    return "same" if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) else "differ"
 
 
 def _backward_of(attend: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Callable[[], object]:
@@ -226,3 +277,32 @@ def _passes(device: torch.device, num_bytes: int, sizes: Sizes, report: Report) 
     ):
         seconds = timed(work, device, budget_s=sizes.timing_s).each_s
         report.row(**{"pass": name, "GB/s": source.numel() * bytes_per_element / seconds / 1e9})
+
+
+def _packed_weights(device: torch.device, shape: str, sizes: Sizes, report: Report) -> None:
+    """As h2d's queue does it at each visit of a layer whose base is in 4 bits."""
+    report.table(
+        "Weights in 4 bits that become bf16", {"weights": ",d", "ms a layer": ".2f", "GB/s read and written": ".0f"}
+    )
+    shapes = {
+        f"model.layers.0.{index}.weight": (product.outputs, product.inputs)
+        for index, product in enumerate(each for each in layer_products(shape) for _ in range(each.times))
+    }
+    ends = {"model.embed_tokens.weight": (32, 32), "model.norm.weight": (32,), "lm_head.weight": (32, 32)}
+    unit = with_base(build_layout({**ends, **shapes}, num_layers=1, tied=False), "nf4").units[1]
+    block = torch.randint(0, 256, (unit.packed_bytes,), dtype=torch.uint8, device=device)
+    packed = [place for place in unit.tensors if place.packing != "none"]
+    outputs = [torch.empty(place.num_elements, dtype=torch.bfloat16, device=device) for place in packed]
+
+    def unpack() -> None:
+        for place, out_N in zip(packed, outputs, strict=True):
+            packing.unpack(place, block, unit.packed_parts[place.name], out_N)
+
+    timing, num_weights = try_timed(unpack, device, budget_s=sizes.timing_s), sum(map(len, outputs))
+    if isinstance(timing, str):
+        report.row(weights=num_weights, ms_a_layer=timing)
+        return
+    moved = unit.packed_bytes + 2 * num_weights
+    report.row(
+        weights=num_weights, ms_a_layer=1e3 * timing.each_s, **{"GB/s_read_and_written": moved / timing.each_s / 1e9}
+    )

@@ -18,8 +18,13 @@ QWEN25: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MAX_POSITIONS = 1 << 17
 
-Engine = Literal["job", "eager", "row by row", "products", "fp8"]
+Engine = Literal["job", "eager", "row by row", "products", "fp8", "streamed", "resident"]
 """What runs the rows, see `engine`."""
+
+Base = Literal["", "bf16", "nf4"]
+"""What adapters train next to: a model frozen in bf16 or in 4 bits. Empty: there are none, the whole model is trained."""
+RANK = 16
+"""Of adapters, at every linear map of the layers."""
 
 RowKind = Literal["equal", "short", "varied", "packed"]
 """Rows of one document each, all of the full length or of a quarter of it or of many lengths; or full rows of documents of about 200
@@ -28,12 +33,35 @@ tokens."""
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One cell of the curve."""
+    """One cell of the curve. `row_tokens` is the length of rows where it is not that of all points. `host_gbps` asks for a number of
+    update threads that gives AdamW this much; 0 takes a job's."""
 
     tokens: int
     rows: RowKind = "equal"
     clip: bool = True
     engine: Engine = "job"
+    base: Base = ""
+    row_tokens: int = 0
+    host_gbps: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """No other point of its stage has it."""
+        return ", ".join(
+            str(part)
+            for part in (self.tokens, self.rows_text, self.engine_text, self.base, "" if self.clip else "clip off")
+            if part
+        )
+
+    @property
+    def rows_text(self) -> str:
+        """The rows, for a table."""
+        return f"{self.rows} of {self.row_tokens}" if self.row_tokens else self.rows
+
+    @property
+    def engine_text(self) -> str:
+        """What runs them, for a table."""
+        return f"{self.engine}, host {self.host_gbps:g}" if self.host_gbps else self.engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +78,9 @@ class Sizes:
     adamw_pairs: int
     row_tokens: int
     points: tuple[Point, ...]
+    adapter_points: tuple[Point, ...]
+    table_tokens: tuple[int, ...]
+    twice_tokens: int
     profile_tokens: int
     profile_engines: tuple[Engine, ...]
     resident_tokens: tuple[int, ...]
@@ -84,9 +115,37 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
             Point(tokens=8192, engine="eager"),
             Point(tokens=8192, engine="row by row"),
             Point(tokens=262144),
+            # Long documents, for which attention counts most.
+            Point(tokens=131072, row_tokens=16384),
+            Point(tokens=131072, row_tokens=32768),
+            Point(tokens=131072, row_tokens=131072),
+            Point(tokens=8192, engine="resident"),
+            # Another host memory, by the number of update threads.
+            Point(tokens=8192, host_gbps=120),
+            Point(tokens=32768, host_gbps=120),
+            Point(tokens=8192, host_gbps=350),
+            Point(tokens=32768, engine="eager"),
+            Point(tokens=32768, engine="row by row"),
+            Point(tokens=131072, engine="eager"),
+            Point(tokens=131072, engine="row by row"),
             Point(tokens=8192, clip=False),
             Point(tokens=65536, clip=False),
         ),
+        adapter_points=(
+            Point(tokens=8192, base="bf16"),
+            Point(tokens=65536, base="bf16"),
+            Point(tokens=8192, base="bf16", engine="streamed"),
+            Point(tokens=32768, base="bf16", engine="streamed"),
+            Point(tokens=65536, base="bf16", engine="streamed"),
+            Point(tokens=8192, base="nf4", engine="streamed"),
+            Point(tokens=65536, base="nf4", engine="streamed"),
+            Point(tokens=8192, base="nf4"),
+            Point(tokens=32768, base="nf4", engine="streamed"),
+            Point(tokens=65536, base="nf4"),
+            Point(tokens=131072, base="nf4", engine="streamed"),
+        ),
+        table_tokens=(8192, 32768, 65536, 131072, 262144),
+        twice_tokens=16384,
         profile_tokens=65536,
         profile_engines=("job", "eager"),
         resident_tokens=(65536, 8192),
@@ -111,8 +170,17 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
             Point(tokens=256, rows="short"),
             Point(tokens=256, engine="eager"),
             Point(tokens=256, engine="row by row"),
+            Point(tokens=256, row_tokens=128),
+            # No number of threads gives this: the row says so.
+            Point(tokens=128, host_gbps=1e6),
             Point(tokens=256, clip=False),
         ),
+        adapter_points=(
+            Point(tokens=256, base="bf16"),
+            Point(tokens=128, base="nf4", engine="streamed"),
+        ),
+        table_tokens=(128, 256),
+        twice_tokens=256,
         profile_tokens=128,
         profile_engines=("eager", "job"),
         resident_tokens=(256,),

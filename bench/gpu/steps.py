@@ -13,13 +13,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from bench.gpu.machine import device_limit_bytes, free_host_bytes
-from bench.gpu.shapes import MAX_POSITIONS, QWEN25, SIZES, RowKind
+from bench.gpu.shapes import MAX_POSITIONS, QWEN25, RANK, SIZES, Base, RowKind
 from bench.gpu.task import PLANES, Task
 from bench.models import rows_of
 from horizon_server.engine.device import device_for
@@ -33,23 +35,28 @@ from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.ledger import ActivationPlacement, MemoryPlan, plan_memory
-from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.store.adapters import with_adapters
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import plane_sizes
+from horizon_server.store.layout import StoreLayout, plane_sizes
 
+ADAPTER_SCALE = 2.0
+"""The default of a job: `alpha` is 32, its rank 16."""
+_LARGEST_WEIGHT = 0.06
 _MEAN_DOCUMENT_TOKENS, _SPREAD = 200, 0.8
 """Of packed documents: lognormal, as the rows of instruction data sets are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A shape's template, and the device kind that it runs on."""
+    """A shape's template, and the device kind that it runs on. With a `base` adapters are trained next to it."""
 
     shape: str
     config: PretrainedConfig
     template: Template
     kind: DeviceKind
+    base: Base = ""
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -77,10 +84,88 @@ def choose_model(task: Task) -> Model:
     )
 
 
-def model_of(shape: str, kind: DeviceKind) -> Model:
-    """A Qwen2 model of a named shape."""
+def model_of(shape: str, kind: DeviceKind, base: Base = "") -> Model:
+    """A Qwen2 model of a named shape, as a whole or frozen with adapters."""
     config = AutoConfig.for_model("qwen2", **QWEN25[shape], max_position_embeddings=MAX_POSITIONS)
-    return Model(shape=shape, config=config, template=Template.from_config(config), kind=kind)
+    template = Template.from_config(config)
+    if base:
+        template = Template.from_config(config, layout=with_base(template.layout, base))
+        # Compiled code goes by it, before a trainer sets it.
+        template.adapter_scale = ADAPTER_SCALE
+    return Model(shape=shape, config=config, template=template, kind=kind, base=base)
+
+
+def with_base(layout: StoreLayout, base: Base) -> StoreLayout:
+    """The layout with adapters at every matrix of its layers, and all else frozen; without pydantic, which a job's spec takes."""
+    matrices = {
+        tensor.name: (tensor.shape[1], tensor.shape[0])
+        for unit, tensor in layout.tensors()
+        if unit.kind == "layer" and len(tensor.shape) == 2
+    }
+    return with_adapters(
+        layout,
+        matrices,
+        rank=RANK,
+        decay="trainer",
+        is_bfloat16=lambda _: True,
+        packing_of=lambda name: "nf4" if base == "nf4" and name in matrices else "none",
+    )
+
+
+def folder_of(model: Model) -> ModelFolder:
+    """The model as a plan sees it."""
+    config = model.config.to_dict()
+    shape = ModelShape.from_config(config)
+    return ModelFolder(path=Path(), config=config, shape=shape, headers={}, layout=model.template.layout)
+
+
+def choose_base(task: Task, base: Base) -> Model:
+    """The largest model that host memory has room for next to adapters.
+
+    Raises:
+        DoesNotFit: no shape has room; the message has the numbers.
+    """
+    free_bytes = int(task.host_gib * 2**30) or free_host_bytes()
+    refusals = []
+    for shape in [task.shape] if task.shape else SIZES[task.device].shapes:
+        model = model_of(shape, "cuda" if task.device == "cuda" else "host", base)
+        needed_bytes = sum(_sizes(model).values())
+        if needed_bytes <= free_bytes:
+            return model
+        refusals.append(f"{shape} {needed_bytes / 2**30:.1f} GiB")
+    raise DoesNotFit(
+        f"host memory: {' and '.join(refusals)} for a base in {base}, {free_bytes / 2**30:.1f} GiB are free"
+    )
+
+
+def base_store(model: Model, *, keep_gradients: bool = True) -> HostStore:
+    """A store of adapters and their frozen base, on memory of its own, with small random values and ones for norms."""
+    layout = model.template.layout
+    store = HostStore.allocate(layout, grad_dtype=model.grad_dtype if keep_gradients else None)
+    generator = torch.Generator().manual_seed(0)
+    fill(store.plane("hi"), generator)
+    for name, shape in model.template.shapes.items():
+        if len(shape) == 1:
+            store.write_master(name, torch.ones(shape) if "norm" in name else torch.zeros(shape))
+    if model.base == "nf4":
+        # What packing random weights gives, without the minutes that packing billions of them takes.
+        block = torch.randint(0, 256, (1 << 22,), dtype=torch.uint8, generator=generator)
+        plane = store.plane("packed")
+        for start in range(0, plane.numel(), block.numel()):
+            part = plane[start : start + block.numel()]
+            part.copy_(block[: part.numel()])
+        for unit in layout.units:
+            for packed in unit.packed_parts.values():
+                store.unit(unit.index, "packed")[packed.group_scales].view(torch.float32).fill_(_LARGEST_WEIGHT)
+    return store
+
+
+def fill(plane: torch.Tensor, generator: torch.Generator) -> None:
+    """Small random numbers, the same ones again and again: billions of new ones take minutes."""
+    block = (0.02 * torch.randn(1 << 22, generator=generator)).bfloat16()
+    for start in range(0, plane.numel(), block.numel()):
+        part = plane[start : start + block.numel()]
+        part.copy_(block[: part.numel()])
 
 
 def open_store(task: Task, model: Model, *, keep_gradients: bool = True) -> HostStore:
@@ -94,11 +179,7 @@ def open_store(task: Task, model: Model, *, keep_gradients: bool = True) -> Host
     fds = {name: task.plane_fds[name] for name in PLANES}
     store = HostStore.attach(model.template.layout, fds, grad_dtype=model.grad_dtype if keep_gradients else None)
     # Again in every process: an earlier one may have been stopped in the middle of a step.
-    block = (0.02 * torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))).bfloat16()
-    plane = store.plane("hi")
-    for start in range(0, plane.numel(), block.numel()):
-        part = plane[start : start + block.numel()]
-        part.copy_(block[: part.numel()])
+    fill(store.plane("hi"), torch.Generator().manual_seed(0))
     for name, shape in model.template.shapes.items():
         if len(shape) == 1:
             store.write_master(name, torch.ones(shape) if "norm" in name else torch.zeros(shape))
@@ -110,8 +191,9 @@ def opened(
     task: Task, model: Model, *, keep_gradients: bool = True, trace: Trace | None = None
 ) -> Iterator[tuple[HostStore, HostDevice | CudaDevice]]:
     """A store, and a device that is closed before it: what the device has pinned must be unpinned while the memory is there."""
+    make = partial(base_store, model) if model.base else partial(open_store, task, model)
     with (
-        closing(open_store(task, model, keep_gradients=keep_gradients)) as store,
+        closing(make(keep_gradients=keep_gradients)) as store,
         closing(device_for(model.kind, num_threads=available_cpus(), trace=trace)) as device,
     ):
         yield store, device

@@ -1,4 +1,4 @@
-"""The summary: at most 40 lines out of results.jsonl, written again after every stage."""
+"""The summary: at most 60 lines out of results.jsonl, written again after every stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from bench.gpu.report import read_results
 
-MAX_LINES = 40
+MAX_LINES = 60
 _FACTS = ("GPU", "GPU driver_version", "torch", "transformers", "cuDNN", "processor", "free host memory")
 _NUM_NAMED = 4
 _MAX_WHY = 160
@@ -39,7 +39,7 @@ def summary_lines(folder: Path, outcomes: Sequence[Outcome], *, minutes: float, 
     lines += _machine(rows("environment", "The machine"))
     lines += _ceilings(rows)
     lines += _tests(rows("tests", "tests/gpu"))
-    lines += _curve(rows("curve", "The curve"))
+    lines += _curve([*rows("curve", "The curve"), *rows("adapters", "The curve")])
     lines += _compiled(rows("compile", "Compiled"))
     for engine in ("job", "eager"):
         classes, parts = (
@@ -55,6 +55,17 @@ def summary_lines(folder: Path, outcomes: Sequence[Outcome], *, minutes: float, 
         f"- streamed / resident at {row['tokens']:,} tokens: {row['streamed/resident']:.3f}"
         for row in rows("resident", "Streamed")
         if row["streamed/resident"]
+    ]
+    lines += [
+        f"- ten runs of a compiled layer: the host returned after {row['share']:.0%} of their time"
+        for row in rows("compile", "When the host")
+        if row["share"]
+    ]
+    lines += [
+        f"- the same steps twice, {row['engine']}: losses {row['all losses']}, weights {row['weights and moments']} (expected to be the "
+        f"same: {row['expected of weights']})"
+        for row in rows("twice", "2 steps")
+        if row["all losses"]
     ]
     ended = _stages(outcomes)
     # What failed is never cut off.
@@ -133,7 +144,7 @@ def _curve(rows: Sequence[Row]) -> list[str]:
 
 def _compiled(rows: Sequence[Row]) -> list[str]:
     return [
-        f"- compiled layer, kind {row['kind']}: "
+        f"- compiled layer of {row['layers of']}, kind {row['kind']}: "
         + (
             row["note"][:_MAX_WHY]
             or f"{row['times as fast']:.2f} times as fast ({row['kernels']}), {row['s']:.0f} s to compile"

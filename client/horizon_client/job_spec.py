@@ -2,7 +2,7 @@
 
 A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare word that is also the
 name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of `eval.sets` can be local. `map` names the
-columns of local data, which is pushed with it; the job does not have it.
+columns of local data, which is pushed with it; it is no field of the job that is sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ async def spec_to_send(
     mapping = with_overrides(written, overrides)
     field_map = _field_map(mapping.pop(_MAP, None))
     if push_to is None:
-        _refuse_unused(field_map, mapping)
+        if field_map:
+            raise InvalidRequest.of(
+                _MAP,
+                "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): leave map out",
+            )
         return spec_to_proto(mapping)
     models, datasets = push_to
     kinds: dict[_Place, AsyncPushed[Any]] = {_MODEL: models, **dict.fromkeys(_data_places(mapping), datasets)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from horizon_server.errors import AlreadyExists, DiskFull
 
 # A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it.
 PARTIAL_SUFFIX = ".partial"
+# Of the calls of this process. Taking the next one is one operation of the interpreter, also among threads.
+_NUMBERS = itertools.count()
 
 _MAX_KEPT_FREE_BYTES = 2 * 2**30
 # EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
@@ -32,8 +35,8 @@ def replace_file(target: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what was there stays.
     """
-    # The process id, so that two writers do not share a temporary file.
-    partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+    # The call's number and the process id, so that no two writers share a temporary file.
+    partial = target.with_name(f".{target.name}.{next(_NUMBERS)}.{os.getpid()}{PARTIAL_SUFFIX}")
     try:
         with partial.open("w", encoding="utf-8") as stream:
             stream.write(text)

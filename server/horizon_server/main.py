@@ -27,7 +27,7 @@ from horizon_server.blobs.space import Space
 from horizon_server.blobs.store import BlobStore
 from horizon_server.control_groups import remove_empty_worker_groups
 from horizon_server.db.database import Database
-from horizon_server.db.existing import keep_before_migration
+from horizon_server.db.existing import keep_before_migration, remove_left_copies
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
@@ -74,7 +74,7 @@ from horizon_server.services.housekeeping.sweep import Sweep
 from horizon_server.services.identity import IdentityService
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.jobs import JobService
-from horizon_server.services.merging import Merges
+from horizon_server.services.merging import Merges, remove_cut_merges
 from horizon_server.services.model_child import try_model
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
@@ -157,6 +157,7 @@ async def _serve(settings: Settings) -> None:
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, *addresses)
     found = await find_accelerators()
+    await asyncio.to_thread(remove_left_copies)
     kept = await asyncio.to_thread(keep_before_migration, settings.database_path)
     if kept is not None:
         log.info("the database is migrated; this copy of it is for going back", copy=str(kept))
@@ -350,7 +351,8 @@ def _wire_jobs(
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(folders.prepared, preparing, space), num_threads=num_threads, environment=environment,
+            preparation=Preparation(folders.prepared, preparing, space, ask=scheduler.wake), num_threads=num_threads,
+            environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
             numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
@@ -425,8 +427,9 @@ async def _listen(
 async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
     remove_empty_worker_groups()
-    # Of preparations that ran when the last daemon was killed.
+    # Of preparations and merges that ran when the last daemon was killed.
     remove_all_partial(parts.services.jobs.folders.prepared)
+    remove_cut_merges(parts.services.jobs.folders)
     await parts.scheduler.recover()
     await parts.scheduler.run()
 

@@ -165,8 +165,8 @@ class Settings(BaseSettings):
     max_loading_jobs_of_user: int = Field(
         2,
         ge=1,
-        description="The same for the jobs of one user, so that nobody's many jobs take the processors of those that train; 1 while jobs of "
-        "others train.",
+        description="Jobs of one user that are loaded at the same time, so that many jobs of one user do not take the processors of "
+        "those that train; 1 while jobs of others train.",
     )
     max_resident_jobs: int = Field(
         4,

@@ -110,7 +110,7 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
         authority = endpoints["authority"]
         assert authority in daemon.log()
         plain = Shell(server, token, tmp_path)
-        assert "pass its CA file with --ca" in plain.fails(5, "node", "status")
+        assert "no CA file is known for it; pass it with --ca" in plain.fails(5, "node", "status")
         (tmp_path / "token").write_text(token)
         login = ("login", server, "--token-file", "token")
         told = replace(plain, token=None).run(*login, "--ca", authority)

@@ -112,7 +112,8 @@ def rest(world: Attacked) -> None:
         f"http://{world.daemon.endpoints['http']}/horizon/v1/node", headers={"Authorization": f"Bearer {world.ada}"}
     )
     until = time.monotonic() + LONGEST_CALL_S
-    # Not a number of tries: a hundred of them take a moment, or seconds, by how busy the machine is.
+    # The newest connections of an address are kept, and under half requests the attacker's are as new as this one: of 509 calls 3 were
+    # cut, under connections to gRPC none of 292. Not a number of tries: a hundred take a moment, or seconds, by how busy the machine is.
     while time.monotonic() < until:
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
@@ -141,10 +142,7 @@ def test_others_are_served_and_the_log_stays_small(attacked: Attacked, attack: s
         with attacked.under(attack, token=attacked.eve if with_token else "") as counts:
             durations = calls_of_another(attacked, ATTACK_S - 2.0)
         worst_s.append(p99_s(durations))
-        print(
-            f"{attack} p99 {worst_s[-1]:.3f} s of {len(durations)} calls, {attacked.log_bytes() - before} B log; {counts}"
-        )
-    assert worst_s[-1] < P99_S
+    assert worst_s[-1] < P99_S, (attack, worst_s, counts)
     assert attacked.log_bytes() - before < MAX_LOG_BYTES
 
 
@@ -185,7 +183,6 @@ def slowest_steps(attacked: Attacked) -> dict[str, float]:
                     during = steps_per_s()
                 ratios.append(during / ((before + steps_per_s()) / 2))
             slowest[attack] = max(ratios)
-            print(f"{attack}: steps a second during the attack, of those before and after: {ratios}")
         assert client.jobs.get(job_id).state == "RUNNING"
         client.jobs.cancel(job_id)
     return slowest
@@ -221,8 +218,7 @@ def test_a_running_job_is_not_stopped_by_the_small_jobs_of_another(tmp_path: Pat
             during = steps_per_s(4 * WINDOW_S)
             for one in submitted:
                 eve.jobs.cancel(one)
-            print(f"steps a second alone {before:.2f}, next to the others {during:.2f}")
-            assert during > MIN_LOADED_RATIO * before
+            assert during > MIN_LOADED_RATIO * before, (before, during)
             ada.jobs.cancel(job_id)
     finally:
         attacked.daemon.close()

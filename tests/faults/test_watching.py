@@ -42,7 +42,7 @@ def test_a_watch_goes_on_across_a_restart_of_the_daemon(own_node: Callable[..., 
     restarted = type(with_port.daemon)(with_port.daemon.state_dir, "--grpc", address)
     try:
         restarted.start()
-        rest, notes = watch.communicate(timeout=120)
+        rest, notes = watch.communicate(timeout=300)
         assert watch.returncode == 0, notes
         assert f"the watch of {job.job_id} was cut" in notes
         events = [json.loads(line) for line in [*lines, *rest.splitlines()]]
@@ -80,7 +80,7 @@ def test_a_job_as_table_name_json_and_yaml_and_the_node(node: Node, shell: Shell
     assert (as_json["state"], as_json["step"], as_json["num_steps"]) == ("SUCCEEDED", 2, 2)
     assert as_json["spec"]["train"]["max_steps"] == as_yaml["spec"]["train"]["max_steps"] == 2
     assert "SUCCEEDED" in shell.works("job", "get", "shown")
-    assert "step 2/2 loss" in shell.works("job", "logs", "shown")
+    assert "step 2/2: loss" in shell.works("job", "logs", "shown")
     status = json.loads(shell.works("node", "status", "-o", "json"))
     assert (status["user"], status["role"]) == ("ada", "user")
     assert status["host_memory_limit_bytes"] > 2**30

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class LinkedWorker:
         assert self._connection is not None
         self._connection.sendall(orders)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Generator[Line]:
         """Yield what it says, to the end of the connection, without the signs of life, which come by the clock."""
         assert self._connection is not None
         with self._connection.makefile("rb") as stream:

@@ -77,7 +77,8 @@ Example:
 def queue(ctx: click.Context, /, output: str, **options: str | None) -> None:
     """Show the resident and the waiting jobs of all users, and why each is where it is.
 
-    Of other users' jobs you see id, owner, state and times. Times are estimates, in local time.
+    Of other users' jobs you see id, owner, state and times. Times are estimates, in local time; jobs that
+    will be submitted are not counted in them.
     """
     if ctx.invoked_subcommand is None:
         with open_client(ctx) as client:

@@ -141,14 +141,19 @@ def user_remove(name: str, yes: bool, config: Path | None, state_dir: Path | Non
             raise BadSetting(f"nobody can be asked here whether to remove user {name}; add --yes")
         click.confirm(f"Remove user {name}?", abort=True, err=True)
     num_tokens = in_database(config, state_dir, lambda db: Accounts(db).remove_user(name))
-    click.echo(f"user {name} is removed with {num_tokens} tokens", err=True)
+    click.echo(f"user {name} is removed with {_number(num_tokens, 'token')}", err=True)
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _owned_text(owned: Owned) -> str:
     if not (owned.num_jobs or owned.num_datasets or owned.num_models):
         return "no jobs, datasets or models"
     running = f" ({owned.num_jobs_not_ended} not ended)" if owned.num_jobs_not_ended else ""
-    what = f"{owned.num_jobs} jobs{running}, {owned.num_datasets} datasets and {owned.num_models} models"
+    jobs, datasets = _number(owned.num_jobs, "job"), _number(owned.num_datasets, "dataset")
+    what = f"{jobs}{running}, {datasets} and {_number(owned.num_models, 'model')}"
     return f"{what}, which stay; horizond user remove --help says how to delete them"
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -27,6 +28,8 @@ from horizon_server.records.plan import size_text
 _log = logging.getLogger(__name__)
 
 _COPY_NAME = "before-migration-{schema}.db"
+# Of the folders of copies for reading, below that for temporary files; the process id follows.
+_COPY_PREFIX = "horizond-read-"
 # Of as many earlier schemas.
 MAX_COPIES = 3
 
@@ -35,7 +38,8 @@ MAX_COPIES = 3
 async def database_to_read(path: Path, *, always_copy: bool = False) -> AsyncIterator[Database]:
     """Open the database at `path` for a command that changes nothing.
 
-    One of an earlier version is migrated as a copy, which is gone at the end of the block. With `always_copy` nothing at all is written.
+    One of an earlier version is migrated as a copy, which is gone at the end of the block; where the command is killed, the next one or
+    the daemon's next start removes it. With `always_copy` nothing at all is written.
 
     Raises BadSetting: there is no database, or a newer version made it.
     """
@@ -43,7 +47,8 @@ async def database_to_read(path: Path, *, always_copy: bool = False) -> AsyncIte
         async with _opened(path) as database:
             yield database
         return
-    with tempfile.TemporaryDirectory(prefix="horizond-") as folder:
+    await asyncio.to_thread(remove_left_copies)
+    with tempfile.TemporaryDirectory(prefix=f"{_COPY_PREFIX}{os.getpid()}-") as folder:
         copy = Path(folder) / path.name
         await asyncio.to_thread(copy_database, path, copy)
         await asyncio.to_thread(migrate, copy)
@@ -58,6 +63,16 @@ async def database_to_change(path: Path) -> AsyncIterator[Database]:
         raise _of_an_earlier_version(path)
     async with _opened(path) as database:
         yield database
+
+
+def remove_left_copies() -> None:
+    """Remove the copies that commands which were killed while they read one have left. Blocking."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_COPY_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_COPY_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):  # another command removes it too
+            is_own = not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.geteuid()
+            if is_own and pid.isdecimal() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def keep_before_migration(path: Path) -> Path | None:

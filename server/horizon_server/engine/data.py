@@ -310,17 +310,27 @@ class StepPlan:
         return parts
 
     def digest(self) -> str:
-        """What names the order of the documents: the sha256 of those of some steps of the first epoch, row by row.
+        """What names the order of the documents: the sha256 of those of some steps, row by row. Of plans with as many steps only, as it
+        depends on their number where the first epoch is not run to its end.
 
-        Later epochs are ordered in the same way. Steps are looked at, and not only `ORDER`: what gives the same order is the same.
+        Steps are looked at, and not only `ORDER`: what gives the same order is the same. Of the later epochs, every one is ordered in the
+        same way; some are looked at, because a change may begin behind the first: the second, third, fifth, ninth and so on, so that the
+        epochs of a long run on little data cost no time.
         """
-        num_steps = min(self.num_steps, self._steps.within(0))
+        per_epoch = self._steps.within(0)
+        num_steps = min(self.num_steps, per_epoch)
         chosen = sorted(
             {*range(min(num_steps, _DIGESTED_STEPS)), *range(0, num_steps, -(-num_steps // _DIGESTED_STEPS))}
         )
         digest = hashlib.sha256(str(num_steps).encode())
         for step in chosen:
             digest.update(json.dumps(self.documents_of(step)).encode())
+        # Epochs have about as many steps. The last one is looked at too.
+        last = -(-self.num_steps // per_epoch) - 1
+        for epoch in sorted({last, *(2**k for k in range(last.bit_length()))} - {0}):
+            num_steps = self._steps.within(epoch)
+            for step in sorted({0, num_steps // 2, num_steps - 1}):
+                digest.update(json.dumps(self._documents(epoch, step)).encode())
         return digest.hexdigest()
 
     def epoch_of(self, i: int) -> float:

@@ -127,6 +127,10 @@ class JobFolders:
         """Return what deletions have left that were cut short. Blocking."""
         return [*self._jobs.glob(f"{_DELETED}*"), *self._jobs.glob(f"*/checkpoints/{_DELETED}*")]
 
+    def with_merges(self) -> list[Path]:
+        """Return the checkpoints that hold a merged model, or what is left of one. Blocking."""
+        return sorted({path.parent for path in self._jobs.glob(f"[!.]*/checkpoints/step-*/*{MERGED_FOLDER}*")})
+
     def checkpoint_bytes(self) -> dict[str, int]:
         """Return the bytes of the checkpoints of every job that has any, by job id. Blocking."""
         found: dict[str, int] = {}

@@ -137,12 +137,19 @@ class Preparation:
         turn: held while a child prepares. All attempts share it: a preparation uses all cores, and two of the same data would write into
             the same folder.
         space: what the disk has for it; without one it is not limited.
+        ask: called when the turn has come, after which `let_load` lets it go on. While it waits, the job is not among those that are
+            being loaded, so others may be; it comes back to them only where one more may be. Without it, nothing is asked.
     """
 
-    def __init__(self, root: Path, turn: asyncio.Lock, space: Space | None = None) -> None:
+    def __init__(
+        self, root: Path, turn: asyncio.Lock, space: Space | None = None, *, ask: Callable[[], None] | None = None
+    ) -> None:
         self._root = root
         self._space = space
         self._turn = turn
+        self._ask = ask
+        self._let = asyncio.Event()
+        self._asks = False
         self._waiting: asyncio.Task[bool] | None = None
         self._child: Child | None = None
         self._stopped = False
@@ -222,8 +229,18 @@ class Preparation:
 
     @property
     def waits(self) -> bool:
-        """Whether another attempt prepares, which this one waits for."""
+        """Whether it waits until no other attempt prepares, or after that until one more job may be loaded."""
         return self._waiting is not None
+
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for `let_load`. At most one of all attempts does, which has the turn."""
+        return self._asks
+
+    def let_load(self) -> None:
+        """Let it go on: from here on, its job is being loaded."""
+        self._waiting, self._asks = None, False
+        self._let.set()
 
     def stop(self) -> None:
         """End it; `run` removes what it has written so far."""
@@ -237,7 +254,7 @@ class Preparation:
         """Wait until no other attempt prepares. Returns False when `stop` came first."""
         if self._stopped:
             return False
-        self._waiting = asyncio.create_task(self._turn.acquire())
+        self._waiting = asyncio.create_task(self._acquired())
         try:
             return await self._waiting
         except asyncio.CancelledError:
@@ -246,6 +263,22 @@ class Preparation:
             return False
         finally:
             self._waiting = None
+
+    async def _acquired(self) -> bool:
+        await self._turn.acquire()
+        if self._ask is None:
+            return True
+        self._let.clear()
+        self._asks = True
+        self._ask()
+        try:
+            await self._let.wait()
+        except BaseException:
+            self._turn.release()
+            raise
+        finally:
+            self._asks = False
+        return True
 
     def _require_space(self, record: DatasetRecord, part: float) -> None:
         # Tokens with their masks take about as much as the text, and twice that while the file is being put together. Documents of a

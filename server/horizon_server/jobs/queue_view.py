@@ -104,6 +104,8 @@ class QueueView:
     ) -> tuple[Situation, dict[str, JobRecord]]:
         """Return what is so now, and the records of the jobs that wait; of those held back, and of those
         that pause after a failure, the ones whose time has come."""
+        # Before the time is taken: a maintenance window that begins now has begun by then.
+        condition = await self.sharing.condition()
         now_s = self.clock()
         # A job that is being loaded is still in the queue for a moment.
         queued = [
@@ -114,7 +116,6 @@ class QueueView:
         residents = [await self.jobs.get(job_id) for job_id in residences]
         allowances = await self.sharing.allowances()
         self.shares.set_allowances(allowances)
-        condition = await self.sharing.condition()
         situation = Situation(
             now_s=now_s,
             waiting=[self._waiting(job) for job in queued],

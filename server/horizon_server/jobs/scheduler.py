@@ -180,6 +180,7 @@ class Scheduler:
         for turns in self.turns.values():
             turns.charge()
         await self.meter.store()
+        self._let_load()
         situation, queued = await self.view.situation(self._residences(), self._held_back)
         if self.lifecycle.draining:
             return
@@ -213,6 +214,18 @@ class Scheduler:
             log.exception("where jobs stand could not be worked out")
         self._shown_s = time.monotonic()
         self.metrics.set_job_shares({job_id: one.share for job_id, one in self.view.outlooks.items() if one.share})
+
+    def _let_load(self) -> None:
+        """Let the job go on whose turn to prepare has come, where one more may be loaded. It was taken into memory before those that are
+        in the queue, so it goes before them."""
+        most = self.view.rules.max_loading_jobs
+        residences = self._residences().values()
+        num_loading = sum(one.is_loading and not one.waits_to_prepare for one in residences)
+        if most is None or num_loading < most:
+            for running in self._running.values():
+                if running.attempt.preparation.asks:
+                    running.attempt.preparation.let_load()
+                    return  # no other one has the turn
 
     async def _act(self, situation: Situation, decision: Decision, queued: Mapping[str, JobRecord]) -> None:
         # Those that have not ended while all this was read.

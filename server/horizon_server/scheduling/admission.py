@@ -288,7 +288,7 @@ class _Round:
     def _count_loading(self, one: Resident) -> None:
         if one.is_loading and not one.is_stopping:
             self._loading_of[one.user] += 1
-            # Who waits for the preparation of another one's data uses no processor.
+            # Who waits for the preparation of another one's data uses no processor; it is counted before it goes on.
             self._num_loading += not one.waits_to_prepare
 
     def _why_no_device(self, job: Job) -> str:

@@ -41,7 +41,7 @@ class Resident(Job):
     is_loading: bool = False
     """Whether it is being prepared, or its worker has not asked for its first turn yet."""
     waits_to_prepare: bool = False
-    """Whether another job's data is prepared first; it uses no processor meanwhile."""
+    """Whether another job's data is prepared first; it uses no processor meanwhile, and goes on only where one more may be loaded."""
     is_stopping: bool = False
     """Whether its memory is being freed already."""
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import in_thread
@@ -93,10 +94,7 @@ class JobService:
             Draining: when the daemon is shutting down.
         """
         require_submit(principal, spec.project or principal.project)
-        if self.lifecycle.draining:
-            raise Draining(
-                "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
-            )
+        self.require_open()
         async with self.proposals.of(principal, spec) as proposal:
             proposal.require_fit()
             now_s = time.time()
@@ -119,6 +117,11 @@ class JobService:
             stored = await (create() if proposal.start is None else self._created_from(proposal.start, job, create))
         self.scheduler.wake()
         return stored
+
+    def require_open(self) -> None:
+        """Let a new job pass. Raises Draining when the daemon is shutting down."""
+        if self.lifecycle.draining:
+            raise Draining("the daemon is shutting down and takes no new jobs; try again in a moment", retry_after_s=5)
 
     async def plan(
         self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
@@ -189,8 +192,13 @@ class JobService:
         residents, queued = await store.in_states(sorted(RESIDENT)), await store.queued(MAX_PAGE_SIZE)
         waiting = [self._with_outlook(principal, job) for job in queued]
         # Those that the scheduler has not looked at come last: it looks at the first of every user.
-        waiting.sort(key=lambda job: (job.outlook is None or not job.outlook.place, job.queue_position))
-        return [*(self._with_outlook(principal, job) for job in residents), *waiting]
+        placed = [job for job in waiting if job.outlook is not None and job.outlook.place]
+        others = [job for job in waiting if job.outlook is None or not job.outlook.place]
+        placed.sort(key=attrgetter("queue_position"))
+        # Their places are in another order, by when they came.
+        last = max((job.queue_position for job in placed), default=0)
+        others = [replace(job, queue_position=place) for place, job in enumerate(others, last + 1)]
+        return [*(self._with_outlook(principal, job) for job in residents), *placed, *others]
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another user."""

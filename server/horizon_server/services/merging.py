@@ -14,7 +14,7 @@ from horizon_server.children.child import Child, Limits
 from horizon_server.durable import remove_unfinished
 from horizon_server.errors import InvalidModel, InvalidSpec, in_words
 from horizon_server.events import MergeProgress, WorkerLine
-from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.jobs.folders import CheckpointFolder, JobFolders
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.services.access import require_change
@@ -193,6 +193,15 @@ def _expected_bytes(base: Path, dtype: ExportDtype) -> tuple[int, int]:
         return sum(header.end - header.start for header in headers.values()), merged_bytes(base, dtype)
     except InvalidModel as error:
         raise InvalidModel(in_words(error.message, {base: "the base model"}), violations=error.violations) from error
+
+
+def remove_cut_merges(folders: JobFolders) -> None:
+    """Remove what merges have left that were cut together with the daemon: no quota counts it. Blocking."""
+    for folder in folders.with_merges():
+        with contextlib.suppress(
+            InvalidModel, OSError
+        ):  # not complete, which is for those that look at all checkpoints
+            _remove_unlisted(folder)
 
 
 def _remove_unlisted(folder: Path) -> None:

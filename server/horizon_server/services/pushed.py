@@ -190,10 +190,16 @@ class PushedService(ABC, Generic[RecordT]):
             hidden = len(users) - len(seen)
             named = [*seen, *([f"{hidden} of other users"] if hidden else [])]
             what = "job" if len(users) == 1 else "jobs"
-            mine = [job_id for job_id, owner in users if may_see(principal, owner)]
-            free = f"cancel {', '.join(mine)}, or wait for {'its' if len(users) == 1 else 'their'} end"
+            # Who may delete the resource may cancel their own jobs, and an admin all.
+            mine = [job_id for job_id, owner in users if principal.role == "admin" or owner == principal.name]
+            others = len(users) - len(mine)
+            its = "its" if len(users) == 1 else "their"
             if not mine:
-                free = f"wait for {'its' if len(users) == 1 else 'their'} end"
+                free = f"wait for {its} end"
+            elif others:
+                free = f"cancel {', '.join(mine)}, and wait for the end of the other {'one' if others == 1 else f'{others}'}"
+            else:
+                free = f"cancel {', '.join(mine)}, or wait for {its} end"
             raise InUse(f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; {free}")
         if self._finalizing.runs(record.id):
             raise InUse(

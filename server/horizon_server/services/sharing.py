@@ -98,8 +98,9 @@ class SharingService:
     async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, JobPlan]:
         """Return when a job would start and end if it were submitted now, and its plan. Nothing is stored.
 
-        Raises what `JobService.submit` does.
+        Raises what `JobService.submit` does, but also answers those who may look and not submit.
         """
+        self.jobs.require_open()
         async with self.jobs.proposals.of(principal, spec) as proposal:
             proposal.require_fit()
             await self.quotas.require_room(principal.name, proposal.spec.project)

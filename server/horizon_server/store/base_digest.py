@@ -3,7 +3,7 @@
 That of the frozen model of an adapter, and that of the weights that reference log-probabilities are of. How the tensors are divided into
 files does not matter, nor where they are in them, so that a model which was saved again in other files has the same digest.
 
-A folder is read once: the daemon's book of digests knows files by their inode, size and time.
+A folder is read once: the daemon's book of digests knows files by their inode, size and times.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _files(headers: Mapping[str, TensorHeader]) -> set[Path]:
 
 
 def _identity(model: Path, headers: Mapping[str, TensorHeader]) -> str:
-    """What names the files of a folder as they are now. A hard link has another folder, but the same inode, size and time."""
+    """What names the files of a folder as they are now. A hard link has another folder, but the same inode, size and times."""
     if not (model / CONFIG_FILE).is_file():
         raise InvalidModel(f"{model} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
     names = sorted({CONFIG_FILE, *(file.name for file in _files(headers))})
@@ -154,7 +154,10 @@ def _named(files: Sequence[Path]) -> str:
     seen = []
     for file in files:
         stat = file.stat()
-        seen.append([file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns])
+        # Programs that copy onto a file may set the time of its content back, but not that of its last change (ctime). Each new link
+        # sets that too: a file with several links is a pushed content, which nobody writes, and is linked to by models and backups.
+        changed_ns = stat.st_ctime_ns if stat.st_nlink == 1 else 0
+        seen.append([file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, changed_ns])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 

@@ -91,7 +91,11 @@ def _other_data(before: dict[str, Any], now: dict[str, Any], tokens_of: Callable
     if limits[0] != limits[1]:
         was, is_now = (f"up to {limit} tokens" if limit else "without a limit" for limit in limits)
         found.append(f"its rows were packed {was}, and are {is_now} now")
-    elif (before["rows"] != now["rows"]) if "rows" in before else before["order"] != now["order"]:
+    elif "rows" not in before:
+        if before["order"] != now["order"]:
+            found.append("its documents were in another order")
+    # Which steps the digest is of depends on how many there are.
+    elif before["num_steps"] == now["num_steps"] and before["rows"] != now["rows"]:
         found.append("its documents were in another order")
     return found
 

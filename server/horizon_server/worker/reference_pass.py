@@ -24,7 +24,6 @@ from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from horizon_server.store.base_digest import files_digest
 from horizon_server.store.growing_file import remove_others
-from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.request import WorkerRequest
@@ -151,7 +150,7 @@ class ReferencePass:
     def _unfinished_file(self, data: MethodData, plan: StepPlan) -> Path:
         # By the key, the plan and by every byte of the data, so that a file of the job is never continued with others.
         digest = hashlib.blake2b(f"{self._key} {plan.identity}".encode(), digest_size=16)
-        digest.update(files_digest(data.folder, [TOKENS_FILE]).encode())
+        digest.update(self._request.tokens_digest(data.folder).encode())
         return self._unfinished / digest.hexdigest()
 
 

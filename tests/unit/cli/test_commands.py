@@ -145,10 +145,13 @@ def test_what_a_removed_user_leaves_is_said_before(command: Command, tmp_path: P
     connection.close()
     code, _, told = command("user", "remove", "eve")
     assert code == 2
-    assert "user eve owns 0 jobs, 1 datasets and 0 models, which stay" in told
+    assert "user eve owns 0 jobs, 1 dataset and 0 models, which stay" in told
     assert "add --yes" in told, "nobody can be asked in a test"
     assert command("user", "list", "-o", "name")[1] == "eve\n"
     assert command("user", "remove", "eve", "--yes")[2].endswith("user eve is removed with 0 tokens\n")
+    command("user", "add", "eve")
+    command("token", "create", "eve", "--to", tmp_path / "token")
+    assert command("user", "remove", "eve", "--yes")[2].endswith("user eve is removed with 1 token\n")
 
 
 def test_a_token_goes_into_a_file_that_only_its_owner_can_read(command: Command, tmp_path: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import sqlite3
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +18,13 @@ import pytest
 from horizon_server.cli import run
 from horizon_server.db.database import migrate
 from horizon_server.db.database_file import known_schemas, opened_file
-from horizon_server.db.existing import MAX_COPIES, insert_entry, keep_before_migration
+from horizon_server.db.existing import (
+    MAX_COPIES,
+    database_to_read,
+    insert_entry,
+    keep_before_migration,
+    remove_left_copies,
+)
 from horizon_server.records.audit import UNKNOWN, AuditEntry
 
 Command = Callable[..., tuple[int, str, str]]
@@ -139,6 +150,36 @@ def test_a_database_is_copied_before_it_is_migrated_and_few_copies_stay(tmp_path
     assert keep_before_migration(database) is None
     names = [f"before-migration-{schema}.db" for schema in schemas[-MAX_COPIES:]]
     assert sorted(path.name for path in tmp_path.glob("before-*")) == names
+
+
+def test_the_copy_of_a_database_that_a_killed_command_has_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database, others = tmp_path / "horizon.db", tmp_path / "tmp"
+    earlier("0006", database)
+    others.mkdir()
+    (others / "horizond-a-note").mkdir()  # nobody's copy
+    program = (
+        "import asyncio, os, pathlib, sys; from horizon_server.db.existing import database_to_read\n"
+        "async def read():\n"
+        "    async with database_to_read(pathlib.Path(sys.argv[1])):\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "asyncio.run(read())"
+    )
+    environment = {**os.environ, "TMPDIR": str(others)}
+    killed = subprocess.run([sys.executable, "-c", program, str(database)], env=environment, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(others.glob("*/horizon.db"))) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(others))
+
+    async def read() -> None:
+        async with database_to_read(database):
+            assert len(list(others.glob("*/horizon.db"))) == 1, "its own"
+            remove_left_copies()
+            assert len(list(others.glob("*/horizon.db"))) == 1, "which is in use"
+
+    asyncio.run(read())
+    assert [path.name for path in others.iterdir()] == ["horizond-a-note"]
 
 
 def test_a_command_that_is_cut_has_an_entry(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,10 @@ def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows:
             ("--set", "dataset=gsm8k"),
             "map is for data files that the job file names, and dataset 'gsm8k' is not a file here",
         ),
+        (
+            ("--no-push",),
+            "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): leave map out",
+        ),
         (("--set", "map=[1]"), "map is [1]; it must name a column for each field, such as {prompt: question}"),
     ):
         refused = run("job", "submit", "-", *change, stdin=text)

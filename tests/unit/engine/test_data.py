@@ -239,3 +239,30 @@ def test_pairs_stay_together_in_every_step(lengths: list[int], options: dict[str
 def test_documents_that_are_no_pairs_are_refused() -> None:
     with pytest.raises(InvalidData, match="3 documents, which are no groups of 2"):
         StepPlan(dataset_of([1, 2, 3]), sequence_length=8, tokens_per_step=8, epochs=1, group_size=2)
+
+
+def test_the_digest_of_an_order_sees_a_change_of_a_later_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(changed: int = -1) -> str:
+        def other(seed: int, epoch: int, what: int) -> row_packing.Keys:
+            return keys(seed, epoch + 1000 if epoch >= changed > 0 else epoch, what)
+
+        keys = row_packing.permutation_keys
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(row_packing, "permutation_keys", other)
+            return StepPlan(dataset_of([3] * 50), sequence_length=3, tokens_per_step=9, epochs=7).digest()
+
+    assert digest() == digest()
+    assert all(digest(changed) != digest() for changed in range(1, 7))
+
+
+def test_the_digest_of_an_order_looks_at_few_epochs_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = set()
+    order = row_packing.EpochSteps._order
+
+    def seen(self: row_packing.EpochSteps, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
+        epochs.add(epoch)
+        return order(self, epoch, begin, end)
+
+    monkeypatch.setattr(row_packing.EpochSteps, "_order", seen)
+    StepPlan(dataset_of([3] * 9), sequence_length=3, tokens_per_step=9, max_steps=3_000_000).digest()
+    assert (len(epochs), max(epochs)) == (22, 999_999)

@@ -28,6 +28,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
 from horizon_server.records.sample import SampleFigures, SampleOptions, SamplePrompt
 from horizon_server.services import pushed
+from horizon_server.services.merging import remove_cut_merges
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.base_digest import DigestBook, model_digest
 from horizon_server.store.checkpoint_parts import Export, MergeBase
@@ -311,6 +312,27 @@ async def test_a_merged_model_of_another_dtype_takes_the_place_of_the_one_that_i
     assert dtypes_in(folder) == {tensor.dtype for tensor in base.values()}
 
 
+async def test_what_a_daemon_that_was_killed_while_it_merged_has_left_is_removed(
+    daemon: DaemonParts, ada: Principal
+) -> None:
+    source = await source_of(daemon, ada)
+    folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
+    for name in ("merged", "merged.new", ".merged.new.partial"):  # before it was listed, replaced, complete
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(b"x" * 1000)
+    remove_cut_merges(daemon.services.jobs.folders)
+    assert not list(folder.glob("*merged*")) and is_complete(folder)
+    await merged(daemon, ada, source, dtype="bf16")
+    (folder / "merged.new").mkdir()
+    there = what_is_there(folder / "merged")
+    await daemon.drain()
+    daemon.start_queue()  # as when it starts again
+    async with asyncio.timeout(60):
+        while (folder / "merged.new").exists():  # noqa: ASYNC110  # it does not say when
+            await asyncio.sleep(0.01)
+    assert what_is_there(folder / "merged") == there and is_complete(folder)
+
+
 async def test_a_merged_model_stays_until_another_one_is_complete(daemon: DaemonParts, ada: Principal) -> None:
     source = await source_of(daemon, ada)
     checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
@@ -539,3 +561,18 @@ async def test_the_base_of_adapters_that_are_kept_is_not_swept(daemon: DaemonPar
     await sweep(daemon.parts)
     assert base.is_dir()
     assert await merged(daemon, ada, job)
+
+
+async def test_messages_about_a_job_name_its_inputs_and_no_file_of_the_state_folder(
+    daemon: DaemonParts, ada: Principal
+) -> None:
+    await source_of(daemon, ada)
+    job = await daemon.submit(ada, "second", init_from="first@last", train=LORA)
+    folders = daemon.services.jobs.folders
+    words = {
+        f"{folders.start(job.job_id)}/adapter_model.safetensors: lora_A holds NaN":
+            "adapter_model.safetensors of init_from (first@last): lora_A holds NaN",
+        f"{folders.state_dir / 'models' / job.model_id} holds no tokenizer that can be loaded":
+            f"the model {job.spec.model} holds no tokenizer that can be loaded",
+    }  # fmt: skip
+    assert {before: folders.in_words(job, before) for before in words} == words

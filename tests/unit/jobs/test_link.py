@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,9 @@ def test_a_torn_line_and_an_unknown_order_do_no_harm(tmp_path: Path, environment
     (tmp_path / "request.json").write_text(json.dumps(request_of(tmp_path, "end")))
     with LinkedWorker(tmp_path / "request.json", module="talker", **environment) as worker:
         worker.connect()
+        # A daemon continues after what it has read: the worker refuses one that names more lines than it has written.
+        with closing(worker.lines()) as lines:
+            assert [next(lines) for _ in range(2)] == [Message(level="info", text=text) for text in ("0", "1")]
         worker.order(b"dance\n" + RELEASE + b"sto")
         worker.hang_up()
         worker.connect(after=2)

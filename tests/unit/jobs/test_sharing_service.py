@@ -15,11 +15,20 @@ from tests.daemon_parts import ROOT, DaemonParts, blob_file, chat_rows
 from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import DoesNotFit, InUse, InvalidSpec, NotAllowed, NotFound, QuotaExceeded, WrongJobState
+from horizon_server.errors import (
+    DoesNotFit,
+    Draining,
+    InUse,
+    InvalidSpec,
+    NotAllowed,
+    NotFound,
+    QuotaExceeded,
+    WrongJobState,
+)
 from horizon_server.events import Message
-from horizon_server.records.account import Principal
+from horizon_server.records.account import EVERYONE, Principal
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.sharing import Allowance, NodeCondition, Quota, Usage
+from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, Quota, Usage
 from horizon_server.settings import Settings
 
 S = JobState
@@ -243,9 +252,50 @@ async def test_a_paused_job_and_a_dataset_in_use_say_what_to_do_by_name(quiet: D
         await quiet.services.datasets.delete(ADA, "chats")
 
 
+async def test_a_dataset_that_others_jobs_need_too_says_what_its_owner_can_do(quiet: DaemonParts) -> None:
+    await quiet.services.datasets.share(ADA, "chats", EVERYONE)
+    mine = await quiet.submit(ADA, "mine")
+    await quiet.submit(BOB, "theirs", dataset=(await quiet.services.datasets.get(ADA, "chats")).dataset_id)
+    words = rf"is needed by jobs {mine.job_id} of ada, 1 of other users; cancel {mine.job_id}, and wait for the end of the other one$"
+    with pytest.raises(InUse, match=words):
+        await quiet.services.datasets.delete(ADA, "chats")
+
+
+async def test_no_two_rows_of_the_queue_have_the_same_place(quiet: DaemonParts) -> None:
+    jobs = [await quiet.submit(ADA, name) for name in ("first", "second", "third", "fourth")]
+    # The queue was looked at before the first was resumed and the last came.
+    places = {jobs[1].job_id: 2, jobs[2].job_id: 1}
+    quiet.parts.scheduler.view.outlooks = {job_id: Outlook(why="waits", place=at) for job_id, at in places.items()}
+    rows = [(job.spec.name, job.queue_position) for job in await quiet.services.jobs.queue(ADA)]
+    assert rows == [("third", 1), ("second", 2), ("first", 3), ("fourth", 4)]
+
+
+async def test_nothing_is_simulated_while_the_daemon_shuts_down(quiet: DaemonParts) -> None:
+    await quiet.drain()
+    for ask in (quiet.submit(ADA), quiet.services.sharing.simulate(ADA, quiet.spec())):
+        with pytest.raises(Draining, match="takes no new jobs"):
+            await ask
+
+
 async def test_a_window_in_the_past_says_when_it_ended(quiet: DaemonParts) -> None:
     with pytest.raises(InvalidSpec, match=r"the window has ended already .*; give one that ends in the future"):
         await quiet.services.sharing.set_node(ROOT, NodeCondition(window_start_s=5.0, window_end_s=6.0))
+
+
+async def test_a_window_that_begins_while_the_queue_is_read_has_begun(
+    quiet: DaemonParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SharingStore.condition
+
+    async def set_and_read(store: SharingStore) -> NodeCondition:
+        now_s = time.time()
+        await store.set_condition(NodeCondition(window_start_s=now_s, window_end_s=now_s + 60))
+        return await read(store)
+
+    monkeypatch.setattr(SharingStore, "condition", set_and_read)
+    situation, _ = await quiet.parts.scheduler.view.situation({})
+    assert not situation.node.is_open
+    assert situation.condition.at(situation.now_s) == "drained"
 
 
 async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon, state_dir: Path) -> None:

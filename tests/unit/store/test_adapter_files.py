@@ -265,6 +265,30 @@ def test_a_digest_is_of_every_byte_and_is_computed_once(make_model: MakeModel, t
     assert book.digest(base) == model_digest(base)
 
 
+def test_a_digest_is_made_again_where_only_the_time_of_the_change_tells(make_model: MakeModel, tmp_path: Path) -> None:
+    base, book = copied(make_model(), tmp_path / "base"), DigestBook(tmp_path / "digests")
+    file = base / "model.safetensors"
+    before, first = file.stat(), book.digest(base)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync --times and cp --preserve do
+    assert book.known(base) == ""
+    assert book.digest(base) == model_digest(base) != first
+
+
+def test_further_links_to_pushed_contents_leave_their_digest_known(make_model: MakeModel, tmp_path: Path) -> None:
+    """A model is a folder of links to contents that nobody writes any more; other models and backups link to them later."""
+    book, content = DigestBook(tmp_path / "digests"), copied(make_model(), tmp_path / "contents")
+    folders, first = [tmp_path / name for name in ("model", "again")], ""
+    for folder in folders:
+        folder.mkdir()
+        for file in content.iterdir():
+            os.link(file, folder / file.name)
+        first = first or book.digest(folder)
+        assert book.known(folder) == book.known(folders[0]) == first
+
+
 def test_a_digest_does_not_depend_on_the_files_that_tensors_are_in(make_model: MakeModel, tmp_path: Path) -> None:
     one, many = make_model(), make_model(shard="20KB")
     assert len(list(many.glob("*.safetensors"))) > 1

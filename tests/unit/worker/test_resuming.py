@@ -292,6 +292,11 @@ def test_a_checkpoint_that_cannot_be_continued_says_what_differs_and_the_way_on(
     change_state(tmp_path, prepared="prepared", rows="0" * 64)
     with pytest.raises(InvalidSpec, match="its documents were in another order. " + way_on):
         train(tmp_path, resume=True)
+    # Which steps are looked at depends on how many there are.
+    change_state(tmp_path, rows="0" * 64, num_steps=9, order=1)
+    words = "the job had 9 steps and has 2 now. "
+    with pytest.raises(InvalidSpec, match=words + way_on):
+        train(tmp_path, resume=True)
     change_state(tmp_path, rows=None, num_steps=9, order=1)
     words = "the job had 9 steps and has 2 now; its documents were in another order. "
     with pytest.raises(InvalidSpec, match=words + way_on):
@@ -350,3 +355,11 @@ def test_a_checkpoint_is_continued_only_in_the_dtype_that_made_it(dtypes: tuple[
     with pytest.raises(InvalidSpec, match=f"exactly: it was made in {first}, and this attempt computes in"):
         train(tmp_path, resume=True, compute_dtype=second)
     train(tmp_path, resume=True, compute_dtype=first)
+
+
+@pytest.mark.parametrize(("architecture", "keeps"), [("bloom", True), ("llama", False)])
+def test_a_job_says_why_its_model_keeps_masks(tmp_path: Path, architecture: str, keeps: bool) -> None:
+    write_inputs(tmp_path, architecture)
+    said = [message.text for message in train(tmp_path, max_steps=1) if message.text.startswith("keeps masks: ")]
+    assert len(said) == keeps
+    assert all("attention has one over all pairs of a row's tokens, because " in text for text in said)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of
+from safetensors.torch import load_file, save_file
+from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
+from tests.unit.worker.test_resuming import train
 
 from horizon_server.children.entry import Line
 from horizon_server.events import CheckpointWritten, Message, StepDone
@@ -210,3 +212,20 @@ def test_a_job_that_waits_for_room_can_be_cancelled(inputs: Inputs, monkeypatch:
     assert attempt(folder, spec_of(2), daemon).outcome == "stopped"
     assert daemon.orders.current is Order.CANCEL
     assert daemon.said(CheckpointWritten) == [] and not list((folder / "checkpoints").glob("*"))
+
+
+def test_an_infinite_number_of_fp16_is_a_warning_that_names_the_tensor_and_the_way_on(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    file = tmp_path / "model/model.safetensors"
+    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"]
+    tensors = load_file(file)
+    for name in names:
+        tensors[name][0, 0] = 70000.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    told = [message.text for message in train(tmp_path, dtype="fp16", learning_rate=0.0) if message.level == "warning"]
+    assert told == [
+        f"the checkpoint of step {step} cannot be used as a model: {names[0]} and 1 more tensors hold numbers beyond 65504, the largest "
+        "of fp16, which are infinite there. Training continues with the exact numbers, which trainer/ has; for a model that can be used, "
+        "set checkpoint.dtype: bf16 or fp32"
+        for step in (1, 2)
+    ]

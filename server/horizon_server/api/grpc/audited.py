@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -29,27 +30,35 @@ class Trail:
         self._principal = principal
         self._origin = origin
         self._action = method.rpartition(".")[2].replace("/", ".")
-        self._entry: AuditEntry | None = None
+        self._begun: asyncio.Task[AuditEntry] | None = None
         self.request: Any = None
 
     async def begin(self, resource: str = "") -> None:
         """Write that the call is about to change what its request names, or this one of many resources."""
         named, detail = described(self.request, None)
-        self._entry = await self._audit.begin(
-            self._principal, origin=self._origin, action=self._action, resource=resource or named, detail=detail
+        self._begun = asyncio.create_task(
+            self._audit.begin(
+                self._principal, origin=self._origin, action=self._action, resource=resource or named, detail=detail
+            )
         )
+        try:
+            # A client that leaves meanwhile cuts the call, and not the writing: `end` completes what has been written.
+            await asyncio.shield(self._begun)
+        except Exception:
+            self._begun = None
+            raise
 
     async def end(self, response: Any = None, outcome: str = "OK", message: str = "") -> None:
         """Complete the entry; write a whole one where the call was refused before it began."""
         resource, detail = described(self.request, response)
-        entry = self._entry or AuditEntry(
+        entry = await self._begun if self._begun is not None else AuditEntry(
             time_s=time.time(), user=self._principal.name, token_id=self._principal.token_id, origin=self._origin,
             action=self._action, resource=resource, outcome=outcome, detail=detail,
         )  # fmt: skip
         # What was begun is what is meant, unless the answer says which new thing it has become.
         named = resource if response is not None and resource else entry.resource
         await self._audit.end(replace(entry, resource=named, outcome=outcome, detail=message or detail))
-        self._entry = None
+        self._begun = None
 
 
 def described(request: Any, response: Any) -> tuple[str, str]:

@@ -24,6 +24,8 @@ from torch.func import vjp
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 # size 1 broadcasts, so a graph for it would be another one.
 _TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
 _FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+_MAP_ARGUMENTS = 3
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"})
 
 Function = Callable[..., Sequence[Tensor]]
@@ -216,12 +219,33 @@ def _trace(
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     inputs = make_inputs(_Inputs(mode, device))
     # Without Python's dispatcher, torch 2.11 takes a product apart in C++, which asks for sizes that are symbols and fails.
-    with mode, enable_python_dispatcher():
+    with mode, enable_python_dispatcher(), _MapsWithBias():
         module = make_fx(function, tracing_mode="real", decomposition_table=select_decomp_table())(*inputs)
     shape_env.is_tracing = False  # the compiler's conditions narrow the range, and end nothing
     module.graph.eliminate_dead_code()
     module.recompile()
     return Graph(module=module, inputs=inputs, shape_env=shape_env)
+
+
+class _MapsWithBias(TorchFunctionMode):
+    """While a graph with gradients is traced: torch takes a frozen map with a bias apart in C++, which fixes the number of tokens. The same
+    product of the same matrices, asked for in Python."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace the calls of linear maps with a bias."""
+        kwargs = kwargs or {}
+        if func is functional.linear and len(args) == _MAP_ARGUMENTS and not kwargs and torch.is_grad_enabled():
+            inputs, weight_OI, bias_O = args
+            if bias_O is not None and inputs.dim() > weight_OI.dim():
+                output_TO = torch.addmm(bias_O, inputs.reshape(-1, inputs.shape[-1]), weight_OI.t())
+                return output_TO.view(*inputs.shape[:-1], weight_OI.shape[0])
+        return func(*args, **kwargs)
 
 
 def _drop_zeros(module: GraphModule, trained: Sequence[str]) -> tuple[str, ...]:

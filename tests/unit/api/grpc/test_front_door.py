@@ -18,7 +18,7 @@ from horizon_server.api.grpc import interceptor
 from horizon_server.api.grpc.audited import described
 from horizon_server.api.grpc.effects import EFFECTS, Effect
 from horizon_server.db.audit import MAX_CHARS
-from horizon_server.records.audit import UNKNOWN
+from horizon_server.records.audit import UNKNOWN, AuditEntry
 from horizon_server.records.job import JobState
 
 UNDECODABLE = b"\x0a\xff\xff\xff\xff\x0f"
@@ -195,6 +195,32 @@ async def test_a_change_that_is_cut_has_an_entry(world: Any, monkeypatch: pytest
         while entry.outcome == UNKNOWN:
             (entry,) = await world.services.audit.entries(limit=9)
     assert entry.outcome == "CANCELLED"
+
+
+async def test_a_client_that_leaves_while_the_first_entry_is_written_has_one_entry(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, audit = await world.job(), world.services.audit
+    is_writing, may_answer, insert = asyncio.Event(), asyncio.Event(), audit.insert
+
+    async def slow(entry: AuditEntry) -> int:
+        number: int = await insert(entry)
+        is_writing.set()
+        await may_answer.wait()
+        return number
+
+    monkeypatch.setattr(audit, "insert", slow)
+    call = asyncio.ensure_future(world.ann.call("jobs", "CancelJob", job_pb2.CancelJobRequest(job_id=job.job_id)))
+    async with asyncio.timeout(60):
+        await is_writing.wait()
+        call.cancel()
+        while not any(name == "CancelJob" for _, name, _ in world.calls):  # noqa: ASYNC110  # the server has seen that it left
+            await asyncio.sleep(0.01)
+        may_answer.set()
+        outcomes: list[str] = []
+        while "CANCELLED" not in outcomes:
+            outcomes = [one.outcome for one in await audit.entries(limit=9)]
+    assert outcomes == ["CANCELLED"]
 
 
 async def test_each_deletion_of_many_has_an_entry_before_it_is_made(

@@ -1,0 +1,177 @@
+"""The rows of the table that a run is compared with: what is predicted for each, and which points of the curve measure it.
+
+They are those of an independent review of the engine before its first run on a GPU: the engine as it is and with less of it, adapters,
+and changes that it does not have yet, which are predicted alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.gpu.predicted import (
+    Fp8,
+    with_attention,
+    with_elementwise,
+    with_fp8,
+    with_resident_states,
+    with_unpacking,
+)
+from bench.gpu.shapes import Base, Engine
+from horizon_server.planning.gpus import estimated_rates, gpu_named, usable_device_bytes
+from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
+from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
+from horizon_server.records.plan import StepPrediction
+
+PREDICTED_FOR, HOST_GBPS = "h100", 200.0
+"""The machine of predictions; its rates are those of `planning/gpus.py`."""
+ROW_TOKENS, MICRO_BATCH_TOKENS = 4096, 16384
+NOT_IN_THE_ENGINE = "the engine does not have it"
+
+_EAGER = dataclasses.replace(TODAY, micro_batch_tokens=MICRO_BATCH_TOKENS)
+_JOB = dataclasses.replace(_EAGER, fused=True)
+_NO_TABLE = dataclasses.replace(_JOB, keeps_embedding=True)
+# Of 217 hidden-sizes of bytes, 35 are copies that attention and the sums of gradients could do without.
+_FEWER_COPIES = 1 - 35 / 217
+_STATE_LAYERS_OF_28 = 17
+# What FlashAttention 4 is expected to reach on an H100, forward and backward.
+HOPPER_ATTENTION = (480e12, 400e12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """Which points measure a row."""
+
+    engine: Engine = "job"
+    base: Base = ""
+    host_gbps: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A row. `measured_by` is None where the engine has no such thing. In the memory that is left, `products` keeps products and
+    `residents` weights; `all_resident` keeps those of all layers."""
+
+    title: str
+    measured_by: Measures | None = None
+    facts: EngineFacts = _JOB
+    base: Base = ""
+    host_gbps: float = HOST_GBPS
+    products: bool = False
+    residents: bool = False
+    all_resident: bool = False
+    resident_states: bool = False
+    for_hopper: bool = False
+    fewer_copies: bool = False
+    fp8: Fp8 | None = None
+    unpacks: bool = False
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant(title="row by row, eager layers", facts=TODAY, measured_by=Measures(engine="row by row")),
+    Variant(title="joined rows, eager layers", facts=_EAGER, measured_by=Measures(engine="eager")),
+    Variant(title="a job: joined rows, compiled layers", measured_by=Measures()),
+    Variant(title="a job, host memory 120 GB/s", host_gbps=120, measured_by=Measures(host_gbps=120)),
+    Variant(title="a job, host memory 350 GB/s", host_gbps=350, measured_by=Measures(host_gbps=350)),
+    Variant(
+        title="compiled, weights of all layers resident", all_resident=True, measured_by=Measures(engine="resident")
+    ),
+    Variant(title="eager, products kept", facts=_EAGER, products=True, measured_by=Measures(engine="products")),
+    Variant(title="a job + attention for Hopper", for_hopper=True),
+    Variant(title="+ fewer copies", for_hopper=True, fewer_copies=True),
+    Variant(title="+ products kept by compiled layers", products=True, for_hopper=True, fewer_copies=True),
+    Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True, fewer_copies=True),
+    Variant(title="optimizer states of 17 of 28 layers resident instead", resident_states=True, for_hopper=True, fewer_copies=True),
+    Variant(title="train.matmul: fp8, eager layers", facts=_EAGER, fp8="eager", measured_by=Measures(engine="fp8")),
+    Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True, fewer_copies=True),
+    Variant(
+        title="the same, weight gradients too, products kept, table resident",
+        facts=_NO_TABLE, fp8="with weight gradients", products=True, for_hopper=True, fewer_copies=True,
+    ),
+    Variant(
+        title="LoRA, bf16 base, nothing resident",
+        base="bf16", measured_by=Measures(base="bf16", engine="streamed"),
+    ),
+    Variant(title="LoRA, bf16 base, a job", base="bf16", residents=True, measured_by=Measures(base="bf16")),
+    Variant(
+        title="LoRA, base and table resident, attention for Hopper, fewer copies",
+        base="bf16", facts=_NO_TABLE, all_resident=True, for_hopper=True, fewer_copies=True,
+    ),
+    Variant(
+        title="LoRA, nf4 base, nothing resident",
+        base="nf4", unpacks=True, measured_by=Measures(base="nf4", engine="streamed"),
+    ),
+    Variant(title="LoRA, nf4 base, a job", base="nf4", unpacks=True, residents=True, measured_by=Measures(base="nf4")),
+    Variant(
+        title="LoRA, nf4 base, one kernel, packed resident, the rest as above",
+        base="nf4", facts=_NO_TABLE, all_resident=True, for_hopper=True, fewer_copies=True,
+    ),
+)  # fmt: skip
+
+
+def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPrediction:
+    """A step of rows of 4,096 tokens with exact clipping, in bf16, on one H100."""
+    rates = estimated_rates(PREDICTED_FOR, host_bytes_per_s=variant.host_gbps * 1e9)
+    if variant.for_hopper:
+        rates = with_attention(rates, *HOPPER_ATTENTION)
+    num_layers = folder.shape.num_hidden_layers
+
+    def step(kept: KeptOnDevice) -> StepPrediction:
+        work = work_of_step(
+            folder,
+            tokens_per_step=num_tokens,
+            sequence_length=ROW_TOKENS,
+            device_kind="cuda",
+            grad_bytes=2,
+            activation_placement="device",
+            facts=variant.facts,
+            kept=kept,
+        )
+        if variant.fewer_copies:
+            work = with_elementwise(work, _FEWER_COPIES)
+        if variant.fp8:
+            work = with_fp8(work, variant.fp8)
+        if variant.unpacks:
+            work = with_unpacking(work, folder.layout, rates)
+        if variant.resident_states:
+            work = with_resident_states(work, folder.layout, num_layers * _STATE_LAYERS_OF_28 // 28)
+        return predict_step(work, rates, shares_processors=False)
+
+    if variant.all_resident:
+        return step(KeptOnDevice(resident_layers=num_layers))
+    keeps = variant.products or variant.residents
+    return step(_kept(variant, num_tokens, folder, step) if keeps else NOTHING_KEPT)
+
+
+def _kept(
+    variant: Variant, num_tokens: int, folder: ModelFolder, step: Callable[[KeptOnDevice], StepPrediction]
+) -> KeptOnDevice:
+    """What a plan would keep in the memory that the job leaves."""
+
+    def device_bytes(kept: KeptOnDevice) -> int:
+        plan = plan_memory(
+            folder.layout,
+            model=folder.shape,
+            tokens_per_step=num_tokens,
+            sequence_length=ROW_TOKENS,
+            device_kind="cuda",
+            grad_bytes=2,
+            micro_batch_tokens=variant.facts.micro_batch_tokens,
+            kept=kept,
+        )
+        return plan.device_total_bytes
+
+    needed = device_bytes(NOTHING_KEPT)
+    room_bytes = int(SPARE_USABLE * usable_device_bytes(gpu_named(PREDICTED_FOR).memory_bytes)) - needed
+    products = product_bytes(folder.layout, folder.shape, num_tokens=num_tokens, element_bytes=2)
+    return choose_kept(
+        lambda kept: step(kept).step_s,
+        room_bytes=room_bytes,
+        num_layers=folder.shape.num_hidden_layers,
+        resident_bytes=lambda num_layers: device_bytes(KeptOnDevice(resident_layers=num_layers)) - needed,
+        layer_product_bytes=products if variant.products else 0,
+    )
