@@ -166,7 +166,7 @@ class Settings(BaseSettings):
         2,
         ge=1,
         description="Jobs of one user that are loaded at the same time, so that many jobs of one user do not take the processors of "
-        "those that train.",
+        "those that train; 1 while jobs of others train.",
     )
     max_resident_jobs: int = Field(
         4,

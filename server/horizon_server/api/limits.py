@@ -6,6 +6,7 @@ Thread: one event loop, which gRPC and HTTP share.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import time
 from collections import Counter
@@ -38,6 +39,8 @@ MAX_HELD = 128
 MAX_KEYS = 10_000
 
 
+# The calls of a connection all come from one place.
+@functools.lru_cache(maxsize=1024)
 def address_of(peer: str) -> str:
     """Return who is counted as one caller: an IPv4 address, or the /64 of an IPv6 address, which is one customer's or one machine's."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -51,6 +52,7 @@ class Database:
         self._plain = _plain_engine(path, pool_size=NUM_READERS + 2, max_overflow=0)
         self._looking: Connection | None = None
         self._answers = _Answers()
+        self._gave_way_s = float("-inf")
         self._threads = ThreadPoolExecutor(NUM_READERS + 1, thread_name_prefix="database")
         self._write_sessions = async_sessionmaker(self._writer, expire_on_commit=False)
         self._read_sessions = async_sessionmaker(self._reader, expire_on_commit=False)
@@ -113,7 +115,10 @@ class Database:
         `key` says all that the answer depends on but the database. The answer is kept until anything is committed: it must not be changed.
         """
         # A change of threads and back takes ten times as long as such a read; without a processor that is free, a hundred times.
-        await asyncio.sleep(0)  # a caller that does nothing else must not keep the loop to itself
+        # A caller that does nothing else must not keep the loop to itself. Not every time: a turn of the loop costs more than most answers.
+        if time.monotonic() - self._gave_way_s > _LONGEST_WITHOUT_WAY_S:
+            await asyncio.sleep(0)
+            self._gave_way_s = time.monotonic()
         try:
             connection = self._look()
             if (answer := self._answers.get(key)) is _NONE:
@@ -193,6 +198,8 @@ class Database:
 
 
 _NONE = object()
+# Look-ups one after another hold the event loop this long at most.
+_LONGEST_WITHOUT_WAY_S = 0.002
 # Of the largest answer, a page of jobs, a few users look at a few pages.
 _MOST_ANSWERS = 500
 

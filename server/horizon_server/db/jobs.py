@@ -52,6 +52,7 @@ _STORED = tuple(
 _JOBS = select(*_STORED)
 _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
 _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
+_COUNTS = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
 # Jobs of a page that is read on the event loop: about a millisecond. The service asks for one more than are shown.
 _LOOKED_UP = 101
 _BY_NUMBERS = _JOBS.where(JobRow.number.in_(bindparam("numbers", expanding=True)))
@@ -379,10 +380,12 @@ class JobStore:
 
     async def counts(self) -> dict[str, int]:
         """Return the number of jobs by state, every state named."""
-        query = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
-        rows = await self._database.look_up("counts", lambda connection: connection.execute(query).all())
-        found = {job_state: number for job_state, number in rows}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
-        return {state.value: found.get(state.value, 0) for state in JobState}
+
+        def read(connection: Connection) -> dict[str, int]:
+            found = {job_state: number for job_state, number in connection.execute(_COUNTS)}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
+            return {state.value: found.get(state.value, 0) for state in JobState}
+
+        return dict(await self._database.look_up("counts", read))
 
 
 @functools.lru_cache(maxsize=256)

@@ -181,6 +181,7 @@ class _Round:
             self._sizes[kind_of(name)].append(size)
         self._loading_of: dict[str, int] = defaultdict(int)
         self._num_loading = 0
+        self._training = {one.user for one in residents if not one.is_loading and not one.is_stopping}
         for one in residents:
             self._count_loading(one)
 
@@ -271,8 +272,15 @@ class _Round:
         """Return why a job for which there is room is not loaded now: as many as may be at a time are being loaded."""
         most, most_of_user = self._rules.max_loading_jobs, self._rules.max_loading_jobs_of_user
         of_user = self._loading_of[job.user]
+        while_others = ""
+        # Even at the lowest priority each takes a few hundredths of a processor from those that train.
+        if most_of_user is not None and self._training - {job.user}:
+            most_of_user, while_others = 1, " while jobs of others train"
         if most_of_user is not None and of_user >= most_of_user:
-            return f"{_being_loaded(of_user, f' of user {job.user}')}, and {most_of_user} may be at a time; it follows when one is ready"
+            return (
+                f"{_being_loaded(of_user, f' of user {job.user}')}, and {most_of_user} may be at a time{while_others}; "
+                "it follows when one is ready"
+            )
         if most is not None and self._num_loading >= most:
             return f"{_being_loaded(self._num_loading)}, and {most} may be at a time; it follows in the order of shares"
         return ""

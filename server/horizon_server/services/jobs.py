@@ -36,6 +36,7 @@ from horizon_server.records.job import (
     ordered,
 )
 from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.texts import to_owner
 from horizon_server.services.access import may_see, require_change, require_submit
 from horizon_server.services.accounts import UserTurns
@@ -51,6 +52,8 @@ _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
 MAX_PRIORITY = 100  # the largest that a spec may have
 MAX_URGENT_PRIORITY = 1000
 _MAX_OFFSET = 2**62  # no file is as long
+# Where a job's record keeps itself with its outlook: as its owner reads it, and as others do.
+_SHOWN = "shown with its outlook"
 # Spelled here, as `list` is a method of the service.
 Jobs = list[JobRecord]
 Checkpoints = list[CheckpointRecord]
@@ -395,10 +398,14 @@ class JobService:
         outlook = self.scheduler.outlook(job.job_id) if is_queued or job.job_state in RESIDENT else None
         if outlook is None:
             return job
-        if principal.name == job.owner:
-            outlook = replace(outlook, why=to_owner(outlook.why))
-        place = outlook.place if is_queued and outlook.place else job.queue_position
-        return replace(job, outlook=outlook, queue_position=place)
+        # One record for all who ask until the queue is looked at again: what is sent of a record is made once, and kept with it.
+        shown: dict[bool, tuple[Outlook, JobRecord]] = vars(job).setdefault(_SHOWN, {})
+        is_owner = principal.name == job.owner
+        if is_owner not in shown or shown[is_owner][0] != outlook:
+            read = replace(outlook, why=to_owner(outlook.why)) if is_owner else outlook
+            place = outlook.place if is_queued and outlook.place else job.queue_position
+            shown[is_owner] = outlook, replace(job, outlook=read, queue_position=place)
+        return shown[is_owner][1]
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
         job = await self.get(principal, key)

@@ -168,6 +168,8 @@ class Metrics:
         # One of its own: the library's global registry would be shared by all daemons of a process, as tests have them.
         self.registry = CollectorRegistry(auto_describe=False)
         self._collectors: dict[str, Any] = {}
+        # By service, method and code, of which there are few: finding a series by its labels takes longer than counting.
+        self._grpc_series: dict[tuple[str, str, str], tuple[Any, Any]] = {}
         # Each once, though a step and an evaluation share the figures of the queues.
         self.families = tuple(dict.fromkeys([m for shown in _SHOWN.values() for m in shown.values()] + [*_FAMILIES]))
         for metric in self.families:
@@ -330,9 +332,13 @@ class Metrics:
 
     def on_grpc(self, service: str, method: str, code: str, seconds: float) -> None:
         """Count one finished gRPC call; `code` is the status name, such as OK."""
-        labels = {"grpc_service": service, "grpc_method": method}
-        self._series("grpc_server_handled_total", **labels, grpc_code=code).inc()
-        self._series("grpc_server_handling_seconds", **labels).observe(seconds)
+        if (service, method, code) not in self._grpc_series:
+            labels = {"grpc_service": service, "grpc_method": method}
+            handled = self._series("grpc_server_handled_total", **labels, grpc_code=code)
+            self._grpc_series[service, method, code] = handled, self._series("grpc_server_handling_seconds", **labels)
+        handled, handling = self._grpc_series[service, method, code]
+        handled.inc()
+        handling.observe(seconds)
 
     def on_http(self, method: str, route: str, code: int | str, seconds: float) -> None:
         """Count one finished HTTP request; `route` is the template, never the path, so that series stay bounded."""

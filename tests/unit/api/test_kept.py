@@ -8,7 +8,7 @@ import pytest
 
 from horizon_proto.v1 import job_pb2
 from horizon_server.api.grpc import convert
-from horizon_server.api.grpc.convert import response, to_message
+from horizon_server.api.grpc.convert import packed, response, to_message
 from horizon_server.api.http import routes
 from horizon_server.api.kept import kept
 from horizon_server.events import JobEvent, Message
@@ -57,3 +57,12 @@ def test_one_frame_for_all_who_watch_by_http() -> None:
     assert first is second
     assert first.encode() == second.encode()
     assert b"id: 7" in first.encode()
+
+
+def test_an_answer_with_one_job_is_made_once_and_is_what_a_message_would_be() -> None:
+    job = dataclasses.replace(JOB)
+    answer = packed(job_pb2.GetJobResponse, "job", [job])
+    assert job_pb2.GetJobResponse.FromString(answer) == response(job_pb2.GetJobResponse, job=job)
+    vars(job).pop("horizon_proto.v1.Job")  # of which the answer was made
+    assert packed(job_pb2.GetJobResponse, "job", [job]) == answer
+    assert "horizon_proto.v1.Job" not in vars(job)

@@ -246,6 +246,20 @@ async def test_a_look_up_is_answered_again_only_after_a_commit(database: Databas
     assert num_reads == 4
 
 
+async def test_look_ups_without_an_end_let_others_run(database: Database) -> None:
+    async def look_up_for_ever() -> None:
+        while True:
+            await database.look_up("one", lambda _: 1)
+
+    # Both would wait for ever for a turn of the loop.
+    looking = [asyncio.create_task(look_up_for_ever()) for _ in range(2)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    for task in looking:
+        task.cancel()
+    await asyncio.wait(looking, timeout=30)
+
+
 async def test_the_answers_that_are_kept_are_bounded(database: Database) -> None:
     for number in range(2000):
         assert await database.look_up(number, lambda _: number) == number  # noqa: B023  # called before the next round

@@ -399,6 +399,23 @@ def test_a_job_that_has_asked_for_its_first_turn_lets_the_next_one_be_loaded() -
     assert started(decided(waiting, stopping, rules=FEW)) == ["e0"]
 
 
+def test_while_jobs_of_others_train_one_job_of_a_user_is_loaded_at_a_time() -> None:
+    waiting = [job(f"e{i}", "eve", order=i, host_gib=1) for i in range(5)]
+    trains = resident("ada", "ada", host_gib=1)
+    decision = decided(waiting, [trains], rules=FEW)
+    assert started(decision) == ["e0"]
+    assert decision.why["e1"] == (
+        "1 job of user eve is being loaded, and 1 may be at a time while jobs of others train; it follows when one is ready"
+    )
+    # One's own job that trains, or one of another that is being loaded or taken out, is no reason.
+    for other in (
+        resident("own", "eve", host_gib=1),
+        dataclasses.replace(trains, is_loading=True),
+        dataclasses.replace(trains, is_stopping=True),
+    ):
+        assert started(decided(waiting, [other], rules=FEW)) == ["e0", "e1"]
+
+
 def test_the_node_loads_few_jobs_at_a_time_those_of_the_lowest_use_first() -> None:
     users = ["ann", "bob", "cleo", "dan", "eve"]
     waiting = [job(user, user, order=i, host_gib=1) for i, user in enumerate(users)]

@@ -100,15 +100,17 @@ def response(kind: type[MessageT], **fields: Any) -> MessageT:
 
 
 def packed(kind: type[Message], items: str, records: Iterable[object], **fields: Any) -> bytes:
-    """Return a response with a list of frozen records, as it is sent: what is sent of a record is made once, and kept with it."""
+    """Return a response with frozen records as it is sent, `items` being a list or one message: what is sent of a record is made once.
+
+    It is kept with the record. Raises as `to_message`.
+    """
     field: Field = kind.DESCRIPTOR.fields_by_name[items]
     name = f"{field.message_type.full_name} in {field.full_name}"
     item = message_factory.GetMessageClass(field.message_type)
 
     def piece(record: object) -> bytes:
-        one = kind()
-        getattr(one, items).append(to_message(record, item))
-        return one.SerializeToString()
+        value = to_message(record, item)
+        return kind(**{items: [value] if field.is_repeated else value}).SerializeToString()
 
     # A message is the fields that follow each other.
     pieces = [kept(record, name, functools.partial(piece, record)) for record in records]

@@ -75,7 +75,7 @@ async def start_grpc_server(
         maximum_concurrent_rpcs=MAX_CALLS,
     )
     for _, add, servicer in SERVICERS:
-        add(servicer(services), server)
+        add(servicer(services), _WithoutRegistering(server))
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -87,6 +87,23 @@ async def start_grpc_server(
     started = GrpcServer(server, health_servicer, streams, connections, port)
     await started.set_serving(serving=True)
     return started
+
+
+class _WithoutRegistering:
+    """A server to which methods are added by their handlers alone.
+
+    One that is registered besides has a request of its own waiting in gRPC, and each call that comes in goes through all of them.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Pass them on."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """Leave them out: the generic handlers have them too."""
 
 
 def _options() -> tuple[tuple[str, int], ...]:

@@ -77,8 +77,8 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
         spec, plan = await self._services.jobs.plan(caller(), parse_job_spec(set_fields(request.spec)), machine)
         return response(job_pb2.PlanJobResponse, plan=plan, spec=spec)
 
-    async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.GetJobResponse:
-        return response(job_pb2.GetJobResponse, job=await self._services.jobs.get(caller(), request.job_id))
+    async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> Any:
+        return packed(job_pb2.GetJobResponse, "job", [await self._services.jobs.get(caller(), request.job_id)])
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> Any:
         page_size = page_limit(request.page_size)
