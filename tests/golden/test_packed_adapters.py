@@ -126,7 +126,8 @@ def sampled(job: Path, checkpoint: Path, spec: JobSpec | None, monkeypatch: pyte
         def send(self, line: Any) -> None:
             texts[line.prompt] += line.text
 
-    sampling.answer(SampleRequest.from_mapping(json.loads(json.dumps(request.to_mapping()))), Sent())  # type: ignore[arg-type]
+    asked = SampleRequest.from_mapping(json.loads(json.dumps(request.to_mapping())))
+    sampling.Answerer().answer(asked, Sent())  # type: ignore[arg-type]
     return texts
 
 
