@@ -18,9 +18,9 @@ from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
 from horizon_server.store.model_files import text_config
 
 _FIELD = "train.lora.targets"
+_TRAIN_EXPERTS = ", or train the experts themselves, without adapters (train.trainable: [experts])"
 
 # One of many networks of a mixture. The one that all tokens visit has a name of its own (shared_experts).
-_TRAIN_EXPERTS = ", or train the experts themselves, without adapters (train.trainable: [experts])"
 _EXPERT = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
 _NOT_LINEAR = re.compile(
     # Routers: a choice, not a map of what the layer computes.
