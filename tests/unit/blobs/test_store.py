@@ -47,12 +47,15 @@ class FullDisk(Disk):
 
     def __init__(self, room: int) -> None:
         self.room = room
+        # Contents of a batch are written by several threads.
+        self._lock = threading.Lock()
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        if self.room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = super().write(descriptor, data[: self.room])
-        self.room -= written
+        with self._lock:
+            if self.room == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = super().write(descriptor, data[: self.room])
+            self.room -= written
         return written
 
 
