@@ -11,9 +11,10 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.events import EvalDone, decode, encode
 from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan, KeptMemory, ReferencePass, StepPrediction
+from horizon_server.records.plan import Plan
 from horizon_server.spec import JobSpec, parse_job_spec
 
 _PLAIN = (
@@ -33,7 +34,7 @@ def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that hold these fields of a record."""
     columns = dict(fields)
     if (plan := fields.get("plan")) is not None:
-        columns["plan"] = dataclasses.asdict(plan)
+        columns["plan"] = to_plain(plan)
     if "data_report" in fields:
         columns["data_report"] = fields["data_report"] or None
     if "last_step" in fields:
@@ -121,13 +122,7 @@ class EndedRecords:
 
 def record_of(row: Row[Any]) -> JobRecord:
     """Return the record of a row of the table of jobs, whose JSON is text."""
-    plan: dict[str, Any] = json.loads(row.plan or "null") or {}
-    if plan:  # one of an earlier version has none of these
-        prediction, kept = plan.get("prediction"), plan.get("kept")
-        plan["prediction"] = StepPrediction(**prediction) if prediction else None
-        plan["warnings"] = tuple(plan.get("warnings", ()))
-        plan["kept"] = KeptMemory(**kept) if kept else None
-        plan["references"] = ReferencePass(**references) if (references := plan.get("references")) else None
+    plan = json.loads(row.plan or "null")
     evaluations = json.loads(row.evaluations) if row.evaluations else {}
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
@@ -135,7 +130,7 @@ def record_of(row: Row[Any]) -> JobRecord:
         job_state=JobState(row.job_state),
         wanted=Wanted(row.wanted),
         last_step=decode(row.last_step) if row.last_step else None,
-        plan=JobPlan(**plan) if plan else None,
+        plan=from_plain(Plan, plan) if plan else None,
         data_report=json.loads(row.data_report or "null") or {},
         eval_set_ids=json.loads(row.eval_set_ids),
         **{f"{which}_eval": decode(line) for which, line in evaluations.items()},

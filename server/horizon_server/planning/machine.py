@@ -23,8 +23,8 @@ from horizon_server.children.child import Limits, run_child
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 

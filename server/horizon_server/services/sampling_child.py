@@ -15,8 +15,8 @@ from typing import Any
 from horizon_server.children.child import Child, Limits, OnEvent
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.sampling import SampleMemory
-from horizon_server.records.plan import size_text
 from horizon_server.records.sample import SampleOptions, SampleRequest
+from horizon_server.texts import size_text
 
 CHILD_MODULE = "horizon_server.worker.sampling"
 # Of one call, its turn not counted.

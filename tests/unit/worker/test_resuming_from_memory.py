@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from tests.support.worker_attempts import Daemon, always, assert_same, result, spec_of, worker_request
 
 from horizon_server.children.entry import Line
+from horizon_server.codec import from_plain
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone, TurnWanted
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.generations import PLANE, Generations
 from horizon_server.worker.ending import Outcome
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import CANCEL, STOP
+from horizon_server.worker_link.request import WorkerRequest
 
 Inputs = Callable[[str], Path]
 
@@ -29,7 +30,7 @@ class Killed(Exception):
 
 
 def live(request: dict[str, Any], daemon: Daemon, *, then: Callable[[Training], None] = lambda _: None) -> Outcome:
-    training = Training(WorkerRequest.from_mapping({**request, "turns": True}), events=daemon, orders=daemon.orders)
+    training = Training(from_plain(WorkerRequest, {**request, "turns": True}), events=daemon, orders=daemon.orders)
     try:
         return training.run()
     finally:
