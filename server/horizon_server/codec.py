@@ -7,6 +7,7 @@ no default must be there, and one that is unknown is refused.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NewType, TypeVar
 
@@ -19,10 +20,13 @@ _CONFIG = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 _new_type: Any = NewType
 
 
-@cache  # pydantic compiles a validator and a serializer for each type
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _make_adapter(kind: Any) -> TypeAdapter[Any]:
     # Under another name: pydantic takes no configuration for a dataclass itself, but hands it down to those inside of a type.
     return TypeAdapter(_new_type("Record", kind), config=None if hasattr(kind, "model_config") else _CONFIG)
+
+
+# Made once for each type: pydantic compiles a validator and a serializer.
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(_make_adapter)
 
 
 def to_plain(record: Any) -> Any:
