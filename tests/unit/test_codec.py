@@ -23,8 +23,8 @@ from horizon_server.codec import from_json, from_plain, to_json, to_plain
 from horizon_server.datasets import checking, preview, recipe
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.figures import TransferFigures
-from horizon_server.planning import machine, rates
 from horizon_server.planning.ledger import LayerMemory
+from horizon_server.planning.machine import Machine
 from horizon_server.records.job import JobRecord
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.worker_link import protocol
@@ -36,7 +36,7 @@ _RECORDS = [importlib.import_module(f"{_ROOM.__name__}.{found.name}") for found 
 
 def records() -> list[type[Any]]:
     """The dataclasses that these modules define, and those of others that travel."""
-    modules = [*_RECORDS, events, checking, preview, recipe, rates, protocol]
+    modules = [*_RECORDS, events, checking, preview, recipe, protocol]
     found = [
         kind
         for module in modules
@@ -44,7 +44,7 @@ def records() -> list[type[Any]]:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
         if not inspect.isabstract(kind)
     ]
-    return [*found, machine.Machine, LayerMemory, DatasetReport, StoredFile]
+    return [*found, Machine, LayerMemory, DatasetReport, StoredFile]
 
 
 def example(kind: Any, *, number: float) -> Any:
