@@ -16,6 +16,7 @@ from typing import Any
 from horizon_formats.formats import DatasetFormat
 from horizon_formats.row_checks import check_prompt_row
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
@@ -60,12 +61,12 @@ class Answerer:
         self._codec: TextCodec | None = None
         self._generator: TokenGenerator | None = None
 
-    def work(self, plain: Any, events: EventWriter) -> dict[str, Any]:
+    def work(self, plain: Any, events: EventWriter) -> Any:
         """Send the text of every answer as it comes, and return what it took."""
         let_launchers_run()
-        request = SampleRequest.from_mapping(plain)
+        request = from_plain(SampleRequest, plain)
         try:
-            return dataclasses.asdict(self.answer(request, events))
+            return to_plain(self.answer(request, events))
         except HorizonError as error:
             # Where the daemon keeps checkpoints is not the user's concern.
             names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
