@@ -385,8 +385,7 @@ class ForwardBackward:
         if self._template.skips_projection(layer):
             products.drop_last()
         num_bytes = products.num_bytes
-        limit_bytes = self._residency.product_bytes
-        if limit_bytes is None or current.product_bytes + num_bytes <= limit_bytes:
+        if current.product_bytes + num_bytes <= self._residency.product_bytes:
             current.products[layer, index] = products
             self._charge_products(current, num_bytes)
 

@@ -27,20 +27,20 @@ class Residency:
     """What stays on a device that has memory to spare, and what that buys.
 
     The weights of `resident_layers` stay from step to step. The last `product_layers` keep the products of their forward for their
-    backward, up to `product_bytes`; None is no limit. `saved_share` is the predicted part of a step's time that it saves.
+    backward, up to `product_bytes`. `saved_share` is the predicted part of a step's time that it saves.
     """
 
     resident_layers: int = 0
     resident_bytes: int = 0
     product_layers: int = 0
-    product_bytes: int | None = 0
+    product_bytes: int = 0
     saved_share: float = 0.0
 
     @property
     def text(self) -> str:
         """In one line, for people."""
         parts = [
-            f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes or 0)})"
+            f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes)})"
             for what, num_layers, num_bytes in (
                 ("weights", self.resident_layers, self.resident_bytes),
                 ("activations", self.product_layers, self.product_bytes),

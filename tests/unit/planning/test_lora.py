@@ -212,7 +212,7 @@ def test_a_resident_layer_sends_up_its_adapters_alone(llama: Path) -> None:
     found = open_for_training(llama, TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4)))
     work = step_work(
         found, tokens_per_step=1024, sequence_length=64, device_kind="cuda", grad_bytes=2, activation_placement="device",
-        kept=Residency(resident_layers=1),
+        residency=Residency(resident_layers=1),
     )  # fmt: skip
     first, second = work.layers
     assert (first.resident, second.resident) == (False, True)

@@ -40,7 +40,9 @@ def work_of(
     grad_bytes: int = 4,
     placement: ActivationPlacement = "device",
     tokens: int = TOKENS,
-    **facts: bool | int,
+    micro_batch_tokens: int = 0,
+    head_chunk_tokens: int | None = None,
+    **facts: bool,
 ) -> StepWork:
     return step_work(
         folder,
@@ -49,7 +51,9 @@ def work_of(
         device_kind=device_kind,
         grad_bytes=grad_bytes,
         activation_placement=placement,
-        facts=dataclasses.replace(EngineFacts(), **facts),  # type: ignore[arg-type]
+        micro_batch_tokens=micro_batch_tokens,
+        head_chunk_tokens=head_chunk_tokens,
+        facts=dataclasses.replace(EngineFacts(), **facts),
     )
 
 

@@ -157,12 +157,13 @@ def test_an_evaluation_that_was_done_is_not_done_again(inputs: Inputs) -> None:
     assert [done.step for done in second.said(EvalDone)] == [4]
 
 
-@pytest.mark.parametrize("change", [{"compute_dtype": "bfloat16"}])
-def test_what_could_not_be_continued_exactly_is_refused(change: dict[str, Any], inputs: Inputs) -> None:
+def test_what_could_not_be_continued_exactly_is_refused(inputs: Inputs) -> None:
     with worker_request(inputs("job"), spec_of(4)) as request:
         first_life(request, 2)
         with pytest.raises(InvalidSpec, match="cannot be continued exactly"):
-            live({**request, **change, "resume_from_memory": True}, Daemon(always))
+            in_bf16 = {**request["plan"]["execution"], "compute_dtype": "bfloat16"}
+            plan = {**request["plan"], "execution": in_bf16}
+            live({**request, "plan": plan, "resume_from_memory": True}, Daemon(always))
 
 
 def test_a_step_that_was_skipped_is_kept_as_one(inputs: Inputs) -> None:
