@@ -80,7 +80,7 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
             file.unlink()
         [pid] = daemon.worker_pids()
         os.kill(pid, signal.SIGKILL)
-        again = wait_for_state(client, cut.job_id, "SUCCEEDED", "FAILED")
+        again = wait_for_state(client, cut.job_id, "SUCCEEDED", "FAILED", timeout_s=300.0)
         assert (again.state, again.attempt) == ("SUCCEEDED", 2), again.message
         seen = list(client.jobs.watch(cut.job_id))
         assert by_step(seen, "step") == steps
