@@ -169,12 +169,12 @@ def wait_for(condition: Any, timeout_s: float, every_s: float = 0.05) -> None:
         time.sleep(every_s)
 
 
-def wait_for_state(client: Client, job_id: str, *states: str, timeout_s: float = 90.0) -> Job:
+def wait_for_state(client: Client, job_id: str, *states: str, timeout_s: float = 240.0) -> Job:
     """Wait until the job is in one of the states, and return it."""
     wait_for(lambda: client.jobs.get(job_id).state in states, timeout_s)
     return client.jobs.get(job_id)
 
 
-def wait_for_step(client: Client, job_id: str, step: int, timeout_s: float = 90.0) -> None:
+def wait_for_step(client: Client, job_id: str, step: int, timeout_s: float = 240.0) -> None:
     """Wait until a job has finished a step."""
     wait_for(lambda: client.jobs.get(job_id).step >= step, timeout_s)
