@@ -42,7 +42,7 @@ class Shell:
             stderr=subprocess.PIPE,
         )
 
-    def run(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*HORIZON, *arguments],
             env=self.environment(),
@@ -67,7 +67,7 @@ class Shell:
         return done.stdout
 
 
-def run_horizond(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_horizond(*arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run an administrator's command."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZON")}
     return subprocess.run(
