@@ -78,7 +78,7 @@ job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference pa
 dashboards: .venv/.dev ## generate the Grafana dashboard
 	$(BIN)/python tools/generate_dashboards.py
 
-figures: .venv/.dev ## how long, how finely cut, how often repeated the code is
+figures: .venv/.dev ## the size of the code, how far decisions are relayed, how lines are bent, beside what to reach
 	$(BIN)/python tools/house_figures.py
 
 bench: .venv/.dev ## benchmarks, as ratios against a reference in the same run
