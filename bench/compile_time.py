@@ -16,15 +16,15 @@ from bench.models import SHAPES, qwen3_config
 from horizon_server.children.entry import EventWriter
 from horizon_server.engine.template import Template
 from horizon_server.planning.ledger import micro_batch_tokens
+from horizon_server.records.job import StopRequest
 from horizon_server.store.cpus import available_cpus
 from horizon_server.worker.compilation import Compilation, CompileRequest
-from horizon_server.worker_link.orders import Order
 
 
 class _NoOrders:
     """A job that nobody stops."""
 
-    current = Order.CONTINUE
+    current = StopRequest.NOTHING
 
 
 class _Silent(EventWriter):

@@ -26,9 +26,9 @@ from horizon_server.events import (
     StepDone,
     TurnWanted,
 )
+from horizon_server.records.job import StopRequest
 from horizon_server.store.manifest import TRAINER_FOLDER, Manifest, record_file, write_manifest
 from horizon_server.worker.device_turn import DeviceTurn
-from horizon_server.worker_link.orders import Order
 from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 _LOOK_EVERY_S = 0.005
@@ -82,7 +82,7 @@ class ScriptedWorker:
             self._at(step)
             reason = self._limit_at(step - 1)
             has_turn = not reason and self._take_turn(step)
-            if self.orders.current is Order.CANCEL:
+            if self.orders.current is StopRequest.CANCEL:
                 return self._end("stopped")
             if not has_turn:
                 # A deadline that came while it waited.
@@ -90,7 +90,7 @@ class ScriptedWorker:
                 if step - 1 > saved or reason:
                     self._checkpoint(step - 1)
                 return self._end("succeeded", reason) if reason else self._end("stopped")
-            if self.orders.current is Order.STOP:
+            if self.orders.current.checkpoints:
                 if not self._has_no_space():
                     self._checkpoint(step - 1)
                 return self._end("stopped")
@@ -139,7 +139,7 @@ class ScriptedWorker:
         deaf = self.script.get("deaf", False)
         while time.monotonic() < deadline:
             # A deaf one has been given an order before it is released, but may not have read it yet.
-            ordered, released = self.orders.current is not Order.CONTINUE, self.released.exists()
+            ordered, released = self.orders.current is not StopRequest.NOTHING, self.released.exists()
             if (ordered and released) if deaf else (ordered or released):
                 return
             if not self.script.get("keep_turn"):
@@ -152,7 +152,7 @@ class ScriptedWorker:
             return False
         self.orders.gives_up_waiting = False
         self.events.send(Message(level="warning", text="no space"))
-        while not self.orders.gives_up_waiting and self.orders.current is not Order.CANCEL:
+        while not self.orders.gives_up_waiting and self.orders.current is not StopRequest.CANCEL:
             time.sleep(_LOOK_EVERY_S)
         return True
 

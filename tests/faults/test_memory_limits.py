@@ -36,11 +36,10 @@ from horizon_server.jobs import attempt, recovery
 from horizon_server.planning import machine
 from horizon_server.planning.machine import Gpu, IdleMeasurement, Machine, RateBook, measure_rates
 from horizon_server.records.account import Principal
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.services import model_child, pushed
 from horizon_server.settings import child_environment
 from horizon_server.worker import compilation
-from horizon_server.worker_link.orders import Order
 
 MIB = 2**20
 ADA = Principal(name="ada", role="user", project="ada")
@@ -190,7 +189,7 @@ def test_a_compilation_at_its_limit_says_why(tmp_path: Path) -> None:
         "num_tokens": 64,
     }
     (tmp_path / "request.json").write_text(json.dumps(request))
-    waiting = cast(Any, SimpleNamespace(_orders=SimpleNamespace(current=Order.CONTINUE)))
+    waiting = cast(Any, SimpleNamespace(_orders=SimpleNamespace(current=StopRequest.NOTHING)))
     command = [sys.executable, "-m", "horizon_server.worker.compilation", str(tmp_path / "request.json")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=tight) as child:
         try:

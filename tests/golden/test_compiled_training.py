@@ -35,12 +35,12 @@ from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.job import StopRequest
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.compilation import Compilation, CompileRequest
-from horizon_server.worker_link.orders import Order
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
@@ -61,7 +61,7 @@ class Heard(EventWriter):
 
 
 class Orders:
-    current = Order.CONTINUE
+    current = StopRequest.NOTHING
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +349,7 @@ def test_a_job_says_why_layers_are_not_compiled(folder: Path, tmp_path: Path, mo
 
 def test_a_stop_ends_the_compiler(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compilation, _ = compilation_of(Template.from_folder(folder), request_for(folder, tmp_path / "library"), "on")
-    monkeypatch.setattr(Orders, "current", Order.STOP)
+    monkeypatch.setattr(Orders, "current", StopRequest.DRAIN)
     # Not refused, although nothing was compiled: the attempt ends before its first step.
     assert compilation.layers(model_flops=1.0, before=None).num_layers == 0
 

@@ -18,7 +18,7 @@ from horizon_server.db.database import BUSY_TIMEOUT_MS, migrations
 from horizon_server.errors import BadSetting
 from horizon_server.events import StateChanged, encode
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.job import ENDED, RESIDENT, JobState, Wanted, ordered
+from horizon_server.records.job import ENDED, RESIDENT, JobState, StopRequest
 
 RESTORED = "RESTORED"
 """Reason of a job that a restore has queued again."""
@@ -86,8 +86,8 @@ def requeue_resident(path: Path, is_left: Callable[[str, int], bool], message: s
         found = [row for row in database.execute(query, sorted(RESIDENT)).fetchall() if not is_left(*row[:2])]
         now_s = time.time()
         for job_id, attempt, wanted, last_sequence, name in found:
-            order = Wanted(wanted)
-            state, reason, text = ordered(order, name) if order else (JobState.QUEUED, RESTORED, message)
+            order = StopRequest(wanted)
+            state, reason, text = order.end(name) if order else (JobState.QUEUED, RESTORED, message)
             event = StateChanged(job_state=state.value, reason=reason, message=text, attempt=attempt)
             database.execute(
                 "INSERT INTO events (job_id, sequence, time_s, body) VALUES (?, ?, ?, ?)",

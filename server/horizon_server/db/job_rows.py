@@ -14,7 +14,7 @@ from sqlalchemy import Row
 from horizon_server.codec import from_json, to_plain
 from horizon_server.db.tables import JobRow
 from horizon_server.events import EvalDone, decode, encode
-from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted
+from horizon_server.records.job import ENDED, JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -44,7 +44,7 @@ def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
     if "last_step" in fields:
         columns["last_step"] = "" if fields["last_step"] is None else encode(fields["last_step"])
     if "wanted" in fields:
-        columns["wanted"] = Wanted(fields["wanted"]).value
+        columns["wanted"] = StopRequest(fields["wanted"]).value
     if "eval_set_ids" in fields:
         columns["eval_set_ids"] = json.dumps(fields["eval_set_ids"])
     assert columns.keys() <= set(STORED_FIELDS), sorted(columns)
@@ -131,7 +131,7 @@ def record_of(row: Row[Any]) -> JobRecord:
         **{name: getattr(row, name) for name in _PLAIN},
         spec=_spec(row.spec),
         job_state=JobState(row.job_state),
-        wanted=Wanted(row.wanted),
+        wanted=StopRequest(row.wanted),
         last_step=decode(row.last_step) if row.last_step else None,
         plan=from_json(_PLAN_OR_NONE, row.plan or "null"),
         data_report=json.loads(row.data_report or "null") or {},

@@ -32,7 +32,7 @@ from horizon_server.db.job_rows import STORED_FIELDS, EndedRecords, Records, col
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, Wanted
+from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, StopRequest
 from horizon_server.spec import parse_job_spec
 
 Figures = tuple[int, str, dict[str, Any]]
@@ -299,7 +299,7 @@ class JobStore:
             if change.job_state not in MOVES.get(before, ()):
                 raise WrongJobState(f"job {job_id} is {before} and cannot become {change.job_state}")
             row.job_state, row.reason, row.message = change.job_state, change.reason, change.message
-            row.wanted, row.ended_s = Wanted.NOTHING.value, time.time() if change.job_state in ENDED else 0.0
+            row.wanted, row.ended_s = StopRequest.NOTHING.value, time.time() if change.job_state in ENDED else 0.0
             if change.job_state == JobState.QUEUED:
                 # Nothing of a job that runs again is deleted; after its next end its owner is warned again.
                 row.queued_s, row.deletion_s = time.time(), None

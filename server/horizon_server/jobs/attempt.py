@@ -42,16 +42,15 @@ from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failu
 from horizon_server.jobs.reports import Reports
 from horizon_server.jobs.turns import DeviceTurns, Seat
 from horizon_server.jobs.usage import UsageMeter
-from horizon_server.jobs.wanted import OF_USERS, ORDERS
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.planning.planner import Planner
-from horizon_server.records.job import REQUEUED, JobRecord, JobState, Wanted, ordered
+from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
 from horizon_server.spec import needs_references
 from horizon_server.store.adapter_files import is_adapter_folder
 from horizon_server.store.planes import lent_memory
 from horizon_server.worker_link.daemon_end import Worker, last_words
-from horizon_server.worker_link.orders import GIVE_UP
+from horizon_server.worker_link.orders import GIVE_UP, stop_order
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
 from horizon_server.worker_link.request import RunLimits, WorkerRequest
 
@@ -118,7 +117,7 @@ class Attempt:
     _worker: Worker | None = field(init=False, default=None)
     _began_s: float | None = field(init=False, default=None)
     """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon began."""
-    _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
+    _wanted: StopRequest = field(init=False, default=StopRequest.NOTHING)
     _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _over: bool = field(init=False, default=False)
     # Held while the state changes, so that a stop and the attempt's own progress never pass each other.
@@ -152,7 +151,7 @@ class Attempt:
         self._log = self.folders.log(self.job.job_id, self._number)
         # What a user has ordered is stored; of the daemon's own orders, the reason of the state says which it was.
         if self.job.job_state is JobState.STOPPING:
-            self._wanted = self.job.wanted or Wanted.__members__.get(self.job.reason, Wanted.DRAIN)
+            self._wanted = self.job.wanted or StopRequest.__members__.get(self.job.reason, StopRequest.DRAIN)
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
             await self._to_the_end(self._continue)
 
@@ -173,32 +172,32 @@ class Attempt:
         outcome = "stopped" if verdict.restart else "failed"
         await self._finish(outcome, reason=verdict.reason, message=verdict.message, fields=verdict.fields)
 
-    async def stop(self, wanted: Wanted) -> None:
+    async def stop(self, wanted: StopRequest) -> None:
         """Ask it to end. Raises DiskFull or DatabaseUnavailable when a user's order cannot be stored; the attempt continues then."""
-        order, message = ORDERS[wanted]
         async with self._moving:
             # A user's order replaces the daemon's, and nothing replaces a cancellation. A second pause ends a wait for disk space.
-            is_weaker = self._wanted and wanted not in OF_USERS
-            if self._wanted is Wanted.CANCEL or is_weaker or self._over:
+            is_weaker = self._wanted and not wanted.is_of_user
+            if self._wanted is StopRequest.CANCEL or is_weaker or self._over:
                 return
-            fields = {"wanted": wanted} if wanted in OF_USERS else {}
+            fields = {"wanted": wanted} if wanted.is_of_user else {}
             try:
                 if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
                     self.job = await self.journal.move(
-                        self.job, JobState.STOPPING, reason=wanted.name, message=message, **fields
+                        self.job, JobState.STOPPING, reason=wanted.name, message=wanted.why, **fields
                     )
                 elif fields:
                     self.job = await self.journal.store.set(self.job.job_id, **fields)
             except (DiskFull, DatabaseUnavailable) as error:
-                if wanted in OF_USERS:
+                if wanted.is_of_user:
                     raise
                 log.error("the order cannot be stored", why=error.message)  # the worker is asked to stop all the same
             self._wanted = wanted
         self._asked.set()
         self.preparation.stop()
         if self._worker is not None:
-            self._worker.send_order(order + GIVE_UP if wanted is Wanted.PAUSE else order)
-            if wanted is Wanted.CANCEL:
+            order = stop_order(wanted)
+            self._worker.send_order(order + GIVE_UP if wanted is StopRequest.PAUSE else order)
+            if wanted is StopRequest.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._worker.kill)
 
     def kill(self) -> None:
@@ -436,7 +435,7 @@ class Attempt:
             planes |= found
             self._reports.take_seat(worker, greeting, self.job)
         if self._wanted:  # while the worker was being started, or by an earlier daemon
-            worker.send_order(ORDERS[self._wanted][0])
+            worker.send_order(stop_order(self._wanted))
         try:
             answer: dict[str, str] = await worker.answer(self._reports.hear, self._allowed_silence_s)
         except WorkerSilent as error:
@@ -488,7 +487,7 @@ class Attempt:
 
     async def _explain(self) -> None:
         # A worker that is killed because its job is cancelled has nothing to explain.
-        if self._wanted is not Wanted.CANCEL and (tail := await asyncio.to_thread(log_tail, self._log)):
+        if self._wanted is not StopRequest.CANCEL and (tail := await asyncio.to_thread(log_tail, self._log)):
             await self.journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
 
     async def _finish(
@@ -502,18 +501,16 @@ class Attempt:
             self._over = True
         if outcome == "succeeded":
             target = JobState.SUCCEEDED
-        elif self._wanted is Wanted.CANCEL:
-            target, reason, message = ordered(Wanted.CANCEL, self.job.spec.name)
-        elif outcome == "failed" and self._wanted not in REQUEUED:
+        elif outcome == "failed" and self._wanted in (StopRequest.NOTHING, StopRequest.PAUSE):
             target = JobState.FAILED
-        elif self._wanted is Wanted.PAUSE:
-            target, reason, message = ordered(Wanted.PAUSE, self.job.spec.name)
-        else:
+        elif self._wanted:
             # Also where the worker failed: at the end of the drain's time it is killed.
-            target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))
+            target, reason, message = self._wanted.end(self.job.spec.name)
+        else:
+            target = JobState.QUEUED
         message = await asyncio.to_thread(self.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
-        requeue = target is JobState.QUEUED and self._wanted is Wanted.DISPLACE
+        requeue = target is JobState.QUEUED and self._wanted is StopRequest.DISPLACE
         self.job = await self.journal.patiently(
             lambda: self.journal.move(self.job, target, reason=reason, message=message, requeue=requeue, **fields)
         )

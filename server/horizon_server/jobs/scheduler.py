@@ -20,7 +20,7 @@ from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.queue_view import QueueView, Residence, Situation
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
-from horizon_server.records.job import RESIDENT, JobRecord, JobState, Wanted
+from horizon_server.records.job import RESIDENT, JobRecord, JobState, StopRequest
 from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.admission import decide
 from horizon_server.scheduling.state import Decision
@@ -133,7 +133,7 @@ class Scheduler:
         running = list(self._running.values())
         if not running:
             return
-        await asyncio.gather(*(one.attempt.stop(Wanted.DRAIN) for one in running))
+        await asyncio.gather(*(one.attempt.stop(StopRequest.DRAIN) for one in running))
         _, late = await asyncio.wait([one.task for one in running], timeout=timeout_s)
         if late:
             log.warning("workers did not stop in time and are killed", number=len(late), timeout_s=timeout_s)
@@ -164,7 +164,7 @@ class Scheduler:
         for one in running:
             if one.attempt.has_worker:
                 one.task.cancel()
-        await asyncio.gather(*(one.attempt.stop(Wanted.DRAIN) for one in starting))
+        await asyncio.gather(*(one.attempt.stop(StopRequest.DRAIN) for one in starting))
         if starting:
             await asyncio.wait([one.task for one in starting], timeout=timeout_s)
             for one in starting:
@@ -239,7 +239,7 @@ class Scheduler:
         is_drained = situation.condition.at(situation.now_s) == "drained"
         for job_id in attempts if is_drained else decision.displace:
             if job_id in attempts:
-                await attempts[job_id].stop(Wanted.UNLOAD if is_drained else Wanted.DISPLACE)
+                await attempts[job_id].stop(StopRequest.UNLOAD if is_drained else StopRequest.DISPLACE)
         for job_id, device in decision.start:
             await self._end_chore()
             if self.lifecycle.draining:  # meanwhile: the drain would not know of this job

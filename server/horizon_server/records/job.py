@@ -25,8 +25,8 @@ class JobState(StrEnum):
     CANCELLED = "CANCELLED"
 
 
-class Wanted(StrEnum):
-    """What a running attempt has been asked for."""
+class StopRequest(StrEnum):
+    """Why an attempt is to end before its job is done: one word in the job's record, in the order to its worker, and in the worker."""
 
     NOTHING = ""
     CANCEL = "cancel"
@@ -36,27 +36,55 @@ class Wanted(StrEnum):
     DISPLACE = "displace"
     UNLOAD = "unload"
 
+    @property
+    def is_of_user(self) -> bool:
+        """Whether a user has asked: then it is stored, so that it is carried out even if the daemon dies."""
+        return self in (StopRequest.CANCEL, StopRequest.PAUSE)
 
-# Where the daemon's own orders leave a job: queued, for this reason and with this message.
-REQUEUED = {
-    Wanted.DRAIN: ("DRAINED", "the daemon shut down; it continues when the daemon is back"),
-    Wanted.DISPLACE: (
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the job is to be checkpointed before the attempt ends."""
+        return self not in (StopRequest.NOTHING, StopRequest.CANCEL)
+
+    @property
+    def why(self) -> str:
+        """What a job says that is being stopped for it."""
+        return _STOPS[self][0]
+
+    def end(self, name: str) -> tuple[JobState, str, str]:
+        """Where it leads a job of that name, whether or not an attempt was running: state, reason and message."""
+        _, state, reason, message = _STOPS[self]
+        return state, reason, message.format(name=name)
+
+
+# What a job says while it is being stopped; then its state, the reason of it and what it says.
+_STOPS = {
+    StopRequest.CANCEL: ("cancelled by a user", JobState.CANCELLED, "CANCELLED", "cancelled by a user"),
+    StopRequest.PAUSE: (
+        "paused by a user",
+        JobState.PAUSED,
+        "PAUSED",
+        "paused by a user; resume it with: horizon job resume {name}",
+    ),
+    StopRequest.DRAIN: (
+        "the daemon shuts down",
+        JobState.QUEUED,
+        "DRAINED",
+        "the daemon shut down; it continues when the daemon is back",
+    ),
+    StopRequest.DISPLACE: (
+        "another job is to have its memory",
+        JobState.QUEUED,
         "DISPLACED",
         "checkpointed, as a job of a user below their share needs its memory; it continues later",
     ),
-    Wanted.UNLOAD: (
+    StopRequest.UNLOAD: (
+        "the node is drained by an admin",
+        JobState.QUEUED,
         "NODE_DRAINED",
         "checkpointed, as an admin drained the node; it continues when the node is open again",
     ),
 }
-
-
-def ordered(wanted: Wanted, name: str) -> tuple[JobState, str, str]:
-    """Where a user's order leads a job of that name, whether or not an attempt was running: state, reason and message."""
-    if wanted is Wanted.CANCEL:
-        return JobState.CANCELLED, "CANCELLED", "cancelled by a user"
-    assert wanted is Wanted.PAUSE, wanted
-    return JobState.PAUSED, "PAUSED", f"paused by a user; resume it with: horizon job resume {name}"
 
 
 BEING_DELETED = -1.0
@@ -108,7 +136,7 @@ class JobRecord:
     job_state: JobState
     reason: str = ""
     message: str = ""
-    wanted: Wanted = Wanted.NOTHING
+    wanted: StopRequest = StopRequest.NOTHING
     """What a user has asked the running attempt for."""
     step: int = 0
     num_steps: int = 0

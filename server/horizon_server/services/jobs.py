@@ -32,8 +32,7 @@ from horizon_server.records.job import (
     CheckpointRecord,
     JobRecord,
     JobState,
-    Wanted,
-    ordered,
+    StopRequest,
 )
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sharing import Outlook
@@ -205,7 +204,7 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state in ENDED:
             return job
-        return await self._stop(job, Wanted.CANCEL)
+        return await self._stop(job, StopRequest.CANCEL)
 
     async def pause(self, principal: Principal, key: str) -> JobRecord:
         """Checkpoint a job and take it off the device, or out of the queue. Raises WrongJobState when it has ended."""
@@ -214,7 +213,7 @@ class JobService:
             return job
         if job.job_state in ENDED:
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a job that has not ended can be paused")
-        return await self._stop(job, Wanted.PAUSE)
+        return await self._stop(job, StopRequest.PAUSE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:
         """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint.
@@ -412,10 +411,10 @@ class JobService:
         require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
         return job
 
-    async def _stop(self, job: JobRecord, wanted: Wanted) -> JobRecord:
+    async def _stop(self, job: JobRecord, wanted: StopRequest) -> JobRecord:
         """Carry out a user's order at once, or ask the attempt of a job on the device for it."""
         if job.job_state not in RESIDENT:
-            state, reason, message = ordered(wanted, job.spec.name)
+            state, reason, message = wanted.end(job.spec.name)
             try:
                 return await self.journal.move(job, state, reason=reason, message=message)
             except WrongJobState:

@@ -33,9 +33,10 @@ from horizon_server.events import Message
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DeviceKind
+from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
-from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.orders import Orders
 
 Choice = Literal["auto", "on", "off"]
 
@@ -97,7 +98,7 @@ class Compilation:
         if not is_wanted:
             return eager
         failures = self._compile()
-        if self._orders.current is not Order.CONTINUE or not take_device():
+        if self._orders.current is not StopRequest.NOTHING or not take_device():
             return eager  # the attempt ends before its first step
         # A resumed job takes what it had, whatever a trial on a busy machine says now.
         only_faster = self._choice == "auto" and before is None
@@ -162,7 +163,7 @@ class Compilation:
         # Not select(), which refuses descriptors above 1023.
         poll = select.poll()
         poll.register(child.stdout, select.POLLIN | select.POLLHUP)
-        while self._orders.current is Order.CONTINUE:
+        while self._orders.current is StopRequest.NOTHING:
             if time.monotonic() > deadline_s:
                 return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
             progress.advance()  # it has a limit of its own

@@ -11,7 +11,8 @@ from pathlib import Path
 from horizon_server import cpu_priority, progress
 from horizon_server.children.entry import EventWriter
 from horizon_server.events import MemoryReleased, TurnEnded, TurnWanted
-from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.records.job import StopRequest
+from horizon_server.worker_link.orders import Orders
 
 # Between two tries to lock a device that another worker still has.
 _LOCK_POLL_S = 0.005
@@ -82,7 +83,7 @@ class DeviceTurn:
         while True:
             left_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.time())
             in_time = orders.wait(left_s)
-            if not in_time or orders.current is not Order.CONTINUE:
+            if not in_time or orders.current is not StopRequest.NOTHING:
                 # It may have been granted just now: the checkpoint that follows must not hold up the next job.
                 self.give_back(release=True)
                 return False

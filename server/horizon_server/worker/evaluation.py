@@ -21,13 +21,14 @@ from horizon_server.expressions import final_answer
 from horizon_server.figures import EvalFigures, EvalSetFigures, total_evaluation
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.sampling import cache_limit_bytes
+from horizon_server.records.job import StopRequest
 from horizon_server.spec import JobSpec
 from horizon_server.spec.evaluation import EXACT_MATCH, LOSS, GenerateSpec
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.sampling import stop_tokens
-from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
 MAX_SHOWN_ANSWERS = 8
@@ -119,7 +120,7 @@ class Evaluation:
         plan = self._plan_of(data, trainer)
         data.forget()
         for i in range(plan.num_steps):
-            if self._orders.current is Order.CANCEL or not self._turn.take():
+            if self._orders.current is StopRequest.CANCEL or not self._turn.take():
                 raise _Interrupted
             parts.append(data.evaluate(trainer, plan, i))
             self._turn.boundary()
@@ -157,7 +158,7 @@ class Evaluation:
     def _go_on(self) -> None:
         """Between two tokens: have the device, or give up."""
         self._turn.boundary()
-        if self._orders.current is not Order.CONTINUE or not self._turn.take():
+        if self._orders.current is not StopRequest.NOTHING or not self._turn.take():
             raise _Interrupted
 
     def _judged(self, figures: dict[str, EvalSetFigures]) -> float | None:

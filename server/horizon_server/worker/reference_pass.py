@@ -20,13 +20,14 @@ from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.events import Message, ReferencesDone
 from horizon_server.jobs.folders import UNFINISHED_REFERENCES
+from horizon_server.records.job import StopRequest
 from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from horizon_server.store.base_digest import files_digest
 from horizon_server.store.growing_file import remove_others
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
-from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
 _REPORTED_PERCENT = 5
@@ -108,7 +109,7 @@ class ReferencePass:
                 self._events.send(Message(level="info", text=text))
             is_new_file = False
             self._turn.boundary()
-            if self._orders.current is not Order.CONTINUE or not self._turn.take():
+            if self._orders.current is not StopRequest.NOTHING or not self._turn.take():
                 raise _Stopped
             percent = 100 * (done + num_done) // total
             if percent >= reported + _REPORTED_PERCENT:
@@ -137,7 +138,7 @@ class ReferencePass:
                 done += _num_targets(data)
         except _Stopped:
             self._turn.give_back(release=True)
-            if self._orders.current is Order.CANCEL:
+            if self._orders.current is StopRequest.CANCEL:
                 remove_others(self._unfinished, set())
             return False
         remove_others(self._unfinished, set())

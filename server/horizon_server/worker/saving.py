@@ -12,10 +12,11 @@ from horizon_server.children.entry import EventWriter
 from horizon_server.errors import DiskFull, in_words
 from horizon_server.events import CheckpointWritten, Message
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.records.job import StopRequest
 from horizon_server.spec import CheckpointSpec
 from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
 from horizon_server.store.host_store import HostStore
-from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.orders import Orders
 
 MAX_WRITING_SHARE = 0.05
 """Checkpoints by the clock take no more of the time than this."""
@@ -88,7 +89,7 @@ class CheckpointWriter:
                 )
             # The daemon's own orders do not end it: they are for a job whose steps are kept, and this is where they are kept.
             while self._clock() < self._not_before_s:
-                if self._orders.current is Order.CANCEL:
+                if self._orders.current is StopRequest.CANCEL:
                     return False
                 if self._orders.gives_up_waiting:
                     self._report_loss(step)

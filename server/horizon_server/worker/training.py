@@ -29,6 +29,7 @@ from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE
+from horizon_server.records.job import StopRequest
 from horizon_server.spec import needs_references
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
@@ -45,7 +46,7 @@ from horizon_server.worker.host_use import host_components, process_bytes
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
 from horizon_server.worker.saving import CheckpointWriter
-from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -176,7 +177,7 @@ class Training:
                 self._evaluate(step)
             if outcome := self._ending.at(step):
                 break
-            if self._orders.current is not Order.CONTINUE:
+            if self._orders.current is not StopRequest.NOTHING:
                 outcome = Outcome(outcome="stopped")
                 break
             # The last step's checkpoint comes after the last evaluation, so that it carries its loss.
@@ -200,13 +201,13 @@ class Training:
         """Do the last evaluation and the last checkpoint, as far as this outcome has them."""
         # Not where the time is over: an evaluation may take long, and would wait for the device.
         wants_evaluation = outcome.outcome == "succeeded" and outcome.reason != "WALL_CLOCK_LIMIT"
-        if wants_evaluation and not self._evaluate(step) and self._orders.current is Order.STOP:
+        if wants_evaluation and not self._evaluate(step) and self._orders.current.checkpoints:
             # The next attempt evaluates this step, and is at the end then.
             outcome = Outcome(outcome="stopped")
         is_stopped = outcome.outcome == "stopped"
         is_saved = step <= self._writer.saved and (is_stopped or self._checkpoints.of_step(step).is_dir())
         # A cancelled job is not resumed, so nothing is written for it.
-        if not is_saved and not (is_stopped and self._orders.current is Order.CANCEL):
+        if not is_saved and not (is_stopped and self._orders.current is StopRequest.CANCEL):
             self._give_back_device()
             if not self._writer.write(step, self._store, self._state(), self._eval_loss_of(step)):
                 outcome = Outcome(outcome="stopped")
@@ -216,7 +217,7 @@ class Training:
     def _stop_before_the_first_turn(self) -> Outcome:
         step, continued = self._continued.step, self._continued
         # Else nothing has changed since the checkpoint that it would have continued from.
-        if continued.from_memory and step > self._writer.saved and self._orders.current is not Order.CANCEL:
+        if continued.from_memory and step > self._writer.saved and self._orders.current is not StopRequest.CANCEL:
             assert continued.state is not None, "what is in memory has a state"
             last_eval = continued.state["last_eval"]
             eval_loss = last_eval[1] if last_eval and last_eval[0] == step else None

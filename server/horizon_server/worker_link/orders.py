@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from enum import Enum
 
-STOP = b"stop\n"  # checkpoint at the next step boundary and end
-CANCEL = b"cancel\n"  # end at the next step boundary
+from horizon_server.records.job import StopRequest
+
 GIVE_UP = b"give-up\n"  # wait no longer for disk space: a checkpoint that has none is not written
 TURN = b"turn\n"  # the device may be used now
 YIELD = b"yield\n"  # give the device back at the next step boundary
@@ -15,12 +14,12 @@ ALONE = b"alone\n"  # no other job is on the device
 SHARED = b"shared\n"  # other jobs are on the device
 
 
-class Order(Enum):
-    """What the daemon wants of the worker at its next step boundary."""
+def stop_order(request: StopRequest) -> bytes:
+    """Return the order to end at the next step boundary, for that reason: with a checkpoint, unless the job is cancelled."""
+    return f"{request}\n".encode("ascii")
 
-    CONTINUE = "continue"
-    STOP = "stop"
-    CANCEL = "cancel"
+
+_STOPS = {stop_order(request): request for request in StopRequest if request}
 
 
 class Orders:
@@ -34,7 +33,7 @@ class Orders:
     """
 
     def __init__(self) -> None:
-        self.current = Order.CONTINUE
+        self.current = StopRequest.NOTHING
         self.has_turn = self.is_turn_wanted_back = self.is_release_wanted = False
         # One is expected: it has just started this worker.
         self.is_daemon_there = True
@@ -71,7 +70,7 @@ class Orders:
                 lambda: (
                     self.has_turn
                     or self.is_release_wanted
-                    or self.current is not Order.CONTINUE
+                    or self.current is not StopRequest.NOTHING
                     or not self.is_daemon_there
                 ),
                 timeout_s,
@@ -103,10 +102,9 @@ class Orders:
             self.has_turn = self.is_turn_wanted_back = False
 
     def _obey(self, line: bytes) -> None:
-        if line == CANCEL:
-            self.current = Order.CANCEL
-        elif line == STOP and self.current is not Order.CANCEL:  # a cancel is never taken back
-            self.current = Order.STOP
+        if line in _STOPS:
+            if self.current is not StopRequest.CANCEL:  # which is never taken back
+                self.current = _STOPS[line]
         elif line == GIVE_UP:
             self.gives_up_waiting = True
         elif line == TURN:

@@ -29,8 +29,9 @@ from horizon_server.children.entry import MAX_LINE_BYTES, Answer, EventWriter, F
 from horizon_server.durable import is_out_of_space, replace_file
 from horizon_server.errors import OutOfMemory, WorkerFailed
 from horizon_server.events import MemoryReleased, TurnEnded, TurnWanted, WorkerProgress
+from horizon_server.records.job import StopRequest
 from horizon_server.version import VERSION
-from horizon_server.worker_link.orders import STOP, Orders
+from horizon_server.worker_link.orders import Orders, stop_order
 from horizon_server.worker_link.protocol import (
     GREETING_S,
     JOURNAL_FILE,
@@ -305,7 +306,7 @@ def serve_worker(work: Work, *, who: str, progress_every_s: float = PROGRESS_EVE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     # A machine that shuts down, and a daemon of another version, ask in this way.
-    signal.signal(signal.SIGTERM, lambda *_: orders.hear(STOP))
+    signal.signal(signal.SIGTERM, lambda *_: orders.hear(stop_order(StopRequest.DRAIN)))
     if arguments.alive_fd >= 0:
         os.set_inheritable(arguments.alive_fd, False)
     request = json.loads(arguments.request.read_bytes())

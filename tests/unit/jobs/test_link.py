@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.linked_worker import LinkedWorker
+from tests.support.orders import STOP
 from tests.support.processes import collect_workers
 
 from horizon_server.children.entry import Answer
@@ -20,14 +21,14 @@ from horizon_server.errors import Diverged, WorkerCrashed, WorkerDied
 from horizon_server.events import Message, TurnEnded, TurnWanted, WorkerLine
 from horizon_server.settings import child_environment
 from horizon_server.worker_link.daemon_end import Worker, last_words
-from horizon_server.worker_link.orders import RELEASE, STOP, TURN
+from horizon_server.worker_link.orders import RELEASE, TURN
 from horizon_server.worker_link.protocol import PROTOCOL, OtherVersion, WorkerGreeting
 
 TALKER = """
 import os, pathlib, signal, sys, time
 from horizon_server.errors import Diverged
 from horizon_server.events import Message, TurnEnded, TurnWanted
-from horizon_server.worker_link.orders import Order
+from horizon_server.records.job import StopRequest
 from horizon_server.worker_link.worker_end import serve_worker
 
 def say(link, *texts):
@@ -50,7 +51,7 @@ def work(request, link):
         link.send(TurnEnded(released=True))
     wait_for(folder + "/go")
     if mode == "stop":
-        while link.orders.current is Order.CONTINUE:
+        while link.orders.current is StopRequest.NOTHING:
             time.sleep(0.01)
         return link.orders.current.value
     if mode == "die":
@@ -212,7 +213,7 @@ async def test_sigterm_is_an_order_to_stop_whatever_the_version(tmp_path: Path, 
     await worker.connect(after=0, wants_planes=False)
     (tmp_path / "go").touch()
     worker.ask_to_stop()
-    assert await worker.answer(Heard()) == "stop"
+    assert await worker.answer(Heard()) == "drain"
     worker.leave()
 
 
@@ -255,7 +256,7 @@ def test_another_version_is_refused_and_the_worker_goes_on(tmp_path: Path, envir
         worker.connect()
         (tmp_path / "go").touch()
         worker.order(STOP)
-        assert list(worker.lines())[-1] == Answer("stop")
+        assert list(worker.lines())[-1] == Answer("drain")
 
 
 def test_what_is_in_no_journal_is_known_by_its_beginning() -> None:

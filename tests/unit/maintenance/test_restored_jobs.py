@@ -14,7 +14,7 @@ from tests.daemon_parts import Script
 from horizon_server.maintenance.backup import make_backup
 from horizon_server.maintenance.check import check_state_dir
 from horizon_server.maintenance.restore import restore
-from horizon_server.records.job import JobState, Wanted
+from horizon_server.records.job import JobState, StopRequest
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ async def test_a_restore_carries_out_what_a_user_had_ordered(make_daemon: MakeDa
         await daemon.dataset(ada, "chats")
         jobs = {
             wanted: await daemon.job_in(JobState.STOPPING, ada, name=f"job-{wanted.name.lower()}")
-            for wanted in (Wanted.CANCEL, Wanted.PAUSE, Wanted.NOTHING)
+            for wanted in (StopRequest.CANCEL, StopRequest.PAUSE, StopRequest.NOTHING)
         }
         for wanted, job in jobs.items():
             await daemon.parts.journal.store.set(job.job_id, wanted=wanted)
@@ -67,8 +67,8 @@ async def test_a_restore_carries_out_what_a_user_had_ordered(make_daemon: MakeDa
     async with make_daemon(tmp_path / "restored") as again:
         found = {wanted: (await again.job(job.job_id)) for wanted, job in jobs.items()}
         assert [found[wanted].job_state for wanted in jobs] == [JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED]
-        assert all(job.wanted is Wanted.NOTHING for job in found.values())
-        assert found[Wanted.CANCEL].ended_s > 0
+        assert all(job.wanted is StopRequest.NOTHING for job in found.values())
+        assert found[StopRequest.CANCEL].ended_s > 0
     assert check_state_dir(tmp_path / "restored", full=True).is_good
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.orders import STOP
 from tests.support.worker_attempts import EVALUATED, Daemon, always, assert_same, attempt, result, spec_of
 
 from horizon_server.children.entry import Line
@@ -18,7 +19,6 @@ from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Ste
 from horizon_server.spec import EvalSpec
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
 from horizon_server.worker.ending import Ending, Outcome
-from horizon_server.worker_link.orders import STOP
 from horizon_server.worker_link.request import RunLimits
 
 NO_LIMITS = RunLimits()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.orders import STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of
 
 from horizon_server.children.entry import Line
@@ -20,7 +21,7 @@ from horizon_server.events import CheckpointWritten, EvalAnswer, EvalDone, StepD
 from horizon_server.worker import evaluation
 from horizon_server.worker.ending import Outcome
 from horizon_server.worker.evaluation import MAX_SHOWN_ANSWERS, MAX_SHOWN_CHARACTERS
-from horizon_server.worker_link.orders import RELEASE, STOP, TURN, YIELD
+from horizon_server.worker_link.orders import RELEASE, TURN, YIELD
 
 LENGTH = 64
 JOB: dict[str, Any] = {

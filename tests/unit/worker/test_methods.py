@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.orders import CANCEL, STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import EvalDone, Message, ReferencesDone, StepDone, TurnEnded
 from horizon_server.store.prepared import DocumentColumns, PreparedFolder
 from horizon_server.worker import reference_pass
-from horizon_server.worker_link.orders import CANCEL, STOP, YIELD
+from horizon_server.worker_link.orders import YIELD
 
 KIND_OF = {
     "dpo": DataKind.PREFERENCE,
@@ -310,7 +311,7 @@ def test_turns_are_given_back_between_groups_of_documents(inputs: Any) -> None:
     folder = inputs("job", "dpo")
 
     def share(line: Line) -> bytes:
-        # Wanted back as soon as it is used.
+        # StopRequest back as soon as it is used.
         return YIELD if isinstance(line, Message) and "reference" in line.text else always(line)
 
     daemon = Daemon(share)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.support.orders import CANCEL, STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, result, spec_of, worker_request
 
 from horizon_server.children.entry import Line
@@ -19,7 +20,6 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.generations import PLANE, Generations
 from horizon_server.worker.ending import Outcome
 from horizon_server.worker.training import Training
-from horizon_server.worker_link.orders import CANCEL, STOP
 from horizon_server.worker_link.request import WorkerRequest
 
 Inputs = Callable[[str], Path]

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.support.orders import CANCEL, STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
 from tests.unit.worker.test_resuming import train
 
 from horizon_server.children.entry import Line
 from horizon_server.events import CheckpointWritten, Message, StepDone
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.records.job import StopRequest
 from horizon_server.spec import CheckpointSpec
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 from horizon_server.worker import saving
 from horizon_server.worker.saving import CheckpointWriter
-from horizon_server.worker_link.orders import CANCEL, GIVE_UP, STOP, Order
+from horizon_server.worker_link.orders import GIVE_UP
 
 Inputs = Callable[[str], Path]
 MINUTE_S = 60.0
@@ -210,7 +212,7 @@ def test_a_job_that_waits_for_room_can_be_cancelled(inputs: Inputs, monkeypatch:
 
     daemon = Daemon(cancel)
     assert attempt(folder, spec_of(2), daemon).outcome == "stopped"
-    assert daemon.orders.current is Order.CANCEL
+    assert daemon.orders.current is StopRequest.CANCEL
     assert daemon.said(CheckpointWritten) == [] and not list((folder / "checkpoints").glob("*"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.linked_worker import LinkedWorker
+from tests.support.orders import CANCEL, STOP
 from tests.support.worker_attempts import (
     EVALUATED,
     Daemon,
@@ -33,9 +34,10 @@ from horizon_server.events import (
     TurnEnded,
     TurnWanted,
 )
+from horizon_server.records.job import StopRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Outcome
-from horizon_server.worker_link.orders import CANCEL, RELEASE, STOP, TURN, YIELD, Order
+from horizon_server.worker_link.orders import RELEASE, TURN, YIELD
 
 WAIT_S = 120.0
 ONE_STEP = TURN + YIELD
@@ -131,7 +133,7 @@ def test_an_order_to_end_wakes_a_worker_that_waits(order: bytes) -> None:
 def test_so_does_the_jobs_deadline() -> None:
     late = Daemon()
     assert not turn_of(late, deadline_s=time.time() + 0.05)[0].take()
-    assert late.orders.current is Order.CONTINUE
+    assert late.orders.current is StopRequest.NOTHING
 
 
 def test_a_cancel_is_not_taken_back() -> None:
@@ -139,7 +141,7 @@ def test_a_cancel_is_not_taken_back() -> None:
     daemon.order(CANCEL + STOP)
     daemon.hang_up()
     assert daemon.orders.wait(0.0)
-    assert daemon.orders.current is Order.CANCEL
+    assert daemon.orders.current is StopRequest.CANCEL
 
 
 # Attempts
