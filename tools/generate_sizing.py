@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.records.plan import Plan
+from horizon_server.settings import load_settings
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.safetensors_files import file_header
 
@@ -129,8 +130,9 @@ def stored_shapes(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]
 def planned(folder: Path, **train: Any) -> Plan:
     """Return the plan of a job on a machine without limits."""
     planner = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=UNLIMITED_BYTES // 2, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=UNLIMITED_BYTES, available_bytes=UNLIMITED_BYTES),
-        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=UNLIMITED_BYTES // 2, num_threads=16, accelerators=(), rates=dict,
+        num_threads=16, accelerators=(), rates=dict,
     )  # fmt: skip
     train |= {"sequence_length": SEQUENCE_LENGTH, "tokens_per_step": TOKENS_PER_STEP}
     return planner.plan(parse_job_spec({"name": "sizing", "model": "m", "dataset": "d", "train": train}), folder)
