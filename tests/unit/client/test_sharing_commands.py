@@ -33,7 +33,7 @@ def shared(daemon: Daemon) -> tuple[str, str]:
     """A resident and a queued job with outlooks; returns their ids."""
     resident, queued = daemon.add_job("first", state=JobState.RUNNING), daemon.add_job("second")
     in_an_hour_s = time.time() + 3600
-    daemon.served.parts.parts.scheduler.view.outlooks = {
+    daemon.served.parts.parts.scheduler.runtime.view.outlooks = {
         resident.job_id: Outlook(why="resident, alone on the GPU", share=0.5, estimated_end_s=in_an_hour_s),
         queued.job_id: Outlook(
             why="waiting for 3 GiB", estimated_start_s=in_an_hour_s, estimated_end_s=in_an_hour_s + 60
