@@ -43,7 +43,6 @@ from horizon_server.jobs.turns import DeviceTurns, Seat
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
-from horizon_server.spec import needs_references
 from horizon_server.store.adapter_files import is_adapter_folder
 from horizon_server.store.planes import lent_memory
 from horizon_server.worker_link.daemon_end import Worker, last_words
@@ -441,7 +440,7 @@ class Attempt:
                 known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
                 # The pass over the data before the first step is not a part of loading, and may take hours.
-                if self._began_s is not None and not needs_references(self.job.spec):
+                if self._began_s is not None and not self.job.spec.needs_references:
                     self.runtime.view.on_loaded(self.job, time.monotonic() - self._began_s)
                 self._began_s = None
             case ReferencesDone():

@@ -43,7 +43,7 @@ from horizon_server.records.execution import (
 )
 from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import EVERYTHING, LORA, WITH_OPTIONS, JobSpec, needs_references
+from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
 from horizon_server.texts import size_text
@@ -77,7 +77,7 @@ class _Case:
         """The memory that it takes."""
         recipe = self.spec.train.recipe
         ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
-        if self.spec.method in WITH_OPTIONS:
+        if METHODS[self.spec.method].has_objective:
             ledger = with_objective(ledger, recipe, execution)
         elif self.data is None or self.data.may_have_weights:
             ledger = with_weights(ledger, recipe, execution)
@@ -90,7 +90,7 @@ class _Case:
 
     def work(self, execution: Execution) -> StepWork:
         """What a step does."""
-        facts = dataclasses.replace(TODAY, two_pass_head=self.spec.method in WITH_OPTIONS)
+        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
         return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
 
     def prediction(self, execution: Execution) -> StepPrediction | None:
@@ -381,7 +381,7 @@ def _residency(case: _Case, execution: Execution, ledger: Ledger) -> Residency |
 
 def _references(case: _Case, execution: Execution) -> ReferencePass | None:
     """The pass over the data before the first step, where the method needs it."""
-    if case.rates is None or not needs_references(case.spec):
+    if case.rates is None or not case.spec.needs_references:
         return None
     work, data = case.work(execution), case.data
     rate = work.num_tokens / predict_forward(work, case.rates, shares_processors=execution.device_kind == "host")

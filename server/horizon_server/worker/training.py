@@ -30,7 +30,6 @@ from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE
 from horizon_server.records.job import StopRequest
-from horizon_server.spec import needs_references
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
 from horizon_server.store.generation_config import listed_ends
@@ -248,7 +247,7 @@ class Training:
         # what the device copies from is registered with it.
         device.adopt(store)
         device.release_memory()
-        self._starting_weights = StartingWeights.of(request) if needs_references(self._spec) else None
+        self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
         self._data_identity = self._identify_data()
         self._compiled = self._compiled_layers(self._template)
         if not self._turn.take():

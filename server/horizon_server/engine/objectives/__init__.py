@@ -11,17 +11,31 @@ chunk and no device, and its derivative comes from autograd on that vector::
 Plain cross-entropy is none of them: it needs no second look at the logits and has a pass of its own, which `WeightedSFT` shares.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from horizon_server.engine.objectives.objective import Documents, Objective, StepObjective
 from horizon_server.engine.objectives.policy_gradient import PolicyGradient
 from horizon_server.engine.objectives.preference import DPO, ORPO, SimPO
 from horizon_server.engine.objectives.supervised import WeightedSFT
 from horizon_server.engine.objectives.unpaired import DESIRABLE, KTO, MISMATCHED, UNDESIRABLE
 
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "dpo": DPO,
+    "ipo": partial(DPO, loss="ipo"),
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "kto": KTO,
+    "policy": PolicyGradient,
+}
+"""By the method's name. Each takes its method's options as they are in the job spec."""
+
 __all__ = [
     "DESIRABLE",
     "DPO",
     "KTO",
     "MISMATCHED",
+    "OBJECTIVES",
     "ORPO",
     "UNDESIRABLE",
     "Documents",
