@@ -41,7 +41,8 @@ def work(request, events):
         events.send(Message(level="info", text="ready"))
         return "told"
     if mode == "refuse":
-        raise InvalidData("line 3 is odd", violations=[FieldViolation(field="line[3]", description="odd")], retry_after_s=2)
+        odd = FieldViolation(field="line[3]", description="odd")
+        raise InvalidData("line 3 is odd", violations=[odd], retry_after_s=2)
     if mode == "greedy":
         return len(bytearray(1 << 30))
     if mode == "refused":
@@ -85,7 +86,8 @@ def work(request, events):
     if mode == "limits":
         import resource
         adjusted = pathlib.Path("/proc/self/oom_score_adj").read_text()
-        return [resource.getrlimit(resource.RLIMIT_FSIZE)[0], resource.getrlimit(resource.RLIMIT_CORE)[0], int(adjusted)]
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)]
+        return [*limits, int(adjusted)]
 
 if __name__ == "__main__":
     sys.exit(serve(work, who="the talker"))
