@@ -170,6 +170,13 @@ def enum_text(enum: EnumDescriptor, number: int) -> str:
     return text.lower() if enum.name in _UNDERSCORED else text.lower().replace("_", "-")
 
 
+def choice(message: Message, name: str) -> str:
+    """Return what is chosen in a field of a request, as `enum_text`; empty where nothing is."""
+    field: Field = message.DESCRIPTOR.fields_by_name[name]
+    number = getattr(message, name)
+    return enum_text(field.enum_type, number) if number else ""
+
+
 def attribute_of(field: Field) -> str:
     """Return the attribute of a record that a message's field is filled from."""
     return _RENAMED.get(f"{field.containing_type.name}.{field.name}", _RENAMED.get(field.name, field.name))

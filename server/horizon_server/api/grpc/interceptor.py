@@ -6,7 +6,6 @@ The only place that turns errors into gRPC statuses, and one of the two that may
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import secrets
 import time
@@ -23,8 +22,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from horizon_server.api.connections import Connections
-from horizon_server.api.grpc.audited import Trail, outcome_of
-from horizon_server.api.grpc.effects import Effect, effect_of
+from horizon_server.api.grpc.audited import TRAIL, Trail, outcome_of
+from horizon_server.api.grpc.calls import Effect, effect_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.status import status_of
@@ -34,7 +33,6 @@ from horizon_server.services.access import require_scope
 
 _log = logging.getLogger(__name__)
 _principal: ContextVar[Principal] = ContextVar("principal")
-_trail: ContextVar[Trail] = ContextVar("trail")
 
 MAX_VIOLATIONS = 100
 # How long the message of a call may take after its headers: it is 4 MiB at most.
@@ -64,11 +62,6 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 def caller() -> Principal:
     """Return who makes the call that is being served."""
     return _principal.get()
-
-
-async def about_to_change(resource: str) -> None:
-    """Write into the audit log that the call that is being served is about to change this one of many things."""
-    await _trail.get().begin(resource)
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return make(
             answer,
             request_deserializer=_decoding(method, handler.request_deserializer),
-            response_serializer=functools.partial(_encoded, handler.response_serializer),
+            response_serializer=handler.response_serializer,
         )
 
     @asynccontextmanager
@@ -234,7 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 _principal.set(principal)
                 origin = address_of(context.peer())
                 trail = Trail(self._services.audit, principal, origin=origin, method=call.method)
-                _trail.set(trail)
+                TRAIL.set(trail)
                 yield trail
         except HorizonError as error:
             code, failure = status_of(error).grpc, error
@@ -301,11 +294,6 @@ def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], 
             return InvalidSpec(f"the message is not a valid request of {method}; use a client of the daemon's version")
 
     return decode_or_refuse
-
-
-def _encoded(encode: Callable[[Any], bytes], answer: Any) -> bytes:
-    """Return an answer as it is sent; some are made so, of pieces that were made before."""
-    return answer if isinstance(answer, bytes) else encode(answer)
 
 
 def _decoded(request: Any) -> Any:
