@@ -26,7 +26,6 @@ from horizon_server.api.grpc.audited import TRAIL, Trail, outcome_of
 from horizon_server.api.grpc.calls import Effect, effect_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
-from horizon_server.api.status import status_of
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Stalled, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
 from horizon_server.services.access import require_scope
@@ -230,7 +229,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 TRAIL.set(trail)
                 yield trail
         except HorizonError as error:
-            code, failure = status_of(error).grpc, error
+            code, failure = error.status.grpc, error
             if code == "INTERNAL":
                 _log.error("%s failed: %s", call.method, error.message)
         except asyncio.CancelledError:
@@ -340,7 +339,7 @@ def to_grpc_status(
 ) -> tuple[grpc.StatusCode, str, Trailers]:
     """Return code, message and trailing metadata of an error, as `context.abort` takes them."""
     message = clip(error.message)
-    status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status.grpc), message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
     if isinstance(error, NotFound) and error.kind:
         named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=clip(error.name))
