@@ -36,7 +36,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
 from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobState
-from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
 from horizon_server.records.sharing import NodeCondition
 from horizon_server.services.access import Need
@@ -125,7 +125,7 @@ def _files(request: Any) -> list[BlobFile]:
     return [from_message(file, BlobFile) for file in request.files]
 
 
-async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[JobSpec, JobPlan]:
+async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[JobSpec, Plan]:
     machine = from_message(request.machine, PlannedMachine) if request.HasField("machine") else None
     return await services.jobs.plan(caller, _spec(request), machine)
 
