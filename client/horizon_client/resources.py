@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, ClassVar, Literal, TypeAlias
 
-ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+from horizon_client.choices import ENDED_STATES
 
 
 @dataclass(frozen=True, kw_only=True)

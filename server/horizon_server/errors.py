@@ -1,8 +1,8 @@
-"""One tree of errors for users, picklable, each leaf with a stable `reason`.
+"""One tree of errors for users, picklable.
 
-A leaf says what went wrong and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
-also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch them. Programmer errors are
-`assert`, never a HorizonError.
+A leaf says what went wrong and what to do; the table that the client reads too (`horizon_formats.error_table`) has its stable `reason`, its
+gRPC status and its HTTP code. Leaves also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch
+them. Programmer errors are `assert`, never a HorizonError.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from horizon_formats.error_table import ERRORS, UNEXPECTED
 from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonError(Exception):
     """Root of every error that is shown to a user. `reason` is stable: scripts may match it."""
 
-    reason = "INTERNAL"
+    status = UNEXPECTED
+    reason = status.reason
 
-    def __init_subclass__(cls, *, reason: str | None = None) -> None:
-        # A private refinement names none: it is reported as what it refines.
-        if reason is not None:
-            cls.reason = reason
+    def __init_subclass__(cls) -> None:
+        # A private refinement has no row: it is reported as what it refines.
+        if (status := ERRORS.get(cls.__name__)) is not None:
+            cls.status, cls.reason = status, status.reason
 
     def __init__(
         self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
@@ -45,35 +47,35 @@ class HorizonError(Exception):
         return (rebuild, (self.message,))
 
 
-class InvalidSpec(HorizonError, ValueError, reason="INVALID_SPEC"):
+class InvalidSpec(HorizonError, ValueError):
     """A job spec or a request field is malformed; `violations` name the fields."""
 
 
-class InvalidData(HorizonError, ValueError, reason="INVALID_DATA"):
+class InvalidData(HorizonError, ValueError):
     """A dataset file cannot be used as it is; `violations` name file, line and field."""
 
 
-class InvalidModel(HorizonError, ValueError, reason="INVALID_MODEL"):
+class InvalidModel(HorizonError, ValueError):
     """A model folder cannot be used as it is: not safetensors, truncated, a tensor missing or misshapen."""
 
 
-class InvalidUpload(HorizonError, ValueError, reason="INVALID_UPLOAD"):
+class InvalidUpload(HorizonError, ValueError):
     """The bytes received do not match the announced size, offset or sha256."""
 
 
-class UploadInProgress(HorizonError, RuntimeError, reason="UPLOAD_IN_PROGRESS"):
+class UploadInProgress(HorizonError, RuntimeError):
     """Another connection of the same user is sending the same content right now; a retry after a while continues from there."""
 
 
-class Stalled(HorizonError, TimeoutError, reason="STALLED"):
+class Stalled(HorizonError, TimeoutError):
     """The caller sent nothing for too long, or what was asked for took too long."""
 
 
-class RequestIdReused(HorizonError, ValueError, reason="REQUEST_ID_REUSED"):
+class RequestIdReused(HorizonError, ValueError):
     """The same request_id came with another body."""
 
 
-class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
+class NotFound(HorizonError, LookupError):
     """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has named, where
     that is a job, dataset or model; else both are empty."""
 
@@ -90,87 +92,87 @@ class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
         return (partial(type(self).named, self.kind, self.name), ()) if self.kind else super().__reduce__()
 
 
-class AlreadyExists(HorizonError, ValueError, reason="ALREADY_EXISTS"):
+class AlreadyExists(HorizonError, ValueError):
     """The name is taken by a resource with other content."""
 
 
-class Unauthenticated(HorizonError, PermissionError, reason="UNAUTHENTICATED"):
+class Unauthenticated(HorizonError, PermissionError):
     """No token, or one that is wrong, expired or revoked."""
 
 
-class NotAllowed(HorizonError, PermissionError, reason="NOT_ALLOWED"):
+class NotAllowed(HorizonError, PermissionError):
     """The caller is known but may not do this."""
 
 
-class WrongJobState(HorizonError, RuntimeError, reason="WRONG_JOB_STATE"):
+class WrongJobState(HorizonError, RuntimeError):
     """The job is in a state that does not allow the call."""
 
 
-class InUse(HorizonError, RuntimeError, reason="IN_USE"):
+class InUse(HorizonError, RuntimeError):
     """The resource is held by a job that has not ended, or the state folder by another daemon."""
 
 
-class DoesNotFit(HorizonError, MemoryError, reason="DOES_NOT_FIT"):
+class DoesNotFit(HorizonError, MemoryError):
     """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would fit."""
 
 
-class QuotaExceeded(HorizonError, RuntimeError, reason="QUOTA_EXCEEDED"):
+class QuotaExceeded(HorizonError, RuntimeError):
     """The user or project has what an admin allows them; the message carries the numbers and what makes room."""
 
 
-class DiskFull(HorizonError, OSError, reason="DISK_FULL"):
+class DiskFull(HorizonError, OSError):
     """A write failed for lack of space; what was partially written is gone."""
 
 
-class DatabaseUnavailable(HorizonError, RuntimeError, reason="DATABASE_UNAVAILABLE"):
+class DatabaseUnavailable(HorizonError, RuntimeError):
     """The daemon cannot use its database for a reason that may pass, such as another process that writes for long."""
 
 
-class TooManyCalls(HorizonError, RuntimeError, reason="TOO_MANY_CALLS"):
+class TooManyCalls(HorizonError, RuntimeError):
     """The caller has too many calls under way; a retry after a moment is served."""
 
 
-class TooLarge(HorizonError, ValueError, reason="TOO_LARGE"):
+class TooLarge(HorizonError, ValueError):
     """A message, file or wait exceeds its bound."""
 
 
-class Draining(HorizonError, RuntimeError, reason="DRAINING"):
+class Draining(HorizonError, RuntimeError):
     """The daemon is shutting down and takes no new work."""
 
 
-class WorkerFailed(HorizonError, RuntimeError, reason="WORKER_FAILED"):
+class WorkerFailed(HorizonError, RuntimeError):
     """A child process failed by a defect, or broke the protocol; the message carries the true reason."""
 
 
-class WorkerDied(HorizonError, RuntimeError, reason="WORKER_DIED"):
+class WorkerDied(HorizonError, RuntimeError):
     """A child process ended without an answer, such as when it is killed by a signal. The same call may work when repeated."""
 
 
-class WorkerCrashed(HorizonError, RuntimeError, reason="WORKER_CRASHED"):
+class WorkerCrashed(HorizonError, RuntimeError):
     """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
 
 
-class TurnOverrun(HorizonError, RuntimeError, reason="TURN_OVERRUN"):
+class TurnOverrun(HorizonError, RuntimeError):
     """A worker did not give the device back when it was asked to, and was killed so that others get it."""
 
 
-class WorkerSilent(HorizonError, RuntimeError, reason="WORKER_SILENT"):
+class WorkerSilent(HorizonError, RuntimeError):
     """A worker that was to work made no progress for too long, and was killed."""
 
 
-class OutOfMemory(HorizonError, MemoryError, reason="OUT_OF_MEMORY"):
+class OutOfMemory(HorizonError, MemoryError):
     """A child process needed more memory than it may take, or than there is."""
 
 
-class IoFailed(HorizonError, OSError, reason="IO_ERROR"):
+class IoFailed(HorizonError, OSError):
     """A child process could not read or write a file."""
 
 
-class Diverged(HorizonError, RuntimeError, reason="DIVERGED"):
+class Diverged(HorizonError, RuntimeError):
     """Training was stopped because too many steps in a row could not be used: their loss or gradients were not finite."""
 
 
-class BadSetting(HorizonError, ValueError, reason="BAD_SETTING"):
+class BadSetting(HorizonError, ValueError):
     """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
 
 

@@ -104,11 +104,11 @@ class BlobStore:
                 return min(arrived, ref.size_bytes)
 
         if self.proved_by(owner, ref):
-            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+            return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
         is_written = not await self._turns.is_free((owner, ref), _UNWINDING_S)
         arrived = await in_thread(arrived_bytes)
         if arrived < ref.size_bytes or is_written:
-            return BlobStatus(ref=ref, committed_bytes=arrived, complete=False)
+            return BlobStatus(blob=ref, committed_bytes=arrived, complete=False)
         return await self.write(owner, ref, arrived, _nothing())
 
     async def write(self, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]) -> BlobStatus:
@@ -122,7 +122,7 @@ class BlobStore:
         """
         async with self._turns.take((owner, ref)) as turn:
             if self.proved_by(owner, ref):
-                return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+                return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
             with disk_full_reported():
                 self._space.require(ref.size_bytes - max(0, offset), "this upload")
                 part = Part(self._entry(owner, ref, _PART), disk=self._disk)
@@ -135,7 +135,7 @@ class BlobStore:
                         await in_thread(lambda: self._complete(owner, ref, part))
                 finally:
                     await in_thread(part.close)
-        return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
+        return BlobStatus(blob=ref, committed_bytes=part.committed_bytes, complete=whole)
 
     async def write_whole(self, owner: str, blobs: Sequence[WholeBlob], *, ready: frozenset[str] = frozenset()) -> None:
         """Store contents that came in one message: all of them, or none where one is wrong. Those of `ready` are the owner's already.

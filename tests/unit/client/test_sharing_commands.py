@@ -231,7 +231,6 @@ def test_a_client_method_for_every_command(daemon: Daemon, client: Client) -> No
     assert client.sharing.usage()[0].user == "ada"
     assert [one.holder for one in client.sharing.quota()] == ["user", "project"]
     job = daemon.add_job("first")
-    assert client.jobs.update(job.job_id, priority=3).priority == 3
     assert client.jobs.set_priority(job.job_id, 4).priority == 4
     spec: dict[str, Any] = {"name": "x", "model": "tiny-base", "dataset": "gsm8k"}
     assert client.jobs.simulate(spec).outlook.why

@@ -22,7 +22,6 @@ from tests.conftest import MakeDaemon
 from tests.support.processes import children_of, command_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.jobs.attempt import WORKER_MODULE
@@ -173,7 +172,7 @@ async def test_a_check_that_is_killed_may_be_repeated(tmp_path: Path) -> None:
     task = await check_and(lambda _: os.kill(checks()[0], signal.SIGKILL), write(tmp_path))
     error = task.exception()
     assert isinstance(error, WorkerDied)
-    assert (status_of(error).grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)
+    assert (error.status.grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)
 
 
 async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
