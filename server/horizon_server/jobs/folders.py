@@ -297,16 +297,13 @@ class CheckpointFolder:
 
     def _last_eval(self, step: int) -> Any:
         state = self.of_step(step) / TRAINER_FOLDER / "trainer_state.json"
-        return json.loads(state.read_bytes()).get("last_eval")
+        return json.loads(state.read_bytes())["last_eval"]
 
     def _cost(self, record: CheckpointRecord) -> float | None:
         """The figure that decides which checkpoint is the best, as a number that is the better the lower; None where there is none."""
         if record.eval_loss is None:
             return None
-        _, loss, *judged = self._last_eval(record.step)
-        if not judged:
-            return float(loss)
-        figure, prefers_high = judged
+        _, _, figure, prefers_high = self._last_eval(record.step)
         return None if figure is None else -float(figure) if prefers_high else float(figure)
 
     @staticmethod
