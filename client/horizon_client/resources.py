@@ -333,7 +333,7 @@ class MemoryPlan:
     kept: KeptMemory | None
     """What stays on the device because it has memory to spare; None where it has not, or that would save nothing."""
     num_trained_parameters: int
-    """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
+    """Parameters that are trained; the others are frozen."""
     references: ReferencePass | None
     """The pass over the data before the first step; None where the method needs none, or the node's speed has not been
     measured."""

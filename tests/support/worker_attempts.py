@@ -61,7 +61,7 @@ def write_inputs(folder: Path, model_type: str) -> None:
     tensors = {"input_ids": torch.randint(32, (len(trained),), dtype=torch.int32), "trained": trained}
     (folder / "prepared").mkdir()
     save_file({**tensors, "document_starts": starts}, folder / "prepared" / "tokens.safetensors")
-    (folder / "prepared" / "report.json").write_text("{}")
+    (folder / "prepared" / "report.json").write_text('{"kind": "text"}')
 
 
 @contextmanager

@@ -125,9 +125,7 @@ class Attempt:
     async def adopt(self) -> None:
         """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has reported."""
         self._number = self.job.attempt
-        # A job that is RUNNING has continued after its step, also where a version without a journal says so.
-        has_begun = self.job.journal_line or self.job.job_state is JobState.RUNNING
-        self._reports = self._new_reports(reached=self.job.step if has_begun else -1)
+        self._reports = self._new_reports(reached=self.job.step if self.job.journal_line else -1)
         self._log = self.runtime.folders.log(self.job.job_id, self._number)
         # What a user has ordered is stored; of the daemon's own orders, the reason of the state says which it was.
         if self.job.job_state is JobState.STOPPING:

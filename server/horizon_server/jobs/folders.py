@@ -20,7 +20,6 @@ from typing import Any
 
 from horizon_server.errors import InUse, InvalidModel, NotFound, in_words
 from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord
-from horizon_server.store.adapter_files import BASE_SHA256_FILE, is_adapter_folder
 from horizon_server.store.checkpoint_parts import MERGED_FOLDER, NEW_MERGED_FOLDER
 from horizon_server.store.manifest import (
     MANIFEST_FILE,
@@ -226,9 +225,6 @@ class CheckpointFolder:
                     file = target / name.removeprefix(part)
                     file.parent.mkdir(parents=True, exist_ok=True)
                     link_or_copy(folder / name, file)
-            # Checkpoints of earlier versions have no such file. One that is there is a link to the checkpoint's own.
-            if manifest.base is not None and is_adapter_folder(target) and not (target / BASE_SHA256_FILE).is_file():
-                (target / BASE_SHA256_FILE).write_text(manifest.base.sha256, "ascii")
 
     def add_merged(self, step: int, files: Mapping[str, FileRecord]) -> None:
         """Make the files of the folder merged/ part of a checkpoint. Blocking."""
@@ -301,16 +297,13 @@ class CheckpointFolder:
 
     def _last_eval(self, step: int) -> Any:
         state = self.of_step(step) / TRAINER_FOLDER / "trainer_state.json"
-        return json.loads(state.read_bytes()).get("last_eval")
+        return json.loads(state.read_bytes())["last_eval"]
 
     def _cost(self, record: CheckpointRecord) -> float | None:
         """The figure that decides which checkpoint is the best, as a number that is the better the lower; None where there is none."""
         if record.eval_loss is None:
             return None
-        _, loss, *judged = self._last_eval(record.step)
-        if not judged:
-            return float(loss)
-        figure, prefers_high = judged
+        _, _, figure, prefers_high = self._last_eval(record.step)
         return None if figure is None else -float(figure) if prefers_high else float(figure)
 
     @staticmethod

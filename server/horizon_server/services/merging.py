@@ -214,9 +214,7 @@ def _remove_unlisted(folder: Path) -> None:
 
 def _made_with(merged: Path) -> tuple[ExportDtype, str]:
     """The `dtype` and `base` that a merged model was made with."""
-    origin = read_origin(merged)
-    # Earlier versions merged into the model folder's own weights, and wrote no origin.
-    return merged_dtype(merged), "source" if origin is None else origin.base
+    return merged_dtype(merged), read_origin(merged).base
 
 
 def _difference(merged: Path, dtype: Any, base: str, *, kept_as: str, model: Path | None) -> tuple[str, str] | None:
@@ -224,8 +222,8 @@ def _difference(merged: Path, dtype: Any, base: str, *, kept_as: str, model: Pat
 
     What counts is the result: dtype by the formats of the tensors, base by the format of the values that were used.
     """
-    origin, (made_dtype, made_base) = read_origin(merged), _made_with(merged)
-    if base and ("source" if origin is None else origin.base_format) != (kept_as if base == "trained" else "source"):
+    made_dtype, made_base = _made_with(merged)
+    if base and read_origin(merged).base_format != (kept_as if base == "trained" else "source"):
         return "base", made_base
     if dtype and not has_dtype(merged, dtype, model):
         return "dtype", made_dtype

@@ -185,7 +185,7 @@ class Samples:
 
 
 def _answers_folder(checkpoint: Path, model: Path) -> Path:
-    # Checkpoints of earlier versions may have none.
+    # A checkpoint of adapters has one where it has ends to list that the model does not.
     return checkpoint if (checkpoint / GENERATION_CONFIG_FILE).is_file() else model
 
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from horizon_formats.model_files import ADAPTER_BASE_FILE
 from horizon_server import progress
 from horizon_server.durable import replace_file
 from horizon_server.errors import InvalidModel
@@ -103,8 +102,7 @@ def other_base(adapter: str, wanted: str, found: str) -> str:
     return (
         f"{adapter} was trained on other weights than those of model: their digest is {wanted[:12]}, not {found[:12]}; "
         "merge it (horizon checkpoint merge) and start from the merged model, or give the model that it was trained on. The digest is of "
-        "the config and of every weight; versions before this one made it in another way: where the model is surely the same, push the "
-        f"adapter without its file {ADAPTER_BASE_FILE}"
+        "the config and of every weight"
     )
 
 

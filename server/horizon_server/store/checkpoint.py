@@ -229,9 +229,7 @@ def load_checkpoint(
         if (found := base_sha256()) != manifest.base.sha256:
             raise InvalidModel(
                 f"the model {manifest.base.model} is not the one that the checkpoint's adapters were trained on: its digest is "
-                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job. Versions before this "
-                "one made the digest in another way: where the model is surely the same, pull the checkpoint, push it without its file "
-                "base.sha256 and start a new job from it (init_from)"
+                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job"
             )
     for name, record in manifest.files.items():
         if not (folder / name).is_file():
@@ -389,9 +387,6 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     held, of_adapter = _held(store.layout), adapter_part(manifest.files)
     for stem in _STEMS:
         prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
-        is_there = any(name.startswith(f"{prefix}{stem}") and name.endswith(".safetensors") for name in manifest.files)
-        if stem == _ROUNDING and not is_there:
-            continue  # Format 1 exported `hi` itself.
         wanted = {t.name: form for t in held if (form := _form(stem, t, dtypes.get(t.name, "")))}
         if not wanted:
             continue

@@ -88,12 +88,14 @@ def base_format(base: MergeBase, packing_of: Mapping[str, Packing]) -> str:
     return next(iter(packing_of.values()), "source") if base == "trained" else "source"
 
 
-def read_origin(merged: Path) -> MergeOrigin | None:
-    """What a merged model in this folder was made from; None where it does not say."""
+def read_origin(merged: Path) -> MergeOrigin:
+    """What a merged model in this folder was made from. Raises InvalidModel where it does not say."""
     try:
         return MergeOrigin(**json.loads((merged / ORIGIN_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidModel(
+            f"{merged / ORIGIN_FILE} cannot be read ({error}); remove the merged model, then merge again"
+        ) from error
 
 
 def merged_dtype(merged: Path) -> ExportDtype:

@@ -307,13 +307,12 @@ def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         # Only torch's tensors are views of the mapped file; NumPy's would be copies.
         with safe_open(path, framework="pt") as tensors:
-            # Folders from before there were kinds hold text.
-            kind = parse_kind(report.get("kind", DataKind.TEXT), path)
+            kind = parse_kind(report["kind"], path)
             planes = planes_of(kind, weighted=WEIGHTS in set(tensors.keys()))
             for name, dtype in planes.items():
                 found = tensors.get_slice(name).get_dtype()
                 if found != dtype:
                     raise InvalidData(f"{path}: {name} is {found}, expected {dtype}; prepare the dataset again")
             return {name: tensors.get_tensor(name).numpy() for name in planes}, report
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error

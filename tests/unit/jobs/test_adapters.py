@@ -131,7 +131,6 @@ async def test_an_adapter_of_another_model_is_refused_when_the_job_is_submitted(
     )
     with pytest.raises(InvalidSpec, match=words) as refused:
         await daemon.submit(ada, "second", init_from="other", train=LORA)
-    assert "without its file base.sha256" in refused.value.message
     assert [violation.field for violation in refused.value.violations] == ["init_from"]
     with pytest.raises(InvalidSpec, match=words):
         await daemon.services.jobs.plan(ada, daemon.spec(init_from="other", train=LORA))
@@ -375,7 +374,7 @@ async def test_the_node_merges_into_the_base_that_is_asked_for(
     for base in choices:
         await merged(daemon, ada, source, dtype="fp32", base=base)
         origin = read_origin(folder / "merged")
-        assert origin is not None and origin.base_sha256 == model_digest(daemon.model_folder)
+        assert origin.base_sha256 == model_digest(daemon.model_folder)
         assert (origin.base, origin.base_format) == (base, kept_as if base == "trained" else "source")
         found[base] = load_file(folder / "merged/model.safetensors")
         assert await merged(daemon, ada, source, base=base) == [], "the same is not made again"
@@ -401,7 +400,7 @@ async def test_where_nothing_is_asked_the_job_says_what_to_merge_into(
     await merged(daemon, ada, source)
     folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
     origin = read_origin(folder / "merged")
-    assert origin is not None and origin.base_format == base_format
+    assert origin.base_format == base_format
 
 
 @pytest.mark.parametrize(("kept_as", "export"), [("nf4", "both"), ("int8", "merged"), ("source", "both")])

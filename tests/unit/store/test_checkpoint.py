@@ -140,20 +140,6 @@ def test_each_tensor_keeps_its_own_format(make_model: MakeModel, tmp_path: Path)
     assert_same_planes(store, restored)
 
 
-def test_a_checkpoint_of_format_1_is_still_read(make_model: MakeModel, tmp_path: Path) -> None:
-    folder, target = make_model(), tmp_path / "c"
-    store = trained_store(folder)
-    save_checkpoint(store, target, source=folder, trainer_state=STATE)
-    (target / "trainer" / "rounding.safetensors").unlink()
-    manifest = json.loads((target / "trainer" / "manifest.json").read_text())
-    manifest["format_version"] = 1
-    del manifest["files"]["trainer/rounding.safetensors"]
-    (target / "trainer" / "manifest.json").write_text(json.dumps(manifest))
-    restored = HostStore.allocate(store.layout, num_threads=1)
-    load_checkpoint(restored, target)
-    assert_same_planes(store, restored)
-
-
 def test_a_checkpoint_is_a_model_folder_too(saved: Path, tmp_path: Path) -> None:
     store = HostStore.allocate(open_model_folder(saved).layout, num_threads=1)
     load_model(store, saved)
@@ -261,7 +247,7 @@ def test_a_torn_folder_is_never_complete(saved: Path, name: str, damage: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 4, "files": {}, "versions": {}}']
+    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 2, "files": {}, "versions": {}, "base": null}']
 )
 def test_a_broken_manifest_makes_no_checkpoint(saved: Path, text: str) -> None:
     (saved / "trainer" / "manifest.json").write_text(text)
