@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from horizon_formats.checks import DatasetReport, check_files
 from horizon_formats.formats import DatasetFormat
 from horizon_server.children.child import Limits, run_child
 from horizon_server.children.entry import EventWriter, serve
-from horizon_server.datasets.reading import StoredFile, from_plain, server_errors, to_plain
+from horizon_server.codec import from_plain, to_plain
+from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.errors import InvalidData, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.settings import child_environment
 
@@ -26,6 +27,16 @@ _LIMITS = Limits(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """One call of the child."""
+
+    files: tuple[StoredFile, ...]
+    name: str
+    format: DatasetFormat
+    field_map: Mapping[str, str]
+
+
 async def check_dataset(
     files: Sequence[StoredFile], *, name: str, dataset_format: DatasetFormat, field_map: Mapping[str, str]
 ) -> DatasetReport:
@@ -34,10 +45,10 @@ async def check_dataset(
     Raises: InvalidData and InvalidSpec for what is wrong with files and map; InvalidData where the files crash their reader or take too
     much memory; WorkerDied where the child was killed, which says nothing about the data.
     """
-    request = {"files": to_plain(files), "name": name, "format": dataset_format.value, "field_map": dict(field_map)}
+    request = CheckRequest(files=tuple(files), name=name, format=dataset_format, field_map=field_map)
     try:
         found = await run_child(
-            "horizon_server.datasets.checking", request, who=f"the check of {name}",
+            "horizon_server.datasets.checking", to_plain(request), who=f"the check of {name}",
             environment=child_environment() | _ENVIRONMENT, limits=_LIMITS,
         )  # fmt: skip
     except WorkerCrashed as error:
@@ -54,19 +65,16 @@ async def check_dataset(
         raise InvalidData(
             f"{name} holds rows that need more than {_MEMORY_GIB} GiB of memory to read; write smaller ones"
         ) from error
-    return DatasetReport(**found | {"format": DatasetFormat(found["format"])})
+    return from_plain(DatasetReport, found)
 
 
-def work(request: Any, _: EventWriter) -> dict[str, Any]:
+def work(plain: Any, _: EventWriter) -> Any:
     """Check every row: the child's side."""
+    request = from_plain(CheckRequest, plain)
     with server_errors():
-        report = check_files(
-            from_plain(request["files"]),
-            name=request["name"],
-            dataset_format=DatasetFormat(request["format"]),
-            field_map=request["field_map"],
+        return to_plain(
+            check_files(request.files, name=request.name, dataset_format=request.format, field_map=request.field_map)
         )
-    return dataclasses.asdict(report)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 from horizon_formats.formats import DataKind, DatasetFormat
 from horizon_server.blobs.space import Space
 from horizon_server.children.child import Child, Limits
+from horizon_server.codec import to_plain
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import (
     PrepareOptions,
@@ -305,7 +306,7 @@ class Preparation:
         # A folder that is there but not whole has lost files.
         await asyncio.to_thread(shutil.rmtree, request.output_dir, ignore_errors=True)
         self._child = await Child.start(
-            "horizon_server.datasets.preparing", request.to_mapping(), who="the data preparation",
+            "horizon_server.datasets.preparing", to_plain(request), who="the data preparation",
             environment=environment, request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
         )  # fmt: skip
         try:

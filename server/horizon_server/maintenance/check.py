@@ -11,8 +11,8 @@ from horizon_server.db.database_file import DatabaseFile, PushedFiles, known_sch
 from horizon_server.db.pairing import doubt
 from horizon_server.errors import InvalidModel
 from horizon_server.maintenance.backup import BACKUP_FILE, DATABASE_ENTRY, file_problem, read_backup
-from horizon_server.records.plan import size_text
 from horizon_server.store.manifest import FileRecord, read_manifest
+from horizon_server.texts import size_text
 
 _RESTORE = "put it back with: horizond restore BACKUP_DIR --replace"
 _STEP_FOLDERS = "jobs/*/checkpoints/step-*"

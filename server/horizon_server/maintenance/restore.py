@@ -19,9 +19,9 @@ from horizon_server.errors import BadSetting, InUse
 from horizon_server.jobs.folders import JobFolders, link_or_copy
 from horizon_server.maintenance.backup import BACKUP_IN_STATE, DATABASE_ENTRY, Backup, file_problem, read_backup
 from horizon_server.records.audit import AuditEntry
-from horizon_server.records.plan import size_text
 from horizon_server.state_dir import UNFINISHED_RESTORE_FILE, held_state_dir
 from horizon_server.store.manifest import MANIFEST_FILE, is_complete
+from horizon_server.texts import size_text
 from horizon_server.worker_link.protocol import JOURNAL_FILE, LOG_FILE
 
 # The worker of an attempt holds a lock on this file of its folder for as long as a process of it lives.

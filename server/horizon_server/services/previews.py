@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from horizon_server.children.child import Limits, run_child
+from horizon_server.codec import to_plain
 from horizon_server.datasets.preview import (
     DatasetPreview,
     PreviewOptions,
@@ -77,7 +78,7 @@ class Previews:
         try:
             answer = await run_child(
                 "horizon_server.datasets.preview_child",
-                request.to_mapping(),
+                to_plain(request),
                 who="the preview",
                 environment=self._environment,
                 limits=self._limits,

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.child import Child, Limits, OnEvent
+from horizon_server.codec import to_plain
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.sampling import SampleMemory
-from horizon_server.records.plan import size_text
 from horizon_server.records.sample import SampleOptions, SampleRequest
+from horizon_server.texts import size_text
 
 CHILD_MODULE = "horizon_server.worker.sampling"
 # Of one call, its turn not counted.
@@ -91,7 +92,7 @@ class SamplingChild:
         was_loaded = child is not None
         try:
             if child is not None:
-                answer = await child.ask(request.to_mapping(), on_event)
+                answer = await child.ask(to_plain(request), on_event)
             else:
                 child = await self._start(request, memory)
                 answer = await child.answer(on_event, stays=True)
@@ -139,7 +140,7 @@ class SamplingChild:
     async def _start(self, request: SampleRequest, memory: SampleMemory) -> Child:
         return await Child.start(
             CHILD_MODULE,
-            request.to_mapping(),
+            to_plain(request),
             who="the child that answers prompts",
             environment=self._environment,
             limits=Limits(

@@ -7,7 +7,6 @@ The compiler takes seconds to load, hundreds of megabytes, and has been seen to 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,14 +24,15 @@ import torch
 
 from horizon_server import progress
 from horizon_server.children.entry import Answer, EventWriter, Failure, decode_line, serve
+from horizon_server.codec import from_plain, to_json
 from horizon_server.engine.compiled.layers import CompiledLayers, is_complete
 from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
-from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import DeviceKind
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Order, Orders
@@ -147,7 +147,7 @@ class Compilation:
             environment = compiler_environment(environment, scratch)
         with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
             file = Path(folder) / "request.json"
-            file.write_text(json.dumps(asdict(self._request)), "utf-8")
+            file.write_text(to_json(self._request), "ascii")
             child = subprocess.Popen(
                 [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment,
@@ -206,11 +206,11 @@ def work(request: Any, events: EventWriter) -> list[str]:
     """Make what the library lacks; returns why some of it could not be made."""
     from horizon_server.engine.compiled.build import build_missing
 
-    wanted = CompileRequest(**request)
+    wanted = from_plain(CompileRequest, request)
     torch.set_num_threads(wanted.num_threads)
-    train = TrainSpec(trainable=tuple(wanted.trainable), lora=LoraSpec(**wanted.lora))
-    template = Template.from_folder(Path(wanted.model), layout=open_for_training(Path(wanted.model), train).layout)
-    template.adapter_scale, template.adapter_dropout = train.lora.scale, train.lora.dropout
+    train = TrainSpec(trainable=wanted.trainable, lora=LoraSpec(**wanted.lora))
+    found = open_for_training(Path(wanted.model), train)
+    template = Template.from_folder(found.path, layout=found.layout, recipe=train.recipe)
     target = wanted.target
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))
