@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -324,15 +324,18 @@ class BlobStore:
         return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
 
 
-def link_folder(store: BlobStore, files: Iterable[BlobFile], target: Path) -> None:
-    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their users' names."""
+def link_folder(path_of: Callable[[str], Path], files: Iterable[BlobFile], target: Path) -> None:
+    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their users' names.
+
+    `path_of` gives the place of a content by its sha256.
+    """
     # An earlier check may have left one.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(mode=0o700, parents=True)
     for file in files:
         place = target / file.path
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.link(store.path(file.sha256), place)
+        os.link(path_of(file.sha256), place)
     for folder in {target.parent, target, *(path for path in target.rglob("*") if path.is_dir())}:
         sync_folder(folder)
 
