@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from tests.golden.test_lora import found_in, loss_of, master, relative, rows_for
+from tests.support.further import further
 from tests.support.plans import ledger_of
 from torch import Tensor
 from torch.nn import functional
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
-COMPARED = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"]
+COMPARED = ["llama", "gpt2", "qwen3_moe", *further("qwen3", "gemma2", "phi3", "falcon")]
 """With Conv1D, whose weights are transposed, products written as x @ weight.T, biases, fused projections, and a mixture of experts, whose
 attention is adapted.
 """

@@ -22,6 +22,7 @@ from tests.support.double import (
     plain_and_exact,
     values_of,
 )
+from tests.support.further import further
 from tests.support.tiny_models import VOCAB
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -297,9 +298,7 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     ("architecture", "name", "packed"),
     [
         *(("qwen3", name, True) for name in CASES),
-        ("qwen3", "dpo", False),
-        ("gemma2", "dpo", True),
-        ("qwen3_moe", "dpo", True),
+        *further(("qwen3", "dpo", False), ("gemma2", "dpo", True), ("qwen3_moe", "dpo", True)),
     ],
 )
 def test_twenty_steps_from_references_of_the_starting_weights_follow_a_plain_loop(
