@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
+NUM_STEPS = 5
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 COMPARED = ["llama", "gpt2", "qwen3_moe", *further("falcon", "qwen3", "gemma2", "phi3", "minicpm3")]
 """With fused projections, Conv1D, compressed queries, products with a transpose, and a mixture of experts, whose attention is adapted."""
@@ -162,7 +163,7 @@ def test_loss_and_gradients_are_those_of_peft(
 
 
 @pytest.mark.parametrize("architecture", COMPARED)
-def test_twenty_steps_are_those_of_peft(
+def test_steps_are_those_of_peft(
     architecture: str,
     tiny_model: Callable[..., TinyModel],
     start: Callable[..., Run],
@@ -191,7 +192,7 @@ def test_twenty_steps_are_those_of_peft(
         parameters = list(reference.parameters.values())
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-8, weight_decay=0.1)
         losses = []
-        for _ in range(20):
+        for _ in range(NUM_STEPS):
             loss = loss_of(reference.model, rows, plain_loss)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -201,7 +202,7 @@ def test_twenty_steps_are_those_of_peft(
         return losses, {name: parameter.data for name, parameter in reference.parameters.items()}
 
     plain, exact = plain_and_exact(partial(PeftModel, model, layout, values()), trained)
-    reported = [run.trainer.train_step(rows).loss for _ in range(20)]
+    reported = [run.trainer.train_step(rows).loss for _ in range(NUM_STEPS)]
     check_numbers(reported, plain[0], exact[0], "the losses")
     assert exact[0][-1] < exact[0][0]
     check_weights(values(), plain[1], exact[1])
