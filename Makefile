@@ -33,10 +33,10 @@ help: ## list the targets
 demo: .venv/.server ## a whole fine-tuning job on this machine: daemon, upload, training, download, proof
 	@$(BIN)/horizond demo
 
-test: .venv/.dev ## the whole test suite, or what ARGS names
+test: .venv/.dev ## every claim once, or the tests that ARGS names
 	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_PROCESSES) --dist worksteal)
 
-test-all: .venv/.dev ## the whole test suite with all fuzz cases, all kill points and the long soak: hours
+test-all: .venv/.dev ## all cases of every claim, all fuzz cases, all kill points and the long soak: hours
 	@HORIZON_TEST_ALL=1 HORIZON_FUZZ_CASES=$${HORIZON_FUZZ_CASES:-10000} HORIZON_KILLS=$${HORIZON_KILLS:-300} \
 		HORIZON_SOAK_S=$${HORIZON_SOAK_S:-7200} $(MAKE) test
 
@@ -44,7 +44,7 @@ test-lowest: ## layers traced, compiled and fused, and attention, with the lowes
 	$(PYTHON) -m venv .venv-lowest
 	@.venv-lowest/bin/python -m pip --disable-pip-version-check -q install -c constraints-lowest.txt torch transformers triton \
 		numpy safetensors psutil jinja2 pytest pytest-asyncio pytest-timeout hypothesis
-	@PYTHONPATH=server:client:proto .venv-lowest/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS)
+	@HORIZON_TEST_ALL=1 PYTHONPATH=server:client:proto .venv-lowest/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS)
 
 verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/ruff check

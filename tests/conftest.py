@@ -46,14 +46,22 @@ if TYPE_CHECKING:
 MakeDaemon = Callable[..., AbstractAsyncContextManager["DaemonParts"]]
 
 
+TEST_ALL = "HORIZON_TEST_ALL"
+"""Set by `make test-all`."""
 INSIDE_A_TEST = "HORIZON_INSIDE_A_TEST"
 """Set where a test runs tests in a child: that test has the lock, and would wait for a child that waits for it."""
 _LONGEST_FIRST = ("scenarios", "faults", "golden")
 _HAS_FAILED = pytest.StashKey[bool]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: those that are left at the end, when one process has no more to do, are then the short ones."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out further cases where not all tests are wanted, and put long tests first.
+
+    What is left at the end, when one process has no more to do, is then short.
+    """
+    if not os.environ.get(TEST_ALL):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("further")])
+        items[:] = [item for item in items if not item.get_closest_marker("further")]
     items.sort(key=lambda item: [name not in item.path.parts for name in _LONGEST_FIRST])
 
 

@@ -9,21 +9,13 @@ from pathlib import Path
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
-from tests.support.rates import RATES
 from tests.support.trials import Reference
-
-from horizon_server.planning.machine import Machine, RateBook
-from horizon_server.store.cpus import available_cpus
 
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """The shared daemon; cases leave it running and its queue empty."""
     folder = tmp_path_factory.mktemp("faults")
-    (folder / "state").mkdir()
-    # Else the daemon would measure the machine once its queue had been empty for half a minute, on every processor, beside the cases.
-    machine = Machine.of((), num_threads=available_cpus())
-    RateBook(folder / "state", machine).write(dict.fromkeys(machine.measured, RATES))
     daemon = DaemonProcess(folder / "state")
     try:
         yield node_of(daemon.start(), folder / "files")

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from tests.support.further import further
 from tests.support.node import Node, node_of, quick_spec
 from tests.support.processes import processes_of, start_time_of
 from tests.support.unattended import PATIENT, Inputs, UnattendedUser
@@ -259,7 +260,7 @@ def test_orders_reach_a_worker_of_an_earlier_daemon(leaving_node: MakeNode) -> N
     assert processes_of(WORKER, node.daemon.state_dir) == []
 
 
-@pytest.mark.parametrize("how", ["on_sigterm", "SIGINT"])
+@pytest.mark.parametrize("how", ["on_sigterm", *further("SIGINT")])
 def test_a_drain_ends_the_workers(leaving_node: MakeNode, how: str) -> None:
     node = leaving_node("drain" if how == "on_sigterm" else "leave")
     user = begin(node, "drained", max_steps=20)

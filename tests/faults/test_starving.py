@@ -27,7 +27,7 @@ from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 from horizon_server.network import own_certificate
 from horizon_server.settings import Settings
 
-ATTACK_S = 6.0
+ATTACK_S = 4.0
 ROUNDS = 8
 WINDOW_S = 4.0
 # Of the steps a second of a running job. Wanted are 0.95; on two cores, both of which the job uses, half requests and a flood of calls cost
@@ -147,6 +147,7 @@ def test_others_are_served_and_the_log_stays_small(attacked: Attacked, attack: s
 
 
 @pytest.mark.alone
+@pytest.mark.further
 @pytest.mark.timeout(900)
 def test_the_running_job_is_not_slowed(tmp_path: Path) -> None:
     """Windows with and without an attack take turns in one run, so that what else the machine does is in both."""
@@ -189,6 +190,7 @@ def slowest_steps(attacked: Attacked) -> dict[str, float]:
 
 
 @pytest.mark.alone
+@pytest.mark.further
 @pytest.mark.timeout(900)
 def test_a_running_job_is_not_stopped_by_the_small_jobs_of_another(tmp_path: Path) -> None:
     """Eve submits sixty jobs of one step. Without a bound they were loaded all at once, and ada's job had a tenth of its steps."""

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.daemon_process import wait_for
+from tests.support.further import further
 from tests.support.plans import settings
 from tests.support.processes import children_of, command_of
 from tests.support.tiny_models import TinyModel, config_of
@@ -84,37 +85,51 @@ def compilation_of(template: Template, request: CompileRequest, choice: Any) -> 
     return Compilation(template, request, choice=choice, events=heard, orders=Orders()), heard  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Filled:
+    """A library that a worker has filled, and what it said."""
+
+    path: Path
+    heard: Heard
+    killed: list[int]
+    num_layers: int
+
+
 @pytest.fixture(scope="module")
-def library(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that a worker has filled."""
-    library = tmp_path_factory.mktemp("state") / "compiled"
-    template = Template.from_folder(folder)
-    compilation, heard = compilation_of(template, request_for(folder, library), "on")
-    layers = compilation.layers(model_flops=1.0, before=None)
-    assert layers.num_layers == template.num_layers
-    assert any("compiling layers: kind 1 of 1" in text for text in heard.texts)
-    assert heard.texts[-1] == f"compiled layers: {template.num_layers} of {template.num_layers}"
-    return library
-
-
-def test_a_compilation_that_is_killed_is_repeated(folder: Path, tmp_path: Path) -> None:
-    """Else the job would fail, or train with eager layers, whose last bits are others."""
-    template = Template.from_folder(folder)
-    compilation, heard = compilation_of(template, request_for(folder, tmp_path / "compiled"), "on")
+def filled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """Compiled once for all tests that only need such code; its first compiler is killed."""
+    path = tmp_path_factory.mktemp("state") / "compiled"
+    compilation, heard = compilation_of(Template.from_folder(folder), request_for(folder, path), "on")
     killed: list[int] = []
 
     def kill_first() -> None:
-        wait_for(lambda: compilers(), 60, every_s=0.002)
-        killed.append(compilers()[0])
+        until = time.monotonic() + 60
+        while not (found := compilers()) and time.monotonic() < until:
+            time.sleep(0.002)
+        killed.extend(found[:1])
         os.kill(killed[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_first)
     killer.start()
     layers = compilation.layers(model_flops=1.0, before=None)
     killer.join()
-    assert layers.num_layers == template.num_layers
-    assert sum("was killed by SIGKILL" in text for text in heard.texts) == 1
-    assert killed
+    return Filled(path, heard, killed, layers.num_layers)
+
+
+@pytest.fixture(scope="module")
+def library(filled: Filled, folder: Path) -> Path:
+    num_layers = Template.from_folder(folder).num_layers
+    assert filled.num_layers == num_layers
+    assert any("compiling layers: kind 1 of 1" in text for text in filled.heard.texts)
+    assert filled.heard.texts[-1] == f"compiled layers: {num_layers} of {num_layers}"
+    return filled.path
+
+
+def test_a_compilation_that_is_killed_is_repeated(filled: Filled, folder: Path) -> None:
+    """Else the job would fail, or train with eager layers, whose last bits are others."""
+    assert filled.num_layers == Template.from_folder(folder).num_layers
+    assert sum("was killed by SIGKILL" in text for text in filled.heard.texts) == 1
+    assert filled.killed
 
 
 def compilers() -> list[int]:
@@ -244,7 +259,8 @@ def test_layers_that_are_frozen_in_part_or_whole_compile_as_kinds_of_their_own(
     assert compiled.compiled_calls == num_rows * (num_layers + 2) + 3 * num_layers
 
 
-@pytest.mark.parametrize("dora", [False, True])
+# DoRA's layers compute what LoRA's do, and more.
+@pytest.mark.parametrize("dora", [True, *further(False)])
 def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
     dora: bool,
     folder: Path,

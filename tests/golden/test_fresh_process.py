@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from tests.golden import fresh_process
 from tests.golden.fresh_process import MAX_DOCUMENT_TOKENS, StepBits
+from tests.support.further import further
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.settings import child_environment
@@ -75,7 +76,7 @@ def steps_in_a_new_process(
     return [StepBits(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("num_threads", "resumed_after"), [(2, (1, 2)), (4, (1,))])
+@pytest.mark.parametrize(("num_threads", "resumed_after"), [(4, (1,)), *further((2, (1, 2)))])
 def test_the_first_step_of_a_process_has_the_bits_of_the_same_step_taken_later(
     work: Path, num_threads: int, resumed_after: tuple[int, ...]
 ) -> None:

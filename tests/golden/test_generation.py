@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
+from tests.support.further import further
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer
@@ -256,7 +257,7 @@ def test_weights_cross_the_link_once_per_token_for_all_prompts(
     assert one == sixteen, "the same rows of the embedding, the same layers"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", *further("gemma2", "phi3")])
 def test_a_bf16_device_answers_as_a_bf16_model_does(
     architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
 ) -> None:
@@ -274,7 +275,7 @@ def test_a_bf16_device_answers_as_a_bf16_model_does(
     assert tokens_of(answers) == plain_answers(reference.train(False), PROMPTS)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["mixtral", *further("qwen3_next")])
 def test_the_schedule_of_a_gpu_gives_the_same_tokens_whatever_the_timing(
     architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
 ) -> None:

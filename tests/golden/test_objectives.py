@@ -22,6 +22,7 @@ from tests.support.double import (
     plain_and_exact,
     values_of,
 )
+from tests.support.further import further
 from tests.support.tiny_models import VOCAB
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -53,6 +54,7 @@ Formula = Callable[[list[Tensor], list[Tensor]], Tensor]
 
 ARCHITECTURES = ["qwen3", "gemma2", "qwen3_moe"]  # a tied one, a soft cap on the logits, experts
 NUM_PROMPT = 5
+NUM_STEPS = 5
 ANSWERS = (7, 11, 3, 9, 6, 4, 12, 8)
 NUM_TARGETS = sum(ANSWERS)
 CHOSEN, REJECTED = [0, 3, 4, 6], [1, 2, 5, 7]
@@ -297,12 +299,10 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     ("architecture", "name", "packed"),
     [
         *(("qwen3", name, True) for name in CASES),
-        ("qwen3", "dpo", False),
-        ("gemma2", "dpo", True),
-        ("qwen3_moe", "dpo", True),
+        *further(("qwen3", "dpo", False), ("gemma2", "dpo", True), ("qwen3_moe", "dpo", True)),
     ],
 )
-def test_twenty_steps_from_references_of_the_starting_weights_follow_a_plain_loop(
+def test_steps_from_references_of_the_starting_weights_follow_a_plain_loop(
     architecture: str, name: str, packed: bool, tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
 ) -> None:
     case, model = CASES[name], tiny_model(architecture)
@@ -314,7 +314,7 @@ def test_twenty_steps_from_references_of_the_starting_weights_follow_a_plain_loo
             plain_references = [plain_logprobs(plain, documents) for documents in batches]
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         losses = []
-        for step in range(20):
+        for step in range(NUM_STEPS):
             loss = case.formula(plain_logprobs(plain, batches[step % 2]), plain_references[step % 2])
             optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -329,12 +329,12 @@ def test_twenty_steps_from_references_of_the_starting_weights_follow_a_plain_loo
     references = [torch.cat(run.trainer.log_probabilities(batch)) for batch in rows]
     figures = [
         run.trainer.train_step(rows[step % 2], step_objective(case, rows[step % 2], references[step % 2]))
-        for step in range(20)
+        for step in range(NUM_STEPS)
     ]
     run.trainer.flush()
 
     check_numbers([figure.loss for figure in figures], losses, exact_losses, "the losses", scale=1.0)
-    assert exact_losses[-1] < exact_losses[0] - 0.1, "the test is about an objective that training moves"
+    assert exact_losses[-1] < exact_losses[0] - 0.05, "the test is about an objective that training moves"
     trained = {}
     for parameter_name, value in values.items():
         hi, lo = (run.store.tensor(parameter_name, plane).reshape(-1) for plane in ("hi", "lo"))

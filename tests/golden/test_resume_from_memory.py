@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.golden.memory_life import DupFd, Said, live
+from tests.support.further import further
 from tests.support.worker_attempts import assert_same, result, spec_of, worker_request, write_inputs
 
 from horizon_server.jobs.folders import CheckpointFolder
@@ -85,7 +86,7 @@ def live_once(
         ("llama", {}),
         # Each unit is updated in backward, as its gradient lands.
         ("llama", {"max_grad_norm": None}),
-        ("gpt2", {}),
+        *further(("gpt2", {})),
     ],
 )
 def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(

@@ -1,4 +1,4 @@
-"""Steps of every method against TRL's own trainers: the same pairs and labels, one batch, twenty steps in fp32.
+"""Steps of every method against TRL's own trainers: the same pairs and labels, one batch, some steps in fp32.
 
 TRL 1.16 has DPO (with IPO) and KTO in `trl`, ORPO and CPO (with SimPO) in `trl.experimental`. Its data preparation is replaced, so that
 both sides read the same tokens; all else, the reference model, loss, optimizer and loop, is TRL's. Policy gradients are not here: GRPO's
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("trl")
 
-NUM_STEPS = 20
+NUM_STEPS = 5
 ANSWERS = ((7, 11), (3, 9), (6, 4), (12, 8), (5, 5), (2, 10))
 """Lengths of the answers of each row: chosen and rejected; of KTO, the first alone."""
 
@@ -74,7 +74,7 @@ CASES = {
         trainer="CPO",
         given={"beta": 2.0, "simpo_gamma": 0.5, "loss_type": "simpo", "cpo_alpha": 0.0},
     ),
-    # A small beta, so that twenty steps end before the best margin: there the gradient vanishes, and Adam divides rounding by itself.
+    # A small beta, so that the steps end before the best margin: there the gradient vanishes, and Adam divides rounding by itself.
     "simpo with smoothing": Case(
         method="simpo",
         trainer="CPO",
@@ -231,7 +231,7 @@ def columns_of(row: dict[str, str]) -> dict[str, list[int]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_twenty_steps_are_those_of_trl(
+def test_steps_are_those_of_trl(
     name: str,
     tiny_model: Callable[..., TinyModel],
     start: Callable[..., Run],

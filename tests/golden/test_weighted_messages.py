@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[dict[str, Any]]
 LENGTH = 64
-NUM_STEPS = 20
+NUM_STEPS = 5
 # Of the replies of each chat, in order; None leaves the field out.
 WEIGHTS: Sequence[tuple[float | None, ...]] = [
     (0.25,), (None,), (3, 0), (0, 0.5), (1, 2.5), (100,), (None, None), (0.001, 1), (0.7, 0.7), (1,), (0, 3), (0.1,),
@@ -113,7 +113,7 @@ def weighted_mean(model: torch.nn.Module, documents: Sequence[tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_twenty_steps_follow_a_plain_loop_with_the_same_weighted_mean(
+def test_steps_follow_a_plain_loop_with_the_same_weighted_mean(
     packed: bool, folder: Path, model: TinyModel, prepared: Callable[..., MethodData], start: Callable[..., Run]
 ) -> None:
     data, documents = prepared(CHATS), plain_documents(folder)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from tests.support.further import further
 
 from horizon_client import Client, InvalidRequest
 from horizon_client.resources import JobEvent
@@ -48,7 +49,7 @@ def by_step(events: list[JobEvent], kind: str) -> dict[int, Any]:
 
 
 @process_only("the training itself")
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", ["kto", *further("dpo")])
 def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
     make_daemon: Callable[..., AnyDaemon], push_demo: Push, tmp_path: Path, method: str
 ) -> None:

@@ -95,7 +95,7 @@ class Prometheus:
 @pytest.fixture
 def daemon(make_daemon: Callable[..., AnyDaemon]) -> AnyDaemon:
     """A daemon with short turns: within the window of a rate, jobs pass the device on several times."""
-    return make_daemon(time_slice_s=0.5)
+    return make_daemon(time_slice_s=0.5, measures=True)
 
 
 @pytest.fixture

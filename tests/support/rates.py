@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.planning.rates import DeviceRates, WidthRates
+from horizon_server.store.cpus import available_cpus
 
 RATES = DeviceRates(
     name="host",
@@ -21,3 +25,10 @@ RATES = DeviceRates(
     zero_bytes_per_s=8e7,
     adamw_bytes_per_s=1e9,
 )
+
+
+def write_rates(state_dir: Path, *, num_threads: int | None = None) -> None:
+    """Have a daemon know its machine: measuring takes seconds on every processor, beside other tests."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    machine = Machine.of((), num_threads=num_threads or available_cpus())
+    RateBook(state_dir, machine).write(dict.fromkeys(machine.measured, RATES))

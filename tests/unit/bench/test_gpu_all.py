@@ -231,7 +231,15 @@ def broken_plan(folder: Path, *names: str, minutes: float) -> Plan:
     for name in names:
         (folder / f"stage_{name}.py").write_text(BROKEN[name])
     stages = [
-        Stage(name=name, module=f"stage_{name}", file=f"{name}.md", weight=1, least_s=1.0, has_points=name == "points")
+        Stage(
+            name=name,
+            module=f"stage_{name}",
+            file=f"{name}.md",
+            # Its share of the time is waited for.
+            weight=0.25 if name == "hangs" else 1,
+            least_s=1.0,
+            has_points=name == "points",
+        )
         for name in names
     ]
     out = folder / "out"

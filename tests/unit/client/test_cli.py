@@ -21,6 +21,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from horizon_client.cli.root import horizon
+from horizon_client.connection import UNARY_RETRY
 from horizon_proto.v1 import dataset_pb2, job_pb2
 from horizon_server.events import StepDone
 from horizon_server.records.job import JobRecord, JobState
@@ -466,7 +467,9 @@ def test_completion_script(shell: str) -> None:
     assert "_HORIZON_COMPLETE" in CliRunner().invoke(horizon, ["completion", shell]).stdout
 
 
-def test_server_that_is_away_is_five(run: Run, daemon: Daemon) -> None:
+def test_server_that_is_away_is_five(run: Run, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Commands wait a minute for a daemon that restarts. The policy is frozen, and a default of several constructors.
+    monkeypatch.setitem(vars(UNARY_RETRY), "max_elapsed_s", 0.5)
     daemon.line.stop()
     result = run("job", "cancel", "x")
     assert result.exit_code == 5

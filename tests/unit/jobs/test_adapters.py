@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, DaemonParts
 from tests.support.adapters import LORA, lora_on, store_of_adapters, write_adapter, write_adapter_checkpoint
+from tests.support.further import further
 from transformers import AutoModelForCausalLM
 
 from horizon_formats.model_files import pushed_files
@@ -403,7 +404,7 @@ async def test_where_nothing_is_asked_the_job_says_what_to_merge_into(
     assert origin.base_format == base_format
 
 
-@pytest.mark.parametrize(("kept_as", "export"), [("nf4", "both"), ("int8", "merged"), ("source", "both")])
+@pytest.mark.parametrize(("kept_as", "export"), [("nf4", "both"), ("source", "both"), *further(("int8", "merged"))])
 async def test_a_base_in_fewer_bits_answers_as_it_was_trained_on(
     daemon: DaemonParts, ada: Principal, kept_as: str, export: Export
 ) -> None:

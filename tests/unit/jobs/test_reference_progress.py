@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import WAIT_S, Script
-from tests.support.rates import RATES
+from tests.support.rates import write_rates
 
 from horizon_server.events import Message
-from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.records.job import JobState as S
 
 PAIRS = "".join(
@@ -21,9 +20,7 @@ PAIRS = "".join(
 
 
 async def test_the_pass_is_planned_counted_and_gone_once_it_is_done(make_daemon: MakeDaemon, tmp_path: Path) -> None:
-    machine = Machine.of((), num_threads=1)
-    (tmp_path / "state").mkdir()
-    RateBook(tmp_path / "state", machine).write(dict.fromkeys(machine.measured, RATES))
+    write_rates(tmp_path / "state", num_threads=1)
     async with make_daemon(tmp_path / "state", num_threads=1) as daemon:
         ada = await daemon.user("ada")
         await daemon.dataset(ada, "pairs", PAIRS)

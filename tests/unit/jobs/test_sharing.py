@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
-from tests.support.rates import RATES
+from tests.support.rates import write_rates
 from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT, JobRecord, JobState
 from horizon_server.spec import parse_job_spec
@@ -427,8 +426,7 @@ async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> N
 
 
 async def test_estimates_count_what_loading_has_taken(make: Make, tmp_path: Path) -> None:
-    machine = Machine.of((), num_threads=1)
-    RateBook(tmp_path / "state", machine).write(dict.fromkeys(machine.measured, RATES))
+    write_rates(tmp_path / "state", num_threads=1)
     async with make(num_threads=1) as daemon:
 
         async def estimated_s() -> float:
