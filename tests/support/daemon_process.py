@@ -36,12 +36,13 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 class DaemonProcess:
     """Starts, stops and kills one daemon over one state folder, as often as a test likes."""
 
-    def __init__(self, state_dir: Path, *flags: str, measures: bool = False, **settings: float | str) -> None:
+    def __init__(self, state_dir: Path, *flags: str, **settings: float | str) -> None:
         """`flags` are those of `horizond serve`, `settings` lines of its configuration file. SIGTERM drains where these do not differ.
 
-        One that `measures` finds no rates of its machine in a new state folder.
+        With `measures` it finds no rates of its machine in a new state folder.
         """
         self.state_dir = state_dir
+        measures = settings.pop("measures", False)
         if not measures and not state_dir.exists():
             write_rates(state_dir, num_threads=int(settings.get("num_threads", 0)))
         self._flags = flags
