@@ -15,9 +15,9 @@ from horizon_server.errors import InvalidModel, in_words
 from horizon_server.worker import let_launchers_run
 
 
-def work(request: Any, _: EventWriter) -> dict[str, Any]:
-    """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder keep; or nothing
-    of a folder whose model can be trained, which raises InvalidModel otherwise.
+def work(request: Any, _: EventWriter) -> dict[str, Any] | list[str]:
+    """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder keep; nothing
+    of a folder whose model can be trained, which raises InvalidModel otherwise; or the UUIDs of the GPUs.
     """
     let_launchers_run()
     if "layers_of" in request:
@@ -26,10 +26,22 @@ def work(request: Any, _: EventWriter) -> dict[str, Any]:
         return dataclasses.asdict(measure_layer_memory(Path(request["layers_of"])))
     if "try" in request:
         return _tried(Path(request["try"]))
+    if "gpus" in request:
+        return _gpus()
     from horizon_server.engine.rate_probe import measure_rates
 
     rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])
     return dataclasses.asdict(rates)
+
+
+def _gpus() -> list[str]:
+    """The UUIDs of the devices in torch's order, which need not be the driver's; "" for one that torch names none of."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [str(getattr(device, "uuid", "")) for device in devices]
 
 
 def _tried(folder: Path) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from horizon_server.children.child import Child, Limits, exit_reason, log_tail, run_child
+from horizon_server.children.child import ChildTask, Limits, OnEvent, exit_reason, log_tail, streamed
 from horizon_server.children.entry import Answer, Failure, decode_line, encode_line
 from horizon_server.errors import (
     FieldViolation,
     HorizonError,
     InvalidData,
+    InvalidSpec,
     IoFailed,
     OutOfMemory,
     Stalled,
@@ -98,16 +99,24 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return child_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
 
+def talker(environment: dict[str, str], **limits: Any) -> ChildTask:
+    meanings: dict[type[HorizonError], HorizonError] = {}
+    if limits.pop("means", False):
+        meanings[Stalled] = InvalidSpec("a slow talker")
+    return ChildTask(
+        module="talker", who="the talker", environment=environment, limits=Limits(**limits), meanings=meanings
+    )
+
+
 async def ask(environment: dict[str, str], mode: str, **limits: Any) -> Any:
-    return await run_child("talker", {"mode": mode}, who="the talker", environment=environment, limits=Limits(**limits))
+    return await talker(environment, **limits).run({"mode": mode})
 
 
 async def test_events_come_up_and_output_goes_to_the_log(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "request.json").write_text("x" * 1000)
-    child = await Child.start(
-        "talker", {"mode": "tell"}, who="the talker", environment=environment,
-        request_file=tmp_path / "request.json", log_file=tmp_path / "log",
-    )  # fmt: skip
+    child = await talker(environment).start(
+        {"mode": "tell"}, request_file=tmp_path / "request.json", log_file=tmp_path / "log"
+    )
     seen: list[WorkerLine] = []
 
     async def on_event(event: WorkerLine) -> None:
@@ -158,6 +167,44 @@ async def test_every_bad_end_has_its_error(
     )
 
 
+async def test_an_end_means_what_the_task_says(environment: dict[str, str]) -> None:
+    slow = talker(environment, wall_s=1.0, means=True)
+    for _ in range(2):
+        with pytest.raises(InvalidSpec, match=r"^a slow talker$") as caught:
+            await slow.run({"mode": "silent"})
+        assert isinstance(caught.value.__cause__, Stalled)
+        assert caught.value is not slow.meanings[Stalled]
+
+
+async def test_a_stream_has_the_events_and_then_the_answer(environment: dict[str, str]) -> None:
+    lines = [line async for line in talker(environment).stream({"mode": "tell"})]
+    assert lines == [Message(level="info", text="ready"), Answer("told")]
+    quiet = talker(environment, silence_s=1.0).stream({"mode": "silent"})
+    assert isinstance(await anext(quiet), Message), "what came before the error"
+    with pytest.raises(Stalled, match="reported nothing"):
+        await anext(quiet)
+
+
+async def test_a_stream_that_is_closed_ends_the_child(environment: dict[str, str]) -> None:
+    lines = talker(environment).stream({"mode": "silent"})
+    first = await anext(lines)
+    assert isinstance(first, Message)
+    await lines.aclose()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first.text), 0)
+
+
+async def test_a_slow_reader_of_a_stream_gets_every_event() -> None:
+    sent = [Message(level="info", text=str(i)) for i in range(1000)]
+
+    async def work(on_event: OnEvent) -> str:
+        for event in sent:
+            await on_event(event)
+        return "all"
+
+    assert [line async for line in streamed(work)] == [*sent, Answer("all")]
+
+
 async def test_a_child_that_does_not_exit_is_killed(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +229,7 @@ async def test_a_caller_who_is_cancelled_ends_the_child(environment: dict[str, s
         assert isinstance(event, Message)
         pid.set_result(int(event.text))
 
-    child = await Child.start("talker", {"mode": "silent"}, who="the talker", environment=environment)
+    child = await talker(environment).start({"mode": "silent"})
     task = asyncio.create_task(child.answer(on_event))
     number = await asyncio.wait_for(pid, 60)
     task.cancel()
@@ -194,12 +241,11 @@ async def test_a_caller_who_is_cancelled_ends_the_child(environment: dict[str, s
 
 DAEMON = """
 import asyncio, os
-from horizon_server.children.child import Child
+from horizon_server.children.child import ChildTask
 async def main():
-    child = await Child.start("talker", {"mode": "silent"}, who="the talker", environment=os.environ)
     async def on_event(event):
         print(event.text, flush=True)
-    await child.answer(on_event)
+    await ChildTask(module="talker", who="the talker", environment=os.environ).run({"mode": "silent"}, on_event)
 asyncio.run(main())
 """
 
