@@ -7,26 +7,31 @@ test keeps it equal to what this prints.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from horizon_server.planning.gpus import estimated_rates, gpu_named, usable_device_bytes
-from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import StepPrediction
 from horizon_server.store.layout import build_layout
 
 HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 3584, 18944, 28, 28, 4, 152064
+GPU = "h100"
 TOKENS = (8192, 32768, 65536, 131072, 262144)
 
 # Before the numbered changes: chunks of the head were 1 GiB of logits in fp32.
-_PLAIN = EngineFacts(head_chunk_tokens=(1 << 30) // (4 * VOCABULARY))
+_PLAIN = EngineFacts()
+_ROW_BY_ROW = Execution(
+    device_kind="cuda", compute_dtype="bfloat16", grad_bytes=2, head_chunk_tokens=(1 << 30) // (4 * VOCABULARY)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +40,44 @@ class Variant:
 
     title: str
     facts: EngineFacts = _PLAIN
+    execution: Execution = _ROW_BY_ROW
     row_tokens: int = 4096
     host_gbps: float = 200
     gemm_factor: float = 1.0
     uses_spare_memory: bool = False
 
 
-_GROUPED = dataclasses.replace(_PLAIN, micro_batch_tokens=16384)
-_FUSED = dataclasses.replace(_GROUPED, fused=True)
-_FUSED_HEAD = dataclasses.replace(_FUSED, fused_head=True, head_chunk_tokens=8192)
-_IN_GEMM = dataclasses.replace(_FUSED_HEAD, accumulates_in_gemm=True)
-_NO_ENDS = dataclasses.replace(_IN_GEMM, sends_rows=True, keeps_embedding=True)
-_TODAY_JOINED = dataclasses.replace(TODAY, micro_batch_tokens=16384)
+_FUSED = replace(_PLAIN, fused=True)
+_FUSED_HEAD = replace(_FUSED, fused_head=True)
+_IN_GEMM = replace(_FUSED_HEAD, accumulates_in_gemm=True)
+_NO_ENDS = replace(_IN_GEMM, sends_rows=True, keeps_embedding=True)
+_JOINED = replace(_ROW_BY_ROW, micro_batch_tokens=16384)
+_LARGE_CHUNKS = replace(_JOINED, head_chunk_tokens=8192)
+_TODAY = replace(_ROW_BY_ROW, head_chunk_tokens=None)
+_TODAY_JOINED = replace(_JOINED, head_chunk_tokens=None)
 VARIANTS: Mapping[str, Variant] = {
     "now-120": Variant(title="row by row, rows of 4,096 tokens, host memory 120 GB/s", host_gbps=120),
     "now": Variant(title="row by row, rows of 4,096 tokens, host memory 200 GB/s"),
     "now-350": Variant(title="row by row, rows of 4,096 tokens, host memory 350 GB/s", host_gbps=350),
     "short-rows": Variant(title="row by row, rows of 1,024 tokens", row_tokens=1024),
-    "1": Variant(title="1: micro-batches of 16k tokens", facts=_GROUPED),
-    "2": Variant(title="2: 1 and fused layers", facts=_FUSED),
-    "3": Variant(title="3: 2 and a fused head, chunks of 8,192 tokens", facts=_FUSED_HEAD),
-    "4": Variant(title="4: 3 and weight gradients summed in the product", facts=_IN_GEMM),
-    "5": Variant(title="5: 4 and the embedding kept on the device", facts=_NO_ENDS),
-    "6": Variant(title="6: 5 and spare memory keeps products", facts=_NO_ENDS, uses_spare_memory=True),
-    "rows-today": Variant(title="the engine today, row by row, eager layers", facts=TODAY),
-    "eager-today": Variant(title="a job today, joined rows, eager layers", facts=_TODAY_JOINED),
-    "job": Variant(
-        title="a job today, joined rows, compiled layers", facts=dataclasses.replace(_TODAY_JOINED, fused=True)
+    "1": Variant(title="1: micro-batches of 16k tokens", execution=_JOINED),
+    "2": Variant(title="2: 1 and fused layers", facts=_FUSED, execution=_JOINED),
+    "3": Variant(title="3: 2 and a fused head, chunks of 8,192 tokens", facts=_FUSED_HEAD, execution=_LARGE_CHUNKS),
+    "4": Variant(title="4: 3 and weight gradients summed in the product", facts=_IN_GEMM, execution=_LARGE_CHUNKS),
+    "5": Variant(title="5: 4 and the embedding kept on the device", facts=_NO_ENDS, execution=_LARGE_CHUNKS),
+    "6": Variant(
+        title="6: 5 and spare memory keeps products", facts=_NO_ENDS, execution=_LARGE_CHUNKS, uses_spare_memory=True
     ),
-    "fp8": Variant(title="5 with FP8 products (1.55 times as fast)", facts=_NO_ENDS, gemm_factor=1.55),
+    "rows-today": Variant(title="the engine today, row by row, eager layers", facts=TODAY, execution=_TODAY),
+    "eager-today": Variant(title="a job today, joined rows, eager layers", facts=TODAY, execution=_TODAY_JOINED),
+    "job": Variant(
+        title="a job today, joined rows, compiled layers",
+        facts=replace(TODAY, fused=True),
+        execution=_TODAY_JOINED,
+    ),
+    "fp8": Variant(
+        title="5 with FP8 products (1.55 times as fast)", facts=_NO_ENDS, execution=_LARGE_CHUNKS, gemm_factor=1.55
+    ),
 }
 
 
@@ -93,52 +107,40 @@ def model_7b() -> ModelFolder:
 
 def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPrediction:
     """One cell: a step of that many tokens with exact clipping, in bf16, its gradients kept in bf16."""
-    rates = estimated_rates("h100", host_bytes_per_s=variant.host_gbps * 1e9)
+    rates = estimated_rates(GPU, host_bytes_per_s=variant.host_gbps * 1e9)
     (width,) = rates.widths
     faster = tuple((tokens, variant.gemm_factor * rate) for tokens, rate in width.gemm_flops_per_s)
-    rates = dataclasses.replace(rates, widths=(dataclasses.replace(width, gemm_flops_per_s=faster),))
+    rates = replace(rates, widths=(replace(width, gemm_flops_per_s=faster),))
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=num_tokens, sequence_length=variant.row_tokens)
 
-    def step(kept: KeptOnDevice) -> StepPrediction:
-        work = work_of_step(
-            folder,
-            tokens_per_step=num_tokens,
-            sequence_length=variant.row_tokens,
-            device_kind="cuda",
-            grad_bytes=2,
-            activation_placement="device",
-            facts=variant.facts,
-            kept=kept,
-        )
+    def step(kept: Residency) -> StepPrediction:
+        work = work_of_step(folder, recipe, replace(variant.execution, residency=kept), facts=variant.facts)
         return predict_step(work, rates, shares_processors=False)
 
-    return step(_kept(variant, num_tokens, folder, step) if variant.uses_spare_memory else NOTHING_KEPT)
+    uses_room = variant.uses_spare_memory
+    return step(spare_memory(folder, recipe, variant.execution, step) if uses_room else NOTHING_STAYS)
 
 
-def _kept(
-    variant: Variant, num_tokens: int, folder: ModelFolder, step: Callable[[KeptOnDevice], StepPrediction]
-) -> KeptOnDevice:
+def spare_memory(
+    folder: ModelFolder,
+    recipe: Recipe,
+    execution: Execution,
+    step: Callable[[Residency], StepPrediction],
+    *,
+    keeps_products: bool = True,
+) -> Residency:
     """What a plan would keep in the memory that the job leaves."""
 
-    def device_bytes(kept: KeptOnDevice) -> int:
-        plan = plan_memory(
-            folder.layout,
-            model=folder.shape,
-            tokens_per_step=num_tokens,
-            sequence_length=variant.row_tokens,
-            device_kind="cuda",
-            grad_bytes=2,
-            micro_batch_tokens=variant.facts.micro_batch_tokens,
-            kept=kept,
-        )
-        return plan.device_total_bytes
+    def device_bytes(kept: Residency) -> int:
+        return plan_memory(folder, recipe, replace(execution, residency=kept)).device_total_bytes
 
-    needed = device_bytes(NOTHING_KEPT)
-    return choose_kept(
+    needed = device_bytes(NOTHING_STAYS)
+    return choose_residency(
         lambda kept: step(kept).step_s,
-        room_bytes=int(SPARE_USABLE * usable_device_bytes(gpu_named("h100").memory_bytes)) - needed,
-        num_layers=LAYERS,
-        resident_bytes=lambda num_layers: device_bytes(KeptOnDevice(resident_layers=num_layers)) - needed,
-        layer_product_bytes=product_bytes(folder.layout, folder.shape, num_tokens=num_tokens, element_bytes=2),
+        room_bytes=int(SPARE_USABLE * usable_device_bytes(gpu_named(GPU).memory_bytes)) - needed,
+        num_layers=folder.shape.num_hidden_layers,
+        resident_bytes=lambda num_layers: device_bytes(Residency(resident_layers=num_layers)) - needed,
+        layer_product_bytes=product_bytes(folder, recipe, execution) if keeps_products else 0,
     )
 
 

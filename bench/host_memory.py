@@ -15,9 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from horizon_server.planning.compute import ELEMENT_BYTES, ComputeDtype
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import ELEMENT_BYTES, ComputeDtype, Execution
 from horizon_server.settings import child_environment
 
 ROW_TOKENS = 256
@@ -41,7 +42,7 @@ def train(folder: Path, *, clip: bool, num_threads: int, compute_dtype: ComputeD
     from bench.models import random_rows
     from horizon_server.engine.device import TORCH_DTYPE, device_for
     from horizon_server.engine.template import Template
-    from horizon_server.engine.trainer import TrainConfig, Trainer
+    from horizon_server.engine.trainer import Trainer
     from horizon_server.store.host_store import HostStore
     from horizon_server.store.model_load import load_model
 
@@ -52,10 +53,8 @@ def train(folder: Path, *, clip: bool, num_threads: int, compute_dtype: ComputeD
     load_s = time.perf_counter() - started_s
     loaded_bytes = _peak_bytes()
     device = device_for("host", compute_dtype=compute_dtype, num_threads=num_threads)
-    config = TrainConfig(
-        num_steps=2, learning_rate=1e-5, max_grad_norm=1.0 if clip else None, optimizer_threads=num_threads
-    )
-    trainer = Trainer(template, store, device, config)
+    recipe = Recipe(learning_rate=1e-5, max_grad_norm=1.0 if clip else None)
+    trainer = Trainer(template, store, device, recipe, Execution(optimizer_threads=num_threads), num_steps=2)
     for _ in range(2):
         trainer.train_step(random_rows(template.vocab_size, num_rows=1, row_tokens=ROW_TOKENS))
     trainer.flush()
@@ -122,16 +121,9 @@ def main() -> None:
 
 def _print_line(folder: Path, shape: str, *, clip: bool, num_threads: int, dtype: ComputeDtype) -> None:
     found = open_model_folder(folder)
-    plan = plan_memory(
-        found.layout,
-        model=found.shape,
-        tokens_per_step=ROW_TOKENS,
-        sequence_length=ROW_TOKENS,
-        device_kind="host",
-        compute_dtype=dtype,
-        grad_bytes=ELEMENT_BYTES[dtype] if clip else 0,
-        num_threads=num_threads,
-    )
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=ROW_TOKENS, sequence_length=ROW_TOKENS)
+    grad_bytes = ELEMENT_BYTES[dtype] if clip else 0
+    plan = plan_memory(found, recipe, Execution(compute_dtype=dtype, grad_bytes=grad_bytes, num_threads=num_threads))
     flags = ["--measured", str(folder), "--threads", str(num_threads), "--dtype", dtype]
     flags += [] if clip else ["--no-clip"]
     read_s = _read_seconds(folder)

@@ -17,7 +17,9 @@ from bench.models import qwen3_config, random_store
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 
 NUM_THREADS = 2
 
@@ -77,10 +79,9 @@ def main() -> None:
 
 
 def _trainer(template: Template, micro_batch_tokens: int) -> Trainer:
-    config = TrainConfig(
-        num_steps=100, learning_rate=1e-5, optimizer_threads=NUM_THREADS, micro_batch_tokens=micro_batch_tokens
-    )
-    return Trainer(template, random_store(template), HostDevice(num_threads=NUM_THREADS), config)
+    execution = Execution(optimizer_threads=NUM_THREADS, micro_batch_tokens=micro_batch_tokens)
+    device = HostDevice(num_threads=NUM_THREADS)
+    return Trainer(template, random_store(template), device, Recipe(learning_rate=1e-5), execution, num_steps=100)
 
 
 if __name__ == "__main__":

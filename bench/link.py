@@ -20,8 +20,10 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import StepFigures
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +49,8 @@ def run(
     # One compute thread leaves a processor to the queues: the link is what is measured, not a scramble for cores.
     trace = Trace()
     device = HostDevice(num_threads=1, link_bytes_per_s=link_bytes_per_s, trace=trace)
-    config = TrainConfig(
-        num_steps=1000,
-        learning_rate=1e-5,
-        num_weight_slots=num_slots,
-        num_gradient_slots=num_slots,
-        optimizer_threads=1,
-    )
-    trainer = Trainer(template, store, device, config)
+    execution = Execution(optimizer_threads=1, num_weight_slots=num_slots, num_gradient_slots=num_slots)
+    trainer = Trainer(template, store, device, Recipe(learning_rate=1e-5), execution, num_steps=1000)
     steps = []
     for _ in range(num_steps + 1):
         trace.clear()

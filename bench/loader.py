@@ -25,7 +25,9 @@ from horizon_server.demo.recipe import write_demo_model
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 
 DATA_BYTES = 5 * 10**6
 NUM_DOCUMENTS = 10_000_000
@@ -56,7 +58,7 @@ def share_of_a_step(dataset: PreparedDataset) -> None:
     """Print what a small model's training waits for its batches."""
     template = Template.from_config(qwen3_config(SHAPE))
     store, device = random_store(template), HostDevice()
-    trainer = Trainer(template, store, device, TrainConfig(num_steps=1000, learning_rate=1e-5))
+    trainer = Trainer(template, store, device, Recipe(learning_rate=1e-5), Execution(), num_steps=1000)
     plan = plan_of(dataset, STEP_TOKENS)
     waited: list[float] = []
     shares: list[float] = []

@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import MemoryPlan, micro_batch_tokens, plan_memory
+from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
+from horizon_server.records.plan import Ledger
 from horizon_server.settings import child_environment
 
 NUM_THREADS = 2
@@ -100,22 +103,18 @@ def account(folder: Path, document_lengths: tuple[int, ...]) -> Mapping[str, int
     from horizon_server.engine.device.host import HostDevice
     from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
     from horizon_server.engine.template import Template
-    from horizon_server.engine.trainer import TrainConfig, Trainer
+    from horizon_server.engine.trainer import Trainer
     from horizon_server.store.host_store import HostStore
     from horizon_server.store.model_load import load_model
 
     template = Template.from_folder(folder)
     store = HostStore.allocate(template.layout, grad_dtype=torch.float32)
     load_model(store, folder)
-    config = TrainConfig(
-        num_steps=2,
-        learning_rate=1e-5,
-        max_grad_norm=1.0,
-        optimizer_threads=NUM_THREADS,
-        micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host"),
+    execution = Execution(
+        optimizer_threads=NUM_THREADS, micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host")
     )
     device = HostDevice(num_threads=NUM_THREADS)
-    trainer = Trainer(template, store, device, config)
+    trainer = Trainer(template, store, device, Recipe(learning_rate=1e-5), execution, num_steps=2)
     ids_T = torch.randint(VOCAB, (sum(document_lengths),))
     starts = torch.tensor(document_lengths).cumsum(0)[:-1]
     labels_T = ids_T.roll(-1)
@@ -135,19 +134,14 @@ def account(folder: Path, document_lengths: tuple[int, ...]) -> Mapping[str, int
     return report.device_memory_bytes
 
 
-def planned(folder: Path, lengths: tuple[int, ...]) -> MemoryPlan:
+def planned(folder: Path, lengths: tuple[int, ...]) -> Ledger:
     """The plan of steps of one row of such documents."""
     found = open_model_folder(folder)
     return plan_memory(
-        found.layout,
-        model=found.shape,
-        tokens_per_step=sum(lengths),
-        sequence_length=sum(lengths),
-        device_kind="host",
-        grad_bytes=4,
-        num_threads=NUM_THREADS,
+        found,
+        Recipe(learning_rate=1e-5, tokens_per_step=sum(lengths), sequence_length=sum(lengths)),
+        Execution(num_threads=NUM_THREADS, micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, "host")),
         layer=LayerProbe(child_environment())(found),
-        micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, "host"),
         longest_document=max(lengths),
     )
 

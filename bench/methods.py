@@ -19,9 +19,11 @@ from bench.models import qwen3_config, random_rows
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import StepFigures
 from horizon_server.planning.lora import linear_maps
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution, Residency
 from horizon_server.spec import LoraSpec
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.host_store import HostStore
@@ -62,10 +64,9 @@ def run(
     store = random_store(template)
     # One compute thread leaves a processor to the queues: the link is what is measured, not a scramble for cores.
     device = HostDevice(num_threads=1, link_bytes_per_s=link_bytes_per_s)
-    config = TrainConfig(
-        num_steps=1000, learning_rate=1e-5, optimizer_threads=1, resident_layers=resident_layers, adapter_scale=2.0
-    )
-    trainer = Trainer(template, store, device, config)
+    recipe = Recipe(learning_rate=1e-5, adapter_scale=2.0)
+    execution = Execution(optimizer_threads=1, residency=Residency(resident_layers=resident_layers))
+    trainer = Trainer(template, store, device, recipe, execution, num_steps=1000)
     walls = []
     for _ in range(num_steps + 1):
         started_s = time.perf_counter()

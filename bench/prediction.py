@@ -24,11 +24,13 @@ from bench.models import random_rows, random_store
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.rate_probe import Sizes, measure_rates
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import work_of_step
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.records.plan import StepPrediction
 
 _HEAD_SIZE = 64
@@ -103,14 +105,8 @@ def folder_of(case: Case, template: Template) -> ModelFolder:
 
 def predicted(case: Case, template: Template, rates: DeviceRates) -> StepPrediction:
     """What the model says: a device of its own at the other end of a link, which computes in fp32."""
-    work = work_of_step(
-        folder_of(case, template),
-        tokens_per_step=case.rows * case.row_tokens,
-        sequence_length=case.row_tokens,
-        device_kind="host",
-        grad_bytes=4 if case.clips else 0,
-        activation_placement="device",
-    )
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=case.rows * case.row_tokens, sequence_length=case.row_tokens)
+    work = work_of_step(folder_of(case, template), recipe, Execution(grad_bytes=4 if case.clips else 0))
     return predict_step(work, rates, shares_processors=False)
 
 
@@ -121,9 +117,9 @@ class Run:
         self._case = case
         self._device = HostDevice(num_threads=1, link_bytes_per_s=case.link_gbps * 1e9)
         self._store = random_store(template, grad_dtype=self._device.gradient_dtype if case.clips else None)
-        clip = 1.0 if case.clips else None
-        config = TrainConfig(num_steps=1000, learning_rate=1e-5, optimizer_threads=1, max_grad_norm=clip)
-        self._trainer = Trainer(template, self._store, self._device, config)
+        recipe = Recipe(learning_rate=1e-5, max_grad_norm=1.0 if case.clips else None)
+        execution = Execution(optimizer_threads=1)
+        self._trainer = Trainer(template, self._store, self._device, recipe, execution, num_steps=1000)
         self.step_s()
 
     def step_s(self) -> float:

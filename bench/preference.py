@@ -23,8 +23,10 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.objectives import DPO, Documents, StepObjective
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.ledger import micro_batch_tokens
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 
 WANTED = 1.35
 
@@ -37,11 +39,11 @@ def measure(shape: str, *, num_rows: int, row_tokens: int, num_turns: int, num_t
     for _ in range(2):
         stores.append(random_store(template))
         devices.append(HostDevice(num_threads=num_threads))
-        settings = TrainConfig(
-            num_steps=10_000, learning_rate=1e-5, lr_schedule="constant", optimizer_threads=num_threads,
-            tokens_per_step=num_rows * row_tokens, micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host"),
-        )  # fmt: skip
-        trainers.append(Trainer(template, stores[-1], devices[-1], settings))
+        recipe = Recipe(learning_rate=1e-5, lr_schedule="constant", tokens_per_step=num_rows * row_tokens)
+        execution = Execution(
+            optimizer_threads=num_threads, micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host")
+        )
+        trainers.append(Trainer(template, stores[-1], devices[-1], recipe, execution, num_steps=10_000))
     plain, preferring = trainers
 
     def timed(work: Callable[[], object]) -> float:

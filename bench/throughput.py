@@ -28,8 +28,10 @@ from horizon_server.engine.device import TORCH_DTYPE
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.ledger import micro_batch_tokens
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.store.cpus import available_cpus
 
 
@@ -84,26 +86,23 @@ class Engine:
     ) -> None:
         self.store = random_store(template, grad_dtype=dtype)
         self.device = HostDevice(num_threads=num_threads, compute_dtype=dtype)
-        settings = TrainConfig(
-            num_steps=10_000,
-            learning_rate=1e-4,
-            lr_schedule="constant",
-            max_grad_norm=1.0,
-            optimizer_threads=num_threads,
-            micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host"),
-        )
+        recipe = Recipe(learning_rate=1e-4, lr_schedule="constant")
+        together = micro_batch_tokens(template.hidden_size, "host")
+        execution = Execution(optimizer_threads=num_threads, micro_batch_tokens=together)
         compiled = None
         if library is not None:
             target = Target(
                 dtype=dtype,
                 device=torch.device("cpu"),
                 num_threads=num_threads,
-                num_tokens=settings.micro_batch_tokens,
+                num_tokens=together,
             )
             torch.set_num_threads(num_threads)
             print("; ".join(build_missing(template, library, target, print)))
             compiled = CompiledLayers.load(template, library, target)
-        self._trainer = Trainer(template, self.store, self.device, settings, compiled)
+        self._trainer = Trainer(
+            template, self.store, self.device, recipe, execution, num_steps=10_000, compiled=compiled
+        )
 
     def step(self, rows: list[MicroBatch]) -> float:
         """One step with its update; returns the loss."""

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import Plan
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.safetensors_files import file_header
 
@@ -126,7 +126,7 @@ def stored_shapes(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]
             yield name, shape
 
 
-def planned(folder: Path, **train: Any) -> JobPlan:
+def planned(folder: Path, **train: Any) -> Plan:
     """Return the plan of a job on a machine without limits."""
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=UNLIMITED_BYTES, available_bytes=UNLIMITED_BYTES),

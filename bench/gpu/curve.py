@@ -180,9 +180,11 @@ def _measure(
 ) -> _Measured:
     row_tokens = point.row_tokens or SIZES[task.device].row_tokens
     rows = rows_for(model.template.vocab_size, kind=point.rows, tokens=point.tokens, row_tokens=row_tokens)
-    found = dataclasses.replace(set_up(model, rows, point.engine, host_gbps=point.host_gbps), update_threads=threads)
+    found = set_up(model, rows, point.engine, host_gbps=point.host_gbps)
+    if threads is not None:
+        found = dataclasses.replace(found, execution=dataclasses.replace(found.execution, optimizer_threads=threads))
     forget(model.kind)
-    trainer, layers = job_trainer(task, model, store, device, rows, found, point.engine)
+    trainer, layers = job_trainer(task, model, store, device, found, point.engine)
     try:
         trainer.train_step(rows[:2])
         with sampled(on=model.kind == "cuda") as clocks:
@@ -218,7 +220,7 @@ def _cells(model: Model, point: Point, measured: _Measured) -> dict[str, object]
     return {
         "compiled": f"{measured.num_compiled} of {model.template.num_layers}",
         "kept": measured.found.text(),
-        "inputs_on": measured.found.placement,
+        "inputs_on": measured.found.execution.activation_placement,
         "tokens/s": num_tokens / step_s,
         "useful_TFLOP/s": useful,
         "forecast": forecast,
@@ -286,6 +288,6 @@ def _memory_cells(measured: _Measured) -> dict[str, object]:
         "allocated/planned": measured.allocated_bytes / planned_bytes,
         "host_planned_GiB": measured.found.plan.host_total_bytes / 2**30,
         "host_resident_GiB": measured.host_bytes / 2**30,
-        "planned_device": dict(measured.found.plan.device),
+        "planned_device": dict(measured.found.plan.device_bytes),
         "measured_device": measured.reports[-1].device_memory_bytes,
     }

@@ -33,7 +33,7 @@ def run(task: Task, report: Report) -> None:
     )
     found = set_up(model, kinds["packed"])
     with opened(task, model) as (store, device):
-        trainer, _ = job_trainer(task, model, store, device, kinds["packed"], found, "job")
+        trainer, _ = job_trainer(task, model, store, device, found, "job")
         try:
             # Of lengths that do not come again, so that only what depends on the length is left for the first step.
             short = sizes.shortest_length // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from horizon_server.planning.compute import DeviceKind
+from horizon_server.records.execution import DeviceKind
 from horizon_server.store.cpus import available_cpus
 
 _DEVICE_SHARE = 0.92

@@ -33,7 +33,7 @@ def _run(task: Task, report: Report, engine: Engine, *, writes_trace: bool) -> N
     rows = rows_for(model.template.vocab_size, kind="equal", tokens=sizes.profile_tokens, row_tokens=sizes.row_tokens)
     found = set_up(model, rows, engine)
     with opened(task, model, trace=trace) as (store, device):
-        trainer, _ = job_trainer(task, model, store, device, rows, found, engine)
+        trainer, _ = job_trainer(task, model, store, device, found, engine)
         try:
             trainer.train_step(rows)
             plain = trainer.train_step(rows)

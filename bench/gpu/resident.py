@@ -6,6 +6,7 @@ within device memory; both are about a hundredth of a step of 7 B parameters and
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 
 import torch
@@ -13,12 +14,13 @@ import torch
 from bench.gpu.report import Report
 from bench.gpu.resident_device import ResidentDevice
 from bench.gpu.shapes import SIZES
-from bench.gpu.steps import Model, choose_model, forget, opened, plan_of, rows_for, trainer_for, typical_s
+from bench.gpu.steps import Model, choose_model, forget, job_of, opened, placed, rows_for, trainer_for, typical_s
 from bench.gpu.task import Clock, Task
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.ledger import ActivationPlacement
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 
@@ -66,14 +68,16 @@ def run(task: Task, report: Report) -> None:
 
 
 def _both(task: Task, model: Model, rows: list[MicroBatch], clock: Clock) -> tuple[Measured, Measured]:
-    _, placement = plan_of(model, rows)
+    recipe, execution = job_of(model, rows)
+    # A rate of zero, so that the small step that comes first leaves the weights as they are.
+    job = dataclasses.replace(recipe, learning_rate=0.0), placed(model, recipe, execution)[1]
     with opened(task, model) as (store, device):
         dtypes = {"compute_dtype": device.compute_dtype, "gradient_dtype": device.gradient_dtype}
         # First, because the streamed steps change the weights.
         with closing(ResidentDevice(model.kind, store, **dtypes)) as resident_device:
-            resident = _measure(model, store, resident_device, rows, placement, clock)
+            resident = _measure(model, store, resident_device, rows, job, clock)
         forget(model.kind)
-        return _measure(model, store, device, rows, placement, clock), resident
+        return _measure(model, store, device, rows, job, clock), resident
 
 
 def _measure(
@@ -81,11 +85,10 @@ def _measure(
     store: HostStore,
     device: Device,
     rows: list[MicroBatch],
-    placement: ActivationPlacement,
+    job: tuple[Recipe, Execution],
     clock: Clock,
 ) -> Measured:
-    # A rate of zero, so that the small step that comes first leaves the weights as they are.
-    trainer = trainer_for(model, store, device, rows, activation_placement=placement, learning_rate=0.0)
+    trainer = trainer_for(model, store, device, job)
     try:
         trainer.train_step(rows[:2])
         first = trainer.train_step(rows)

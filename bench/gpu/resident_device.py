@@ -18,7 +18,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
 from horizon_server.figures import QueueFigures
-from horizon_server.planning.compute import DeviceKind
+from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
 
 

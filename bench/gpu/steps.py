@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bench.gpu.machine import device_limit_bytes, free_host_bytes
 from bench.gpu.shapes import MAX_POSITIONS, QWEN25, RANK, SIZES, Base, RowKind
 from bench.gpu.task import PLANES, Task
 from bench.models import rows_of
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
@@ -31,11 +32,18 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.compute import DeviceKind
-from horizon_server.planning.ledger import ActivationPlacement, MemoryPlan, plan_memory
+from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import (
+    DEFAULT_COMPUTE_DTYPE,
+    ActivationPlacement,
+    DeviceKind,
+    Execution,
+)
+from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -222,43 +230,55 @@ def _documents(draw: random.Random, num_tokens: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def plan_of(model: Model, rows: Sequence[MicroBatch]) -> tuple[MemoryPlan, ActivationPlacement]:
-    """The memory of a step of these rows; layer inputs stay on the device where they fit.
+def job_of(model: Model, rows: Sequence[MicroBatch], **more: Any) -> tuple[Recipe, Execution]:
+    """What a job of these rows trains by, with room for them, and how it runs here before anything is chosen for it."""
+    recipe = Recipe(
+        learning_rate=1e-6,
+        lr_schedule="constant",
+        tokens_per_step=sum(row.num_tokens for row in rows),
+        sequence_length=max(row.num_tokens for row in rows),
+        adapter_scale=ADAPTER_SCALE if model.base else 1.0,
+        **more,
+    )
+    execution = Execution(
+        device_kind=model.kind,
+        compute_dtype=DEFAULT_COMPUTE_DTYPE[model.kind],
+        device_limit_bytes=int(device_limit_bytes(model.kind)),
+        grad_bytes=model.grad_dtype.itemsize,
+        num_threads=available_cpus(),
+    )
+    return recipe, execution
+
+
+def placed(model: Model, recipe: Recipe, execution: Execution) -> tuple[Ledger, Execution]:
+    """The memory of a job; layer inputs stay on the device where they fit.
 
     Raises:
         DoesNotFit: it needs more than the device has, wherever layer inputs are.
     """
-    tokens, limit_bytes = sum(row.num_tokens for row in rows), device_limit_bytes(model.kind)
     placements: tuple[ActivationPlacement, ...] = ("device", "host")
     for placement in placements:
-        plan = plan_memory(
-            model.template.layout,
-            model=ModelShape.from_config(model.config.to_dict()),
-            tokens_per_step=tokens,
-            sequence_length=max(row.num_tokens for row in rows),
-            device_kind=model.kind,
-            grad_bytes=model.grad_dtype.itemsize,
-            num_threads=available_cpus(),
-            activation_placement=placement,
-        )
-        if plan.device_total_bytes <= limit_bytes:
-            return plan, placement
+        tried = replace(execution, activation_placement=placement)
+        ledger = plan_memory(folder_of(model), recipe, tried)
+        if ledger.device_total_bytes <= execution.device_limit_bytes:
+            return ledger, tried
     raise DoesNotFit(
-        f"device memory: {plan.device_total_bytes / 2**30:.1f} GiB are planned for {tokens} tokens, "
-        f"{limit_bytes / 2**30:.1f} GiB are there"
+        f"device memory: {ledger.device_total_bytes / 2**30:.1f} GiB are planned for {recipe.tokens_per_step} tokens, "
+        f"{execution.device_limit_bytes / 2**30:.1f} GiB are there"
     )
 
 
-def trainer_for(model: Model, store: HostStore, device: Device, rows: Sequence[MicroBatch], **more: Any) -> Trainer:
-    """A trainer with room for these rows; without a `grad` plane it does not clip."""
-    settings: dict[str, Any] = {
-        "num_steps": 1000,
-        "learning_rate": 1e-6,
-        "lr_schedule": "constant",
-        "max_grad_norm": None if store.grad_dtype is None else 1.0,
-        "tokens_per_step": sum(row.num_tokens for row in rows),
-    }
-    return Trainer(model.template, store, device, TrainConfig(**{**settings, **more}))
+def trainer_for(
+    model: Model,
+    store: HostStore,
+    device: Device,
+    job: tuple[Recipe, Execution],
+    compiled: CompiledLayers | None = None,
+) -> Trainer:
+    """A trainer of a job; without a `grad` plane it does not clip."""
+    recipe, execution = job
+    recipe = replace(recipe, max_grad_norm=None if store.grad_dtype is None else 1.0)
+    return Trainer(model.template, store, device, recipe, execution, num_steps=1000, compiled=compiled)
 
 
 def forget(kind: DeviceKind) -> None:

@@ -73,7 +73,7 @@ def _run(task: Task, model: Model, rows: list[MicroBatch], engine: Engine) -> _R
         for plane in _MOMENTS:
             store.plane(plane).zero_()
         forget(model.kind)
-        trainer, layers = job_trainer(task, model, store, device, rows, found, engine)
+        trainer, layers = job_trainer(task, model, store, device, found, engine)
         try:
             steps = [trainer.train_step(rows) for _ in range(_NUM_STEPS)]
             trainer.flush()

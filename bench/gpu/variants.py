@@ -7,9 +7,9 @@ and changes that it does not have yet, which are predicted alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from bench.forecast import spare_memory
 from bench.gpu.predicted import (
     Fp8,
     with_attention,
@@ -19,12 +19,12 @@ from bench.gpu.predicted import (
     with_unpacking,
 )
 from bench.gpu.shapes import Base, Engine
-from horizon_server.planning.gpus import estimated_rates, gpu_named, usable_device_bytes
-from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
-from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.records.plan import StepPrediction
 
 PREDICTED_FOR, HOST_GBPS = "h100", 200.0
@@ -32,8 +32,9 @@ PREDICTED_FOR, HOST_GBPS = "h100", 200.0
 ROW_TOKENS, MICRO_BATCH_TOKENS = 4096, 16384
 NOT_IN_THE_ENGINE = "the engine does not have it"
 
-_EAGER = dataclasses.replace(TODAY, micro_batch_tokens=MICRO_BATCH_TOKENS)
-_JOB = dataclasses.replace(_EAGER, fused=True)
+_ROW_BY_ROW = Execution(device_kind="cuda", compute_dtype="bfloat16", grad_bytes=2)
+_JOINED = dataclasses.replace(_ROW_BY_ROW, micro_batch_tokens=MICRO_BATCH_TOKENS)
+_JOB = dataclasses.replace(TODAY, fused=True)
 _NO_TABLE = dataclasses.replace(_JOB, keeps_embedding=True)
 # Of 217 hidden-sizes of bytes, 35 are copies that attention and the sums of gradients could do without.
 _FEWER_COPIES = 1 - 35 / 217
@@ -59,6 +60,7 @@ class Variant:
     title: str
     measured_by: Measures | None = None
     facts: EngineFacts = _JOB
+    execution: Execution = _JOINED
     base: Base = ""
     host_gbps: float = HOST_GBPS
     products: bool = False
@@ -72,21 +74,21 @@ class Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(title="row by row, eager layers", facts=TODAY, measured_by=Measures(engine="row by row")),
-    Variant(title="joined rows, eager layers", facts=_EAGER, measured_by=Measures(engine="eager")),
+    Variant(title="row by row, eager layers", facts=TODAY, execution=_ROW_BY_ROW, measured_by=Measures(engine="row by row")),
+    Variant(title="joined rows, eager layers", facts=TODAY, measured_by=Measures(engine="eager")),
     Variant(title="a job: joined rows, compiled layers", measured_by=Measures()),
     Variant(title="a job, host memory 120 GB/s", host_gbps=120, measured_by=Measures(host_gbps=120)),
     Variant(title="a job, host memory 350 GB/s", host_gbps=350, measured_by=Measures(host_gbps=350)),
     Variant(
         title="compiled, weights of all layers resident", all_resident=True, measured_by=Measures(engine="resident")
     ),
-    Variant(title="eager, products kept", facts=_EAGER, products=True, measured_by=Measures(engine="products")),
+    Variant(title="eager, products kept", facts=TODAY, products=True, measured_by=Measures(engine="products")),
     Variant(title="a job + attention for Hopper", for_hopper=True),
     Variant(title="+ fewer copies", for_hopper=True, fewer_copies=True),
     Variant(title="+ products kept by compiled layers", products=True, for_hopper=True, fewer_copies=True),
     Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True, fewer_copies=True),
     Variant(title="optimizer states of 17 of 28 layers resident instead", resident_states=True, for_hopper=True, fewer_copies=True),
-    Variant(title="train.matmul: fp8, eager layers", facts=_EAGER, fp8="eager", measured_by=Measures(engine="fp8")),
+    Variant(title="train.matmul: fp8, eager layers", facts=TODAY, fp8="eager", measured_by=Measures(engine="fp8")),
     Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True, fewer_copies=True),
     Variant(
         title="the same, weight gradients too, products kept, table resident",
@@ -119,18 +121,11 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     if variant.for_hopper:
         rates = with_attention(rates, *HOPPER_ATTENTION)
     num_layers = folder.shape.num_hidden_layers
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=num_tokens, sequence_length=ROW_TOKENS)
 
-    def step(kept: KeptOnDevice) -> StepPrediction:
-        work = work_of_step(
-            folder,
-            tokens_per_step=num_tokens,
-            sequence_length=ROW_TOKENS,
-            device_kind="cuda",
-            grad_bytes=2,
-            activation_placement="device",
-            facts=variant.facts,
-            kept=kept,
-        )
+    def step(kept: Residency) -> StepPrediction:
+        execution = dataclasses.replace(variant.execution, residency=kept)
+        work = work_of_step(folder, recipe, execution, facts=variant.facts)
         if variant.fewer_copies:
             work = with_elementwise(work, _FEWER_COPIES)
         if variant.fp8:
@@ -142,36 +137,7 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
         return predict_step(work, rates, shares_processors=False)
 
     if variant.all_resident:
-        return step(KeptOnDevice(resident_layers=num_layers))
-    keeps = variant.products or variant.residents
-    return step(_kept(variant, num_tokens, folder, step) if keeps else NOTHING_KEPT)
-
-
-def _kept(
-    variant: Variant, num_tokens: int, folder: ModelFolder, step: Callable[[KeptOnDevice], StepPrediction]
-) -> KeptOnDevice:
-    """What a plan would keep in the memory that the job leaves."""
-
-    def device_bytes(kept: KeptOnDevice) -> int:
-        plan = plan_memory(
-            folder.layout,
-            model=folder.shape,
-            tokens_per_step=num_tokens,
-            sequence_length=ROW_TOKENS,
-            device_kind="cuda",
-            grad_bytes=2,
-            micro_batch_tokens=variant.facts.micro_batch_tokens,
-            kept=kept,
-        )
-        return plan.device_total_bytes
-
-    needed = device_bytes(NOTHING_KEPT)
-    room_bytes = int(SPARE_USABLE * usable_device_bytes(gpu_named(PREDICTED_FOR).memory_bytes)) - needed
-    products = product_bytes(folder.layout, folder.shape, num_tokens=num_tokens, element_bytes=2)
-    return choose_kept(
-        lambda kept: step(kept).step_s,
-        room_bytes=room_bytes,
-        num_layers=folder.shape.num_hidden_layers,
-        resident_bytes=lambda num_layers: device_bytes(KeptOnDevice(resident_layers=num_layers)) - needed,
-        layer_product_bytes=products if variant.products else 0,
-    )
+        return step(Residency(resident_layers=num_layers))
+    if not (variant.products or variant.residents):
+        return step(NOTHING_STAYS)
+    return step(spare_memory(folder, recipe, variant.execution, step, keeps_products=variant.products))

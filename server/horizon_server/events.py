@@ -6,13 +6,13 @@ learning_rate, num_input_tokens_seen). Knows neither the wire nor the database.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import WorkerFailed
-from horizon_server.figures import EvalFigures, EvalSetFigures, Metric, QueueFigures, StepFigures, TransferFigures
+from horizon_server.figures import EvalFigures, EvalSetFigures, Metric, StepFigures
 
 # Up to an hour: with 12 bytes per parameter, the checkpoint of a model of 70 B is 840 GB.
 _WRITING_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)
@@ -227,8 +227,8 @@ def kind_of(payload: Payload | WorkerLine) -> str:
 
 def encode(payload: Payload | WorkerLine) -> str:
     """Return the payload as one line of JSON without a newline."""
-    # With nan and inf, which JSON does not have but Python reads back: a loss may be either.
-    return json.dumps({"kind": kind_of(payload), **dataclasses.asdict(payload)}, separators=(",", ":"), allow_nan=True)
+    # With NaN and infinity, which JSON does not have but Python reads back.
+    return json.dumps({"kind": kind_of(payload), **to_plain(payload)}, separators=(",", ":"))
 
 
 def decode(line: str | bytes) -> Any:
@@ -239,13 +239,6 @@ def decode(line: str | bytes) -> Any:
     """
     try:
         plain = json.loads(line)
-        kind = KINDS[plain.pop("kind")]
-        if issubclass(kind, QueueFigures):
-            # Those that are there: the table of events has lines of earlier versions too.
-            plain |= {name: TransferFigures(**plain[name]) for name in ("h2d", "d2h") if name in plain}
-            for name, part in (("sets", EvalSetFigures), ("answers", EvalAnswer)):
-                if name in plain:
-                    plain[name] = tuple(part(**each) for each in plain[name])
-        return kind(**plain)
+        return from_plain(KINDS[plain.pop("kind")], plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error

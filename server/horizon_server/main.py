@@ -353,10 +353,10 @@ def _wire_jobs(
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(folders.prepared, preparing, space, ask=scheduler.wake), num_threads=num_threads,
+            preparation=Preparation(folders.prepared, preparing, space, ask=scheduler.wake),
             environment=environment,
             trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
-            numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
+            turns=device, meter=meter, other_bytes=other_bytes,
             on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
             stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
             on_asked=functools.partial(on_loaded, job.job_id), make_room=functools.partial(sampling.make_room, job.job_id),

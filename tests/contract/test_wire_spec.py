@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from horizon_proto.v1 import job_pb2
 from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
+from horizon_server.recipe import LrSchedule
 from horizon_server.spec import (
     CheckpointSpec,
     DpoSpec,
@@ -21,7 +22,6 @@ from horizon_server.spec import (
     LimitsSpec,
     LoraSpec,
     LrGroup,
-    LrSchedule,
     OrpoSpec,
     PolicySpec,
     SimpoSpec,

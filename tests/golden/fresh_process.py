@@ -13,7 +13,9 @@ import torch
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
@@ -45,9 +47,9 @@ def take_steps(work: Path, *, first: int, count: int, num_threads: int, save: bo
     plan = StepPlan(
         dataset, sequence_length=MAX_DOCUMENT_TOKENS, tokens_per_step=MAX_DOCUMENT_TOKENS, seed=3, max_steps=NUM_STEPS
     )
-    config = TrainConfig(num_steps=NUM_STEPS, learning_rate=3e-4, seed=5, optimizer_threads=num_threads)
+    recipe, execution = Recipe(learning_rate=3e-4, seed=5), Execution(optimizer_threads=num_threads)
     device = HostDevice(num_threads=num_threads)
-    trainer = Trainer(template, store, device, config)
+    trainer = Trainer(template, store, device, recipe, execution, num_steps=NUM_STEPS)
     if first:
         trainer.restore(load_checkpoint(store, checkpoint_of(work, first)))
     else:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, Line
+from horizon_server.codec import from_plain
 from horizon_server.events import AttemptReady, Message, StepDone
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def live(request: dict[str, Any], descriptors: dict[str, Any], log: Path, messag
     # What a worker prints belongs to its log.
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     planes = {name: descriptor.detach() for name, descriptor in descriptors.items()}
-    made = WorkerRequest.from_mapping({**request, "planes": planes})
+    made = from_plain(WorkerRequest, {**request, "planes": planes})
     training = Training(made, events=Pipe(messages), orders=Orders())
     try:
         training.run()

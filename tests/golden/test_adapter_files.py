@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from horizon_server.children.entry import EventWriter
+from horizon_server.codec import from_plain
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
@@ -25,9 +26,9 @@ from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.base_digest import model_digest
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.host_store import HostStore
-from horizon_server.worker.request import WorkerRequest, train_config
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 
@@ -51,7 +52,7 @@ def trained(folder: Path, spec: JobSpec) -> Path:
     """Run a job to its end; returns its checkpoint."""
     events = EventWriter(os.open(folder / "events", os.O_WRONLY | os.O_CREAT))
     with worker_request(folder, spec) as request:
-        training = Training(WorkerRequest.from_mapping(request), events=events, orders=Orders())
+        training = Training(from_plain(WorkerRequest, request), events=events, orders=Orders())
         try:
             assert training.run().outcome == "succeeded"
         finally:
@@ -71,8 +72,8 @@ def of_store() -> Iterator[Any]:
         opened.extend((device, store))
         load_checkpoint(store, checkpoint, base=folder / "model", base_sha256=lambda: model_digest(folder / "model"))
         with worker_request(folder, spec) as request:
-            config = train_config(WorkerRequest.from_mapping(request), 4)
-        trainer = Trainer(template, store, device, config)
+            execution = from_plain(WorkerRequest, request).plan.execution
+        trainer = Trainer(template, store, device, spec.train.recipe, execution, num_steps=4)
         return torch.cat(trainer.log_probabilities([micro_batch([document]) for document in DOCUMENTS]))
 
     yield compute

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
+from tests.support.plans import ledger_of
 from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,8 +17,8 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import InvalidModel
-from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -187,9 +188,9 @@ def test_the_ledger_knows_what_it_will_hold(
     pack: Pack,
 ) -> None:
     model = tiny_model(architecture)
-    plan = plan_memory(
+    plan = ledger_of(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict()),
+        ModelShape.from_config(model.config.to_dict()),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="host",
@@ -205,10 +206,14 @@ def test_the_ledger_knows_what_it_will_hold(
 
     held, on_host = report.device_memory_bytes, report.host_memory_bytes
     for component in ("weights", "gradients", "activations"):
-        assert held[component] == plan.device[component]
+        assert held[component] == plan.device_bytes[component]
     # Counted on Qwen3, whose norms of queries and keys others lack.
-    assert held["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1 if architecture == "qwen3" else 0.2)
+    assert held["workspace"] == pytest.approx(
+        plan.device_bytes["workspace"], rel=0.1 if architecture == "qwen3" else 0.2
+    )
     for component in ("weights", "moments", "gradients"):
-        assert on_host.get(component, 0) == plan.host[component]
-    assert on_host.get("activations", 0) == plan.host["activations"] - plan.device["activations"]
-    assert on_host["staging"] == plan.host["staging"] - plan.device["weights"] - plan.device["gradients"]
+        assert on_host.get(component, 0) == plan.host_bytes[component]
+    assert on_host.get("activations", 0) == plan.host_bytes["activations"] - plan.device_bytes["activations"]
+    assert (
+        on_host["staging"] == plan.host_bytes["staging"] - plan.device_bytes["weights"] - plan.device_bytes["gradients"]
+    )

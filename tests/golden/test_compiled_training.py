@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.daemon_process import wait_for
+from tests.support.plans import settings
 from tests.support.processes import children_of, command_of
 from tests.support.tiny_models import TinyModel, config_of
 from torch import Tensor
@@ -30,7 +31,7 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_ke
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.trainable import open_for_training
@@ -169,10 +170,8 @@ def train(
 
         monkeypatch.setattr(compiled, "serve", counted)
     store = store or model.store(grad_dtype=dtype)
-    settings = TrainConfig(
-        num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0, adapter_scale=scale
-    )
-    trainer = Trainer(template, store, device, settings, compiled)
+    recipe, execution = settings(optimizer_threads=1, adapter_scale=scale)
+    trainer = Trainer(template, store, device, recipe, execution, num_steps=len(batches), compiled=compiled)
     if state is not None:
         trainer.restore(state)
     losses, norms = [], []

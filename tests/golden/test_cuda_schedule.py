@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
+from tests.support.plans import ledger_of
 from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -281,9 +282,9 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
     pack: Pack,
 ) -> None:
     model = tiny_model(architecture)
-    plan = plan_memory(
+    plan = ledger_of(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict()),
+        ModelShape.from_config(model.config.to_dict()),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="cuda",
@@ -303,6 +304,6 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
     report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
 
     for component in ("weights", "gradients", "activations"):
-        assert report.device_memory_bytes[component] == plan.device[component]
+        assert report.device_memory_bytes[component] == plan.device_bytes[component]
     for component in ("weights", "moments", "gradients", "activations", "staging"):
-        assert report.host_memory_bytes.get(component, 0) == plan.host[component]
+        assert report.host_memory_bytes.get(component, 0) == plan.host_bytes[component]

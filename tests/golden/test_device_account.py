@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.support.plans import ledger_of
 from torch import Tensor
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -159,9 +160,9 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
 ) -> None:
     model = tiny_model(architecture)
     rows = [pack(documents(60, 50)), pack(documents(100, 10))]
-    plan = plan_memory(
+    plan = ledger_of(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict(), names=model.weights),
+        ModelShape.from_config(model.config.to_dict(), names=model.weights),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="host",
@@ -181,12 +182,14 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
 
     held, on_host = report.device_memory_bytes, report.host_memory_bytes
     for component in ("weights", "gradients", "activations"):
-        assert held[component] == plan.device[component]
-    assert held["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)
+        assert held[component] == plan.device_bytes[component]
+    assert held["workspace"] == pytest.approx(plan.device_bytes["workspace"], rel=0.1)
     for component in ("weights", "moments", "gradients"):
-        assert on_host[component] == plan.host[component]
-    assert on_host.get("activations", 0) == plan.host["activations"] - plan.device["activations"]
-    assert on_host["staging"] == plan.host["staging"] - plan.device["weights"] - plan.device["gradients"]
+        assert on_host[component] == plan.host_bytes[component]
+    assert on_host.get("activations", 0) == plan.host_bytes["activations"] - plan.device_bytes["activations"]
+    assert (
+        on_host["staging"] == plan.host_bytes["staging"] - plan.device_bytes["weights"] - plan.device_bytes["gradients"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,9 +211,9 @@ def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
     pack: Pack,
 ) -> None:
     model = tiny_model(architecture, hidden_size=64, **changes)
-    plan = plan_memory(
+    plan = ledger_of(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict(), names=model.weights),
+        ModelShape.from_config(model.config.to_dict(), names=model.weights),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="host",
@@ -219,4 +222,4 @@ def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
 
     report = start(model).trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
 
-    assert report.device_memory_bytes["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)
+    assert report.device_memory_bytes["workspace"] == pytest.approx(plan.device_bytes["workspace"], rel=0.1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.plans import folder_of, ledger_of, settings
 from tests.support.tiny_models import config_of, micro_batch
 from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a_kernel
 from torch import Tensor
@@ -15,12 +16,11 @@ from torch import Tensor
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.objectives import Documents, StepObjective, WeightedSFT
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning import working_memory
-from horizon_server.planning.kept import product_bytes
-from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.planning.objective import WEIGHT_BYTES, with_weights
+from horizon_server.planning.residency import product_bytes
 from horizon_server.store.host_store import HostStore
 
 VOCABULARY = 512
@@ -57,15 +57,8 @@ def planned_and_tracked(
         CudaDevice(runtime=runtime),
     )
     store.plane("hi").normal_(std=0.02)
-    settings = TrainConfig(
-        num_steps=9,
-        learning_rate=1e-4,
-        optimizer_threads=1,
-        tokens_per_step=tokens * num_rows,
-        product_layers=product_layers,
-        **recipe,  # type: ignore[arg-type]
-    )
-    trainer = Trainer(template, store, device, settings)
+    options = settings(optimizer_threads=1, tokens_per_step=tokens * num_rows, product_layers=product_layers, **recipe)
+    trainer = Trainer(template, store, device, *options, num_steps=9)
     generator = torch.Generator().manual_seed(0)
     lengths = [tokens // documents] * documents
     rows = [
@@ -80,20 +73,21 @@ def planned_and_tracked(
     trainer.close()
     device.close()
     store.close()
-    plan = plan_memory(
+    plan = ledger_of(
         template.layout,
-        model=ModelShape.from_config(config.to_dict()),
+        ModelShape.from_config(config.to_dict()),
         tokens_per_step=tokens * num_rows,
         sequence_length=tokens,
         device_kind="cuda",
         grad_bytes=2,
     )
     shape = ModelShape.from_config(config.to_dict())
-    kept_bytes = product_bytes(template.layout, shape, num_tokens=tokens * num_rows, element_bytes=2)
+    job = settings(tokens_per_step=tokens * num_rows, device_kind="cuda")
+    kept_bytes = product_bytes(folder_of(template.layout, shape), *job)
     if is_weighted:
-        plan = with_weights(plan, tokens_per_step=tokens * num_rows, device_kind="cuda")
+        plan = with_weights(plan, *job)
     # No cuBLAS here.
-    return plan.device["workspace"] + product_layers * kept_bytes - working_memory.CUBLAS_BYTES, runtime
+    return plan.device_bytes["workspace"] + product_layers * kept_bytes - working_memory.CUBLAS_BYTES, runtime
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from tests.golden.test_lora import found_in, loss_of, master, relative, rows_for
+from tests.support.plans import ledger_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +22,6 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 from horizon_server.engine.template import Template
-from horizon_server.planning.ledger import plan_memory
 from horizon_server.store import adapter_norms
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
@@ -284,15 +284,14 @@ def test_what_the_device_holds_is_what_the_plan_says(
     rows = [pack(documents(40, 30)), pack(documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
-    plan = plan_memory(
-        store.layout, model=shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
+    plan = ledger_of(store.layout, shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
         compute_dtype="float32" if dtype == torch.float32 else "bfloat16",
     )  # fmt: skip
     for component in ("weights", "gradients", "activations"):
-        assert report.device_memory_bytes[component] == plan.device[component], component
-    assert report.device_memory_bytes["workspace"] <= plan.device["workspace"]
+        assert report.device_memory_bytes[component] == plan.device_bytes[component], component
+    assert report.device_memory_bytes["workspace"] <= plan.device_bytes["workspace"]
     for component in ("weights", "moments", "gradients"):
-        assert report.host_memory_bytes[component] == plan.host[component], component
+        assert report.host_memory_bytes[component] == plan.host_bytes[component], component
 
 
 def test_a_row_of_zeros_has_no_direction_and_trains_no_nan(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
 from tests.golden.test_dora import loaded
+from tests.support.plans import folder_of, ledger_of, settings
 from torch import Tensor
 
 from horizon_server.engine import kept_products
@@ -20,9 +21,8 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.kept import KeptOnDevice, product_bytes, resident_units
-from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.residency import product_bytes, resident_units
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -89,7 +89,7 @@ def test_no_bit_depends_on_what_is_kept(
         ("llama", {"attention_dropout": 0.3}, {"seed": 11}),
         ("phi3", {"resid_pdrop": 0.3}, {"seed": 11}),
         ("llama", {}, {"matmul": "fp8"}),
-        ("qwen3", {}, {"max_product_bytes": 10_000}),
+        ("qwen3", {}, {"product_bytes": 10_000}),
         ("qwen3", {}, {"micro_batch_tokens": 64}),
     ],
 )
@@ -101,7 +101,7 @@ def test_nor_with_dropout_fp8_joined_rows_or_a_budget(
     train: Callable[..., Any],
 ) -> None:
     model = tiny_model(architecture, **changes)
-    plain = {name: value for name, value in options.items() if name != "max_product_bytes"}
+    plain = {name: value for name, value in options.items() if name != "product_bytes"}
     assert_same(train(model, "host", **plain), train(model, "host", **ALL_KEPT, **options))
 
 
@@ -244,13 +244,13 @@ def test_the_account_is_the_plans(
 ) -> None:
     model = tiny_model(architecture)
     shape = ModelShape.from_config(model.config.to_dict(), names=model.weights)
-    layout, element_bytes = model.template.layout, 4 if kind == "host" else 2
-    a_layer = product_bytes(layout, shape, num_tokens=220, element_bytes=element_bytes)
-    kept = KeptOnDevice(resident_layers=resident, product_layers=2 if a_layer else 0)
+    layout, dtype = model.template.layout, "float32" if kind == "host" else "bfloat16"
+    a_layer = product_bytes(folder_of(layout, shape), *settings(tokens_per_step=220, compute_dtype=dtype))
+    product_layers = 2 if a_layer else 0
     assert (a_layer > 0) == (architecture in DENSE)
-    plan = plan_memory(
-        layout, model=shape, tokens_per_step=220, sequence_length=110, device_kind="cuda" if kind == "cuda" else "host",
-        grad_bytes=grad_bytes and (4 if kind == "host" else 2), kept=kept,
+    plan = ledger_of(layout, shape, tokens_per_step=220, sequence_length=110, device_kind="cuda" if kind == "cuda" else "host",
+        grad_bytes=grad_bytes and (4 if kind == "host" else 2), compute_dtype=dtype,
+        resident_layers=resident, product_layers=product_layers,
     )  # fmt: skip
     device = device_of(kind)
     run = start(
@@ -260,14 +260,14 @@ def test_the_account_is_the_plans(
         tokens_per_step=220,
         max_grad_norm=1.0 if grad_bytes else None,
         resident_layers=resident,
-        product_layers=kept.product_layers,
-        max_product_bytes=kept.product_layers * a_layer,
+        product_layers=product_layers,
+        product_bytes=product_layers * a_layer,
     )
 
     report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
 
     for component in ("weights", "gradients", "activations"):
-        assert report.device_memory_bytes[component] == plan.device[component]
+        assert report.device_memory_bytes[component] == plan.device_bytes[component]
 
 
 @pytest.mark.parametrize("lora", ADAPTERS)
@@ -286,7 +286,8 @@ def test_the_account_of_adapters_products_is_the_plans(
     model, store = loaded(tiny_model(architecture), tmp_path, **{"dora": False, **lora})
     dropout = lora.get("dropout", 0.0)
     shape, rows = ModelShape.from_config(model.config.to_dict(), names=model.weights), [pack(documents(60, 50))]
-    a_layer = product_bytes(model.template.layout, shape, num_tokens=110, element_bytes=4, adapter_dropout=dropout)
+    job = settings(tokens_per_step=110, adapter_dropout=dropout)
+    a_layer = product_bytes(folder_of(model.template.layout, shape), *job)
     reports = []
     for num_layers in (0, 2):
         trainer = start(model, store=store, product_layers=num_layers, adapter_dropout=dropout).trainer

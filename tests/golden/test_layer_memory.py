@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from bench import long_rows
+from tests.support.plans import ledger_of
 from tests.support.tiny_models import Run, TinyModel
 from torch import Tensor
 
 from horizon_server.engine.layer_memory import measure_layer_memory
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import LARGE_BLOCK_BYTES, LayerMemory, plan_memory
+from horizon_server.planning.ledger import LARGE_BLOCK_BYTES, LayerMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.process_variables import CHILD_VARIABLES
 from horizon_server.settings import child_environment
@@ -54,7 +55,7 @@ def test_the_plan_of_a_counted_model_is_what_its_layers_hold(architecture: str, 
     long_rows.write_model(tmp_path, architecture, 1280)
     plan = long_rows.planned(tmp_path, (1280,))
     held = long_rows.account(tmp_path, (1280,))
-    assert 0.9 < held["workspace"] / plan.device["workspace"] <= 1.0
+    assert 0.9 < held["workspace"] / plan.device_bytes["workspace"] <= 1.0
 
 
 def test_the_widest_moment_of_a_layer_is_counted(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
@@ -85,9 +86,9 @@ def test_the_plan_of_a_recurrent_model_holds_what_was_counted(
     assert layer is not None and layer == probe(folder)
 
     def planned(counted: LayerMemory | None) -> int:
-        return plan_memory(
+        return ledger_of(
             folder.layout,
-            model=folder.shape,
+            folder.shape,
             tokens_per_step=4096,
             sequence_length=1024,
             device_kind="host",

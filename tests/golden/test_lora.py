@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from tests.support.double import check_gradients, check_numbers, check_weights, plain_and_exact
+from tests.support.plans import ledger_of
 from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS, config_of, micro_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,9 +24,9 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel, InvalidSpec
-from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.spec import LoraSpec, TrainSpec
 from horizon_server.store.adapter_files import AdapterConfig
 from horizon_server.store.checkpoint import AdapterExport, load_checkpoint, save_checkpoint
@@ -336,15 +337,14 @@ def test_what_the_device_holds_is_what_the_plan_says(
     rows = [pack(documents(40, 30)), pack(documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
-    plan = plan_memory(
-        model.template.layout, model=shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
+    plan = ledger_of(model.template.layout, shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
         activation_placement=placement, adapter_dropout=dropout,
     )  # fmt: skip
     for component in ("weights", "gradients", "activations"):
-        assert report.device_memory_bytes[component] == plan.device[component], component
-    assert report.device_memory_bytes["workspace"] <= plan.device["workspace"]
+        assert report.device_memory_bytes[component] == plan.device_bytes[component], component
+    assert report.device_memory_bytes["workspace"] <= plan.device_bytes["workspace"]
     for component in ("weights", "moments", "gradients"):
-        assert report.host_memory_bytes[component] == plan.host[component], component
+        assert report.host_memory_bytes[component] == plan.host_bytes[component], component
 
 
 def test_a_checkpoint_restores_every_bit_and_the_same_random_numbers(

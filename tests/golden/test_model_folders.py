@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import plane_sizes
@@ -85,8 +87,8 @@ def trainer_of() -> Iterator[Callable[[Template, HostStore], Trainer]]:
 
     def begin(template: Template, store: HostStore) -> Trainer:
         devices.append(HostDevice(num_threads=1))
-        config = TrainConfig(num_steps=4, learning_rate=1e-2, weight_decay=0.1, optimizer_threads=1)
-        return Trainer(template, store, devices[-1], config)
+        recipe = Recipe(learning_rate=1e-2, weight_decay=0.1)
+        return Trainer(template, store, devices[-1], recipe, Execution(optimizer_threads=1), num_steps=4)
 
     yield begin
     for device in devices:

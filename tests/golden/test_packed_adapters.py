@@ -16,6 +16,7 @@ from tests.support.worker_attempts import Daemon, always, attempt, spec_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from horizon_server.codec import from_json, to_json
 from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
@@ -126,7 +127,7 @@ def sampled(job: Path, checkpoint: Path, spec: JobSpec | None, monkeypatch: pyte
         def send(self, line: Any) -> None:
             texts[line.prompt] += line.text
 
-    asked = SampleRequest.from_mapping(json.loads(json.dumps(request.to_mapping())))
+    asked = from_json(SampleRequest, to_json(request))
     sampling.Answerer().answer(asked, Sent())  # type: ignore[arg-type]
     return texts
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 from bench.models import random_rows, random_store
+from tests.support.plans import settings, step_work
 from transformers import AutoConfig
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.rate_probe import Sizes, measure_rates
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.step_time import predict_forward, predict_step
-from horizon_server.planning.step_work import work_of_step
 
 HIDDEN, VOCABULARY, ROWS, ROW_TOKENS = 512, 4096, 2, 256
 SIZES = Sizes(
@@ -38,13 +38,13 @@ def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
     folder = ModelFolder(
         path=Path(), config=plain, shape=ModelShape.from_config(plain), headers={}, layout=template.layout
     )
-    work = work_of_step(
+    work = step_work(
         folder, tokens_per_step=ROWS * ROW_TOKENS, sequence_length=ROW_TOKENS, device_kind="host", grad_bytes=4,
         activation_placement="device",
     )  # fmt: skip
     device = HostDevice(num_threads=1)
     store = random_store(template, grad_dtype=device.gradient_dtype)
-    trainer = Trainer(template, store, device, TrainConfig(num_steps=100, learning_rate=1e-5, optimizer_threads=1))
+    trainer = Trainer(template, store, device, *settings(learning_rate=1e-5, optimizer_threads=1), num_steps=100)
     forward_s, step_s = [], []
     try:
         for seed in range(5):

@@ -21,7 +21,9 @@ from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 
@@ -54,16 +56,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> StepPlan:
     return StepPlan(dataset, sequence_length=160, tokens_per_step=160, seed=1, max_steps=NUM_STEPS)
 
 
-def config_of(*, num_steps: int, max_grad_norm: float) -> TrainConfig:
-    return TrainConfig(
-        num_steps=num_steps,
-        learning_rate=2e-4,
-        lr_schedule="cosine",
-        warmup_steps=10,
-        weight_decay=0.1,
-        max_grad_norm=max_grad_norm,
-        optimizer_threads=2,
-    )
+def recipe_of(*, max_grad_norm: float) -> Recipe:
+    return Recipe(learning_rate=2e-4, warmup_steps=10, weight_decay=0.1, max_grad_norm=max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +70,18 @@ class Course:
 
 
 def plain_course(
-    plan: StepPlan, config: TrainConfig, decayed: dict[str, bool], plain_loss: Callable[..., Tensor]
+    plan: StepPlan, num_steps: int, recipe: Recipe, decayed: dict[str, bool], plain_loss: Callable[..., Tensor]
 ) -> Course:
     """torch.optim.AdamW in fp32, the whole model in memory."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).train(False)
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in model.named_parameters() if decayed[n]], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in model.named_parameters() if decayed[n]], "weight_decay": recipe.weight_decay},
         {"params": [p for n, p in model.named_parameters() if not decayed[n]], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
-    schedule = get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.num_steps)
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps)
+    schedule = get_cosine_schedule_with_warmup(optimizer, recipe.warmup_steps, num_steps)
     losses, norms = [], []
-    for step in range(config.num_steps):
+    for step in range(num_steps):
         rows: list[MicroBatch] = plan.step(step)
         num_targets = sum(row.num_targets for row in rows)
         optimizer.zero_grad()
@@ -96,8 +90,8 @@ def plain_course(
             part = plain_loss(model, row) / num_targets
             torch.autograd.backward(part)
             loss += part.item()
-        assert config.max_grad_norm is not None
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)))
+        assert recipe.max_grad_norm is not None
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)))
         optimizer.step()
         schedule.step()
         losses.append(loss)
@@ -115,19 +109,19 @@ def masters(store: HostStore) -> dict[str, Tensor]:
     return weights
 
 
-def streamed_course(plan: StepPlan, config: TrainConfig) -> tuple[Course, dict[str, bool]]:
+def streamed_course(plan: StepPlan, num_steps: int, recipe: Recipe) -> tuple[Course, dict[str, bool]]:
     """The engine, and which tensors decay."""
     template = Template.from_folder(MODEL)
     store = HostStore.allocate(template.layout, num_threads=2)
     load_model(store, MODEL)
     device = HostDevice(num_threads=2)
-    trainer = Trainer(template, store, device, config)
-    reports = [trainer.train_step(plan.step(step)) for step in range(config.num_steps)]
+    trainer = Trainer(template, store, device, recipe, Execution(optimizer_threads=2), num_steps=num_steps)
+    reports = [trainer.train_step(plan.step(step)) for step in range(num_steps)]
     trainer.close()
     weights = masters(store)
     device.close()
     store.close()
-    assert [report.skipped for report in reports] == [""] * config.num_steps
+    assert [report.skipped for report in reports] == [""] * num_steps
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
     decayed = {tensor.name: tensor.decay for _, tensor in template.layout.tensors()}
     return Course(losses=losses, norms=norms, weights=weights), decayed
@@ -146,10 +140,10 @@ def num_clipped(course: Course, max_grad_norm: float) -> int:
 
 
 def test_two_hundred_steps_on_real_chats_follow_a_plain_loop(plan: StepPlan, plain_loss: Callable[..., Tensor]) -> None:
-    config = config_of(num_steps=NUM_STEPS, max_grad_norm=1.0)
-    got, decayed = streamed_course(plan, config)
+    recipe = recipe_of(max_grad_norm=1.0)
+    got, decayed = streamed_course(plan, NUM_STEPS, recipe)
 
-    wanted = plain_course(plan, config, decayed, plain_loss)
+    wanted = plain_course(plan, NUM_STEPS, recipe, decayed, plain_loss)
 
     assert_same_course(got, wanted)
     # Norms of 3 to 12: at the usual bound, fine-tuning a small model on short answers is clipped all along.
@@ -160,10 +154,10 @@ def test_two_hundred_steps_on_real_chats_follow_a_plain_loop(plan: StepPlan, pla
 def test_clipping_that_is_active_in_some_steps_only_follows_a_plain_loop(
     plan: StepPlan, plain_loss: Callable[..., Tensor]
 ) -> None:
-    config = config_of(num_steps=40, max_grad_norm=5.0)
-    got, decayed = streamed_course(plan, config)
+    recipe = recipe_of(max_grad_norm=5.0)
+    got, decayed = streamed_course(plan, 40, recipe)
 
-    wanted = plain_course(plan, config, decayed, plain_loss)
+    wanted = plain_course(plan, 40, recipe, decayed, plain_loss)
 
     assert_same_course(got, wanted)
     assert 0 < num_clipped(got, 5.0) == num_clipped(wanted, 5.0) < 40

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.support.double import check_numbers, plain_and_exact
+from tests.support.plans import ledger_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -19,9 +20,9 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.objectives import Documents, StepObjective, WeightedSFT
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
-from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import ActivationPlacement
 from horizon_server.spec import TrainSpec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
@@ -282,14 +283,13 @@ def test_what_the_device_holds_is_what_the_plan_says(
     rows = [pack(documents(40, 30)), pack(documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
-    plan = plan_memory(
-        frozen.template.layout, model=shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
+    plan = ledger_of(frozen.template.layout, shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
         activation_placement=placement,
     )  # fmt: skip
     for component in ("weights", "gradients", "activations"):
-        assert report.device_memory_bytes[component] == plan.device[component], component
+        assert report.device_memory_bytes[component] == plan.device_bytes[component], component
     for component in ("weights", "moments", "gradients"):
-        assert report.host_memory_bytes[component] == plan.host[component], component
+        assert report.host_memory_bytes[component] == plan.host_bytes[component], component
 
 
 def test_a_frozen_layer_goes_up_once_where_it_stays_and_sends_nothing_down(

@@ -9,8 +9,10 @@ from pathlib import Path
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.adapter_files import AdapterConfig
 from horizon_server.store.checkpoint import AdapterExport, load_checkpoint, save_checkpoint
@@ -52,10 +54,7 @@ def live(life: Life, messages: Connection) -> None:
     template = Template.from_folder(life.model, layout=open_for_training(life.model, train).layout)
     store = HostStore.allocate(template.layout, num_threads=1)
     plan = StepPlan(PreparedDataset.open(life.data), sequence_length=48, tokens_per_step=90, seed=3, epochs=NUM_EPOCHS)
-    config = TrainConfig(
-        num_steps=plan.num_steps, learning_rate=3e-3, warmup_steps=3, seed=5, optimizer_threads=1,
-        adapter_scale=lora.scale, adapter_dropout=lora.dropout,
-    )  # fmt: skip
+    recipe = Recipe(learning_rate=3e-3, warmup_steps=3, seed=5, adapter_scale=lora.scale, adapter_dropout=lora.dropout)
     device = HostDevice(num_threads=1, max_delay_s=0.001, delay_seed=1)
     saved = [folder for folder in life.checkpoints() if is_complete(folder)]
     adapter = None
@@ -65,7 +64,7 @@ def live(life: Life, messages: Connection) -> None:
     state = load_checkpoint(store, saved[-1], base=life.model, base_sha256=lambda: _DIGEST) if saved else None
     if state is None:
         load_model(store, life.model)
-    trainer = Trainer(template, store, device, config)
+    trainer = Trainer(template, store, device, recipe, Execution(optimizer_threads=1), num_steps=plan.num_steps)
     if state is not None:
         trainer.restore(state)
     messages.send("born")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.plans import ledger_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -17,8 +18,8 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.cuda_runtime import TorchCuda
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -282,9 +283,9 @@ def test_the_plan_knows_the_device_peak_within_five_percent(
     more = {"head_dim": 128, "vocab_size": 32768, "num_hidden_layers": 12, "max_position_embeddings": 2048}
     model = tiny_model("qwen2", **sizes, **more, layer_types=None)
     tokens, held_before = 16384, torch.cuda.memory_allocated()
-    plan = plan_memory(
+    plan = ledger_of(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict()),
+        ModelShape.from_config(model.config.to_dict()),
         tokens_per_step=tokens,
         sequence_length=2048,
         device_kind="cuda",
@@ -298,7 +299,7 @@ def test_the_plan_knows_the_device_peak_within_five_percent(
     run.trainer.train_step(rows)
 
     peak = torch.cuda.max_memory_allocated() - held_before
-    assert peak == pytest.approx(plan.device_total_bytes, rel=0.05), f"planned {dict(plan.device)}"
+    assert peak == pytest.approx(plan.device_total_bytes, rel=0.05), f"planned {dict(plan.device_bytes)}"
 
 
 @pytest.mark.usefixtures("whole_device")

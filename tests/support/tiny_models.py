@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.support.plans import settings
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -20,7 +21,7 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.model_folder import WITHOUT_ATTENTION
 from horizon_server.store.host_store import HostStore
 
@@ -292,8 +293,9 @@ def start() -> Iterator[Callable[..., Run]]:
     ) -> Run:
         device = device or HostDevice(num_threads=1)
         store = store or model.store()
-        settings: dict[str, Any] = {"num_steps": 20, "learning_rate": 1e-3, "optimizer_threads": 1, **options}
-        trainer = Trainer(model.template, store, device, TrainConfig(**settings), compiled)
+        num_steps = options.pop("num_steps", 20)
+        recipe, execution = settings(**{"optimizer_threads": 1, **options})
+        trainer = Trainer(model.template, store, device, recipe, execution, num_steps=num_steps, compiled=compiled)
         run = Run(trainer=trainer, store=store, device=device)
         runs.append(run)
         return run

@@ -16,16 +16,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.children.entry import EventWriter, Line
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.events import TurnWanted
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
-from horizon_server.records.plan import KeptMemory
+from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import is_complete
+from horizon_server.store.planes import lent_memory
 from horizon_server.worker.ending import Outcome
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import TURN, Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 GIB = 2**30
 WAIT_S = 120.0
@@ -68,39 +70,27 @@ def worker_request(
     *,
     resume_from: Path | None = None,
     num_threads: int = 1,
-    kept: KeptMemory | None = None,
+    kept: Residency | None = None,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of that."""
-    memory = Planner(
+    plan = Planner(
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
-        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=GIB, num_threads=1, accelerators=(),
-    ).worker_memory(spec, folder / "model")  # fmt: skip
-    kept = kept or memory.kept
-    with dataclasses.replace(memory, kept=kept).lent() as planes:
-        yield {
-            "job_id": "job_1",
-            "attempt": 1,
-            "spec": spec.to_mapping(),
-            "model": str(folder / "model"),
-            "prepared": str(folder / "prepared"),
-            "evaluations": {},
-            "checkpoints": str(folder / "checkpoints"),
-            "resume_from": None if resume_from is None else str(resume_from),
-            "planes": planes,
-            "grad_dtype_bytes": memory.grad_dtype_bytes,
-            "num_threads": num_threads,
-            "device": "host",
-            "compute_dtype": memory.compute_dtype,
-            "device_limit_bytes": memory.plan.device_limit_bytes,
-            "activation_placement": memory.activation_placement,
-            "resident_layers": kept.resident_layers,
-            "product_layers": kept.product_layers,
-            "max_product_bytes": kept.product_bytes,
-            "compiled": None,
-            "trace": None,
-            **more,
-        }
+        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=GIB, num_threads=num_threads, accelerators=(),
+    ).plan_to_start(spec, folder / "model")  # fmt: skip
+    execution = dataclasses.replace(plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS)
+    request = WorkerRequest(
+        job_id="job_1",
+        attempt=1,
+        spec=spec,
+        plan=dataclasses.replace(plan, execution=execution),
+        model=folder / "model",
+        prepared=folder / "prepared",
+        checkpoints=folder / "checkpoints",
+        resume_from=resume_from,
+    )
+    with lent_memory(plan.plane_bytes) as planes:
+        yield {**to_plain(request), "planes": planes, **more}
 
 
 React = Callable[[Line], bytes]
@@ -152,7 +142,7 @@ def attempt(folder: Path, spec: Any, daemon: Daemon, *, resume_at: int | None = 
     if spec.eval_dataset:
         more["evaluations"] = {"eval": str(folder / "prepared")}
     with worker_request(folder, spec, resume_from=resume_from, turns=True, **more) as request:
-        training = Training(WorkerRequest.from_mapping(request), events=daemon, orders=daemon.orders)
+        training = Training(from_plain(WorkerRequest, request), events=daemon, orders=daemon.orders)
         try:
             return training.run()
         finally:

@@ -17,7 +17,6 @@ from tests.daemon_parts import DaemonParts, chat_rows
 from horizon_server.children.child import Limits
 from horizon_server.datasets import checking, preparing
 from horizon_server.datasets.preview import PreviewOptions
-from horizon_server.datasets.recipe import PrepareRequest
 from horizon_server.jobs import preparation
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobState
@@ -79,7 +78,7 @@ def test_a_preparation_has_a_bounded_number_of_processes(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(preparing, "prepare", prepare)
     monkeypatch.setattr(preparing, "available_cpus", lambda: 1000)
-    monkeypatch.setattr(PrepareRequest, "from_mapping", lambda plain: None)
+    monkeypatch.setattr(preparing, "from_plain", lambda kind, plain: None)
     before: Any = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(_Asked) as asked:

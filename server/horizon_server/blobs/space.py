@@ -15,7 +15,7 @@ import structlog
 
 from horizon_server.durable import kept_free_bytes
 from horizon_server.errors import DiskFull
-from horizon_server.records.plan import size_text
+from horizon_server.texts import size_text
 
 log = structlog.get_logger(__name__)
 

@@ -38,7 +38,7 @@ from horizon_server.events import (
     encode,
 )
 from horizon_server.figures import EvalSetFigures
-from horizon_server.records.plan import size_text
+from horizon_server.texts import size_text
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import click
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, what_is_missing
 from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import (
@@ -29,11 +28,12 @@ from horizon_server.planning.machine import (
     measure_rates,
     usable_accelerators,
 )
-from horizon_server.records.plan import size_text
+from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store import numa
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
+from horizon_server.texts import size_text
 from horizon_server.version import VERSION
 
 _DISK_PROBE_BYTES = 256 * 2**20

@@ -16,10 +16,10 @@ from horizon_server.db.database_file import opened_file
 from horizon_server.db.existing import database_to_change, database_to_read
 from horizon_server.errors import InUse
 from horizon_server.records.housekeeping import Garbage
-from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, load_settings
 from horizon_server.state_dir import existing_state_dir, held_state_dir, idle_state_dir
 from horizon_server.telemetry.logs import configure_logging
+from horizon_server.texts import size_text
 
 
 @click.command()

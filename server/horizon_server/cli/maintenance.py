@@ -16,9 +16,9 @@ from horizon_server.maintenance.backup import CHECKPOINTS, make_backup
 from horizon_server.maintenance.backup_folder import BackupFolder
 from horizon_server.maintenance.check import Report, check_backups, check_state_dir
 from horizon_server.maintenance.restore import restore
-from horizon_server.records.plan import size_text
 from horizon_server.settings import load_settings
 from horizon_server.state_dir import existing_state_dir, private_state_dir, require_state
+from horizon_server.texts import size_text
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 _report = partial(click.echo, err=True)

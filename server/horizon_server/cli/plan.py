@@ -16,10 +16,10 @@ from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.planning.machine import Machine, RateBook, find_accelerators, usable_accelerators
 from horizon_server.planning.planner import Planner
-from horizon_server.records.plan import size_text
 from horizon_server.settings import child_environment, load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import available_cpus
+from horizon_server.texts import size_text
 
 _SHOWN = (
     *("num_parameters", "device", "compute_dtype", "host_bytes", "host_total_bytes", "host_limit_bytes"),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from horizon_formats.checks import DatasetReport, check_files
 from horizon_formats.formats import DatasetFormat
 from horizon_server.children.child import ChildTask, Limits
 from horizon_server.children.entry import EventWriter, serve
-from horizon_server.datasets.reading import StoredFile, from_plain, server_errors, to_plain
+from horizon_server.codec import from_plain, to_plain
+from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.errors import InvalidData, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.settings import child_environment
 
@@ -24,6 +25,16 @@ _MEMORY_GIB = 1
 _LIMITS = Limits(
     memory_bytes=_MEMORY_GIB * 2**30 + 128 * 2**20, file_bytes=2**20, wall_s=4 * 3600.0, oom_score_adj=1000
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """One call of the child."""
+
+    files: tuple[StoredFile, ...]
+    name: str
+    format: DatasetFormat
+    field_map: Mapping[str, str]
 
 
 async def check_dataset(
@@ -53,21 +64,17 @@ async def check_dataset(
             ),
         },
     )
-    request = {"files": to_plain(files), "name": name, "format": dataset_format.value, "field_map": dict(field_map)}
-    found = await task.run(request)
-    return DatasetReport(**found | {"format": DatasetFormat(found["format"])})
+    request = CheckRequest(files=tuple(files), name=name, format=dataset_format, field_map=field_map)
+    return from_plain(DatasetReport, await task.run(to_plain(request)))
 
 
-def work(request: Any, _: EventWriter) -> dict[str, Any]:
+def work(plain: Any, _: EventWriter) -> Any:
     """Check every row: the child's side."""
+    request = from_plain(CheckRequest, plain)
     with server_errors():
-        report = check_files(
-            from_plain(request["files"]),
-            name=request["name"],
-            dataset_format=DatasetFormat(request["format"]),
-            field_map=request["field_map"],
+        return to_plain(
+            check_files(request.files, name=request.name, dataset_format=request.format, field_map=request.field_map)
         )
-    return dataclasses.asdict(report)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from horizon_formats.formats import DataKind, DatasetFormat, check_field_map, co
 from horizon_formats.problems import FieldViolation, ViolationTally
 from horizon_formats.rows import JsonLine, parse_json_lines, read_rows, read_text, split_json_lines
 from horizon_server.children.entry import EventWriter, end_with_parent, serve
+from horizon_server.codec import from_plain
 from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec
@@ -55,7 +56,7 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
     # An orderly end, so that partial files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     num_processes = plain.pop("num_processes", None) or min(available_cpus(), _MAX_PROCESSES)
-    request = PrepareRequest.from_mapping(plain)
+    request = from_plain(PrepareRequest, plain)
     next_progress_s = 0.0
 
     def on_progress(done: int) -> None:

@@ -13,6 +13,7 @@ from horizon_formats.files import Container, Skip
 from horizon_formats.formats import DatasetFormat, columns_of
 from horizon_formats.rows import read_rows, read_text
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.preview import (
     MAX_CHARACTERS,
     MAX_PROBLEMS,
@@ -32,11 +33,11 @@ from horizon_server.errors import HorizonError, in_words
 _LONGEST_MESSAGE = 2000
 
 
-def work(plain: Any, _: EventWriter) -> list[dict[str, Any]]:
+def work(plain: Any, _: EventWriter) -> Any:
     """Return the rows as plain data."""
-    request = PreviewRequest.from_mapping(plain)
+    request = from_plain(PreviewRequest, plain)
     try:
-        return [dataclasses.asdict(row) for row in render(request)]
+        return to_plain(render(request))
     except HorizonError as error:
         # Where the daemon keeps its models is not the user's concern.
         message = in_words(error.message, {request.model_dir: "the model's folder"})

@@ -5,10 +5,9 @@ Imports Arrow only when such a file is read: most datasets are JSON lines.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from horizon_formats.files import MAX_ROW_BYTES, TOO_LONG, Allowance, DataFile, Row, Skip
@@ -78,16 +77,6 @@ class StoredFile(DataFile):
                         for name in padded:
                             row[name] = _without_nulls(row[name])
                         yield Row(file=self.name, number=number, columns=row, num_bytes=num_bytes, unit="row")
-
-
-def to_plain(files: Iterable[DataFile]) -> list[dict[str, str]]:
-    """Return the files as the request to a child process carries them."""
-    return [{"path": str(file.path), "name": file.name} for file in files]
-
-
-def from_plain(files: Iterable[Mapping[str, str]]) -> tuple[StoredFile, ...]:
-    """Return the files that `to_plain` has made plain."""
-    return tuple(StoredFile(path=Path(file["path"]), name=file["name"]) for file in files)
 
 
 @contextmanager

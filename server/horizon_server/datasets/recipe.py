@@ -12,11 +12,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from horizon_formats.formats import DataKind, DatasetFormat, kind_of
 from horizon_formats.model_files import files_that_decide_tokens, has_vocabulary
-from horizon_server.datasets.reading import StoredFile, from_plain, to_plain
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidModel
 from horizon_server.store import prepared
 
@@ -59,23 +58,6 @@ class PrepareRequest:
     output_dir: Path
     options: PrepareOptions
     num_rows: int = 0
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the request as the child reads it."""
-        folders = {"model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
-        return dataclasses.asdict(self) | {"dataset_files": to_plain(self.dataset_files), **folders}
-
-    @classmethod
-    def from_mapping(cls, plain: Mapping[str, Any]) -> PrepareRequest:
-        """Return the request that `to_mapping` has made plain."""
-        options = plain["options"]
-        return cls(
-            dataset_files=from_plain(plain["dataset_files"]),
-            model_dir=Path(plain["model_dir"]),
-            output_dir=Path(plain["output_dir"]),
-            options=PrepareOptions(**options | {"format": DatasetFormat(options["format"])}),
-            num_rows=plain["num_rows"],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

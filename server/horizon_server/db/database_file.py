@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import alembic.config
 from alembic.script import ScriptDirectory
 
+from horizon_server.codec import from_json
 from horizon_server.db.database import BUSY_TIMEOUT_MS, MIGRATIONS
 from horizon_server.errors import BadSetting
 from horizon_server.events import StateChanged, encode
@@ -125,7 +125,7 @@ class DatabaseFile:
         for kind in ("dataset", "model"):
             query = f"SELECT {kind}_id, owner, name, ready, files FROM {kind}s ORDER BY created_s"
             for resource_id, owner, name, is_ready, files in self._rows(query):
-                made_of = tuple(BlobFile(**document) for document in json.loads(files))
+                made_of = from_json(tuple[BlobFile, ...], files)
                 found.append(
                     PushedFiles(
                         kind=kind, resource_id=resource_id, owner=owner, name=name, is_ready=bool(is_ready), files=made_of

@@ -23,7 +23,7 @@ from horizon_server.db.database_file import copy_database, known_schemas, opened
 from horizon_server.durable import PARTIAL_SUFFIX, sync_file, sync_folder
 from horizon_server.errors import BadSetting, DiskFull
 from horizon_server.records.audit import AuditEntry
-from horizon_server.records.plan import size_text
+from horizon_server.texts import size_text
 
 _log = logging.getLogger(__name__)
 

@@ -11,18 +11,23 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from horizon_server.codec import from_json, to_plain
+from horizon_server.db.tables import JobRow
 from horizon_server.events import EvalDone, decode, encode
 from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan, KeptMemory, ReferencePass, StepPrediction
+from horizon_server.records.plan import Plan
 from horizon_server.spec import JobSpec, parse_job_spec
 
-_PLAIN = (
-    "job_id", "owner", "project", "priority", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step",
-    "num_steps", "attempt", "created_s", "queued_s", "started_s", "ended_s", "device_s", "num_tokens", "last_sequence",
-    "num_restarts", "failed_step", "last_failure", "not_before_s", "journal_line", "deletion_s", "keep_files",
-)  # fmt: skip
-STORED_FIELDS = (*_PLAIN, "plan", "data_report", "last_step", "wanted", "eval_set_ids")
-"""Fields of a record that can be set."""
+_SET_BY_JOB_STORE = ("spec", "job_state")
+STORED_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(JobRecord)
+    if field.name in JobRow.__table__.columns and field.name not in _SET_BY_JOB_STORE
+)
+"""Fields of a record that can be set: those that have a column."""
+_ENCODED = ("plan", "data_report", "last_step", "wanted", "eval_set_ids")
+_PLAIN = tuple(name for name in STORED_FIELDS if name not in _ENCODED)
+_PLAN_OR_NONE: Any = Plan | None
 # The largest page. A record takes some 20 kB with its row and its message (see `api.kept`).
 _KEPT_RECORDS = 1000
 # The first pages of twenty users.
@@ -32,8 +37,8 @@ _KEPT_ENDED = 2000
 def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that hold these fields of a record."""
     columns = dict(fields)
-    if (plan := fields.get("plan")) is not None:
-        columns["plan"] = dataclasses.asdict(plan)
+    if "plan" in fields:
+        columns["plan"] = to_plain(fields["plan"])
     if "data_report" in fields:
         columns["data_report"] = fields["data_report"] or None
     if "last_step" in fields:
@@ -121,13 +126,6 @@ class EndedRecords:
 
 def record_of(row: Row[Any]) -> JobRecord:
     """Return the record of a row of the table of jobs, whose JSON is text."""
-    plan: dict[str, Any] = json.loads(row.plan or "null") or {}
-    if plan:  # one of an earlier version has none of these
-        prediction, kept = plan.get("prediction"), plan.get("kept")
-        plan["prediction"] = StepPrediction(**prediction) if prediction else None
-        plan["warnings"] = tuple(plan.get("warnings", ()))
-        plan["kept"] = KeptMemory(**kept) if kept else None
-        plan["references"] = ReferencePass(**references) if (references := plan.get("references")) else None
     evaluations = json.loads(row.evaluations) if row.evaluations else {}
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
@@ -135,7 +133,7 @@ def record_of(row: Row[Any]) -> JobRecord:
         job_state=JobState(row.job_state),
         wanted=Wanted(row.wanted),
         last_step=decode(row.last_step) if row.last_step else None,
-        plan=JobPlan(**plan) if plan else None,
+        plan=from_json(_PLAN_OR_NONE, row.plan or "null"),
         data_report=json.loads(row.data_report or "null") or {},
         eval_set_ids=json.loads(row.eval_set_ids),
         **{f"{which}_eval": decode(line) for which, line in evaluations.items()},

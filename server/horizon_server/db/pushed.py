@@ -12,6 +12,7 @@ from sqlalchemy import delete, func, insert, select, true, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.db.database import Database, parts
 from horizon_server.db.tables import BlobReferenceRow, DatasetRow, GrantRow, ModelRow, RequestRow
 from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound, QuotaExceeded
@@ -96,7 +97,7 @@ class PushedStore(Generic[RowT, RecordT]):
                 if admit is not None:
                     admit(await pushed_bytes(session, members))
                 plain = {name: getattr(record, name) for name in self._columns}
-                session.add(table(**plain | {"files": [dataclasses.asdict(file) for file in record.files]}))
+                session.add(table(**plain | {"files": to_plain(record.files)}))
                 await session.flush()
                 shas = {file.sha256 for file in record.files}
                 references = [{"sha256": sha256, "resource_id": record.id} for sha256 in shas]
@@ -227,8 +228,7 @@ class PushedStore(Generic[RowT, RecordT]):
 
     def _record(self, row: RowT) -> RecordT:
         plain = {name: getattr(row, name) for name in self._columns}
-        documents: list[dict[str, Any]] = row.files
-        return self.record_type(**plain | {"files": tuple(BlobFile(**document) for document in documents)})
+        return self.record_type(**plain | {"files": from_plain(tuple[BlobFile, ...], row.files)})
 
 
 class DatasetStore(PushedStore[DatasetRow, DatasetRecord]):

@@ -22,7 +22,7 @@ from horizon_server.engine.activations import Activations, OffloadedActivations
 from horizon_server.engine.binding import Strided
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
+from horizon_server.engine.fp8 import Fp8Visit, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.kept_products import KeptProducts
@@ -33,8 +33,9 @@ from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.step_pass import StepKey, StepPass, charged
 from horizon_server.engine.template import Template, VisitNorms
-from horizon_server.planning.ledger import ActivationPlacement
-from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS
+from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 
 Enqueue = Callable[[Tensor], None]
 
@@ -45,8 +46,7 @@ NOISE = -1
 
 
 class ForwardBackward:
-    """Drives a step through stream, compute and sink. `head_chunk_tokens` bounds the logits that live at a time. The last `product_layers`
-    layers keep their products from forward to backward, within `max_product_bytes`.
+    """Drives a step through stream, compute and sink.
 
     Thread: one driving thread; it only queues work and waits at the end.
     """
@@ -57,21 +57,16 @@ class ForwardBackward:
         device: Device,
         stream: LayerStream,
         sink: GradientSink,
+        recipe: Recipe,
+        execution: Execution,
         *,
-        head_chunk_tokens: int,
-        activation_placement: ActivationPlacement,
-        matmul: Matmul = "bf16",
-        label_smoothing: float = 0.0,
-        neftune_alpha: float = 0.0,
-        product_layers: int = 0,
-        max_product_bytes: int | None = None,
         compiled: CompiledLayers,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
-        self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
-        self._product_layers, self._max_product_bytes = product_layers, max_product_bytes
-        self._neftune_alpha = neftune_alpha
-        kind = Activations if activation_placement == "device" else OffloadedActivations
+        self._recipe, self._residency, self._compiled = recipe, execution.residency, compiled
+        chunk_tokens = execution.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name)
+        self._head_chunk_tokens = chunk_tokens
+        kind = Activations if execution.activation_placement == "device" else OffloadedActivations
         layout = template.layout
         # Backward ends at the first trained unit, and wants no inputs of the layers before it.
         self._first_trained, self._num_skipped = layout.first_trained_unit, layout.num_skipped_layers
@@ -80,7 +75,7 @@ class ForwardBackward:
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
-            template, device, sink, self.activations, last_output=num_kept, label_smoothing=label_smoothing
+            template, device, sink, self.activations, last_output=num_kept, label_smoothing=recipe.label_smoothing
         )
         self.first_square: float | None = None
         """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
@@ -187,13 +182,15 @@ class ForwardBackward:
             divisor=tokens.num_targets,
             key=key,
             generator=self._device.generator if self._template.draws_random_numbers else None,
-            noise_N1=self._noise_magnitudes(micro_batches) if key is not None and self._neftune_alpha else None,
+            noise_N1=self._noise_magnitudes(micro_batches)
+            if key is not None and self._recipe.neftune_noise_alpha
+            else None,
         )
 
     def _noise_magnitudes(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """NEFTune's alpha / sqrt(L * D) for each token, where L is the length of its document. Shapes: [N, 1]."""
         lengths = torch.tensor([length for micro_batch in micro_batches for length in micro_batch.document_lengths])
-        magnitudes = self._neftune_alpha / (lengths * self._template.hidden_size).sqrt()
+        magnitudes = self._recipe.neftune_noise_alpha / (lengths * self._template.hidden_size).sqrt()
         return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
 
     def _noise(self, current: StepPass, index: int, span: slice) -> Tensor | None:
@@ -280,7 +277,7 @@ class ForwardBackward:
         # Only a training step has a backward, which wants the inputs again.
         keeps = current.key is not None and layer >= self._num_skipped
         has_backward = keeps and layer + 1 >= self._first_trained
-        keeps_products = has_backward and layer >= template.num_layers - self._product_layers
+        keeps_products = has_backward and layer >= template.num_layers - self._residency.product_layers
         for index, span in enumerate(current.tokens.spans):
             if keeps:
                 # The embedding's output too, or the last skipped layer's, which is the first one's input.
@@ -388,7 +385,7 @@ class ForwardBackward:
         if self._template.skips_projection(layer):
             products.drop_last()
         num_bytes = products.num_bytes
-        if self._max_product_bytes is None or current.product_bytes + num_bytes <= self._max_product_bytes:
+        if current.product_bytes + num_bytes <= self._residency.product_bytes:
             current.products[layer, index] = products
             self._charge_products(current, num_bytes)
 
@@ -398,7 +395,7 @@ class ForwardBackward:
 
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
-        places = self._template.places[layer + 1] if self._matmul == "fp8" else []
+        places = self._template.places[layer + 1] if self._recipe.matmul == "fp8" else []
         views = [p for p in places if p.is_parameter and isinstance(p.piece, Strided) and not p.adapts]
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)

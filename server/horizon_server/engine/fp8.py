@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from horizon_server.errors import InvalidSpec
 
-Matmul = Literal["bf16", "fp8"]
 """What the products of layers are computed in. bf16 means the compute dtype's own."""
 
 # FP8 units take blocks of 16 along both sizes of a weight.

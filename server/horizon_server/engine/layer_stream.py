@@ -18,7 +18,7 @@ from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
-from horizon_server.planning.kept import resident_units
+from horizon_server.planning.residency import resident_units
 from horizon_server.store.host_store import HostStore
 
 

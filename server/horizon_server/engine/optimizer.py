@@ -20,17 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event, Queue, Work
+from horizon_server.recipe import Recipe
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
 
-LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
 IsFinite = Callable[[], bool]
 
 
@@ -218,32 +217,24 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
     return min(1.0, max_grad_norm / (grad_norm + 1e-6))
 
 
-def learning_rate_at(
-    step: int,
-    *,
-    learning_rate: float,
-    schedule: LrSchedule,
-    warmup_steps: int,
-    num_steps: int,
-    min_ratio: float = 0.0,
-    decay_ratio: float = 0.0,
-) -> float:
+def learning_rate_at(step: int, recipe: Recipe, *, num_steps: int) -> float:
     """The rate of the step with this 0-based index.
 
-    It rises linearly over `warmup_steps`, from 0 or for wsd from `min_ratio` of the peak. Then it stays (constant), falls linearly
-    to 0 at `num_steps` (linear), follows half a cosine to 0 (cosine) or to `min_ratio` (cosine_with_min_lr), or stays until half a
-    cosine takes it to `min_ratio` in the last `decay_ratio` of all steps (wsd). These are rounded up, and begin after the warmup
+    It rises linearly over `warmup_steps`, from 0 or for wsd from `min_lr_ratio` of the peak. Then it stays (constant), falls linearly
+    to 0 at `num_steps` (linear), follows half a cosine to 0 (cosine) or to `min_lr_ratio` (cosine_with_min_lr), or stays until half a
+    cosine takes it to `min_lr_ratio` in the last `lr_decay_ratio` of all steps (wsd). These are rounded up, and begin after the warmup
     at the earliest.
 
     Source: transformers' get_scheduler, and the schedules of the same names there; WSD is that of MiniCPM (arXiv 2404.06395).
     """
+    learning_rate, warmup_steps, min_ratio = recipe.learning_rate, recipe.warmup_steps, recipe.min_lr_ratio
     # Step for step the formulas of transformers, so that curves compare.
     if step < warmup_steps:
-        if schedule == "wsd":
+        if recipe.lr_schedule == "wsd":
             return learning_rate * _above(min_ratio, step / warmup_steps)
         return learning_rate * step / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    match schedule:
+    match recipe.lr_schedule:
         case "constant":
             return learning_rate
         case "linear":
@@ -254,7 +245,7 @@ def learning_rate_at(
             return learning_rate * _above(min_ratio, _half_cosine(progress))
         case "wsd":
             # 0.07 * 100 is a little more than 7 in binary.
-            wanted = math.ceil(decay_ratio * num_steps - 1e-6)
+            wanted = math.ceil(recipe.lr_decay_ratio * num_steps - 1e-6)
             decay_steps = min(wanted, max(0, num_steps - warmup_steps))
             into_decay = step - (num_steps - decay_steps)
             if into_decay < 0:

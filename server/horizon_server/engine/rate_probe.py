@@ -33,13 +33,14 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.linear import AccumulatedProducts, Accumulator
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates, WidthRates, rate_at
 from horizon_server.planning.step_time import BACKWARD_OF_ATTENTION, Seconds
 from horizon_server.planning.step_work import FUSED_LOGIT_BYTES, StepWork, work_of_step
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind, Execution
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
@@ -213,9 +214,13 @@ class _Llama:
         self._device = make()
         self._store = HostStore.allocate(template.layout, grad_dtype=self._device.gradient_dtype)
         self._store.plane("hi").normal_(std=0.02)
-        settings = TrainConfig(num_steps=1000, learning_rate=0.0)
-        self._trainer = Trainer(template, self._store, self._device, settings)
-        self._compute_dtype: ComputeDtype = "bfloat16" if self._device.compute_dtype == torch.bfloat16 else "float32"
+        self._recipe = Recipe(learning_rate=0.0)
+        self._execution = Execution(
+            device_kind=self._device.name,
+            compute_dtype="bfloat16" if self._device.compute_dtype == torch.bfloat16 else "float32",
+            grad_bytes=self._device.gradient_dtype.itemsize,
+        )
+        self._trainer = Trainer(template, self._store, self._device, self._recipe, self._execution, num_steps=1000)
         plain = config.to_dict()
         self._folder = ModelFolder(
             path=Path(), config=plain, shape=ModelShape.from_config(plain), headers={}, layout=template.layout
@@ -223,15 +228,8 @@ class _Llama:
 
     def work(self, num_tokens: int) -> StepWork:
         """A step of one row, as the model counts it."""
-        return work_of_step(
-            self._folder,
-            tokens_per_step=num_tokens,
-            sequence_length=num_tokens,
-            device_kind=self._device.name,
-            compute_dtype=self._compute_dtype,
-            grad_bytes=self._device.gradient_dtype.itemsize,
-            activation_placement="device",
-        )
+        recipe = dataclasses.replace(self._recipe, tokens_per_step=num_tokens, sequence_length=num_tokens)
+        return work_of_step(self._folder, recipe, self._execution)
 
     def step_s(self, num_tokens: int, choose: Choose) -> float:
         """Seconds of compute in a step of one row."""

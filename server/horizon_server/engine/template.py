@@ -55,6 +55,7 @@ from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.skipped_projection import SkippedProjection, find_skipped_projection
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.recipe import Recipe
 from horizon_server.store.adapter_norms import adapted_norms
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.layout import TENSOR_ALIGN_ELEMENTS, StoreLayout, UnitLayout, build_layout
@@ -126,14 +127,24 @@ class Template:
         self._try(own_attention=own_attention)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None, own_attention: bool = True) -> Template:
-        """The template of a model folder; without a layout, bound to the one that memory is planned by.
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        layout: StoreLayout | None = None,
+        recipe: Recipe | None = None,
+        own_attention: bool = True,
+    ) -> Template:
+        """The template of a model folder; without a layout, bound to the one that memory is planned by. Its adapters are those of `recipe`.
 
         Raises:
             InvalidModel: the folder's model is not supported, or layout and model differ; the message names the tensor.
         """
         config = load_config(folder)
-        return cls(config, layout=layout or open_model_folder(folder).layout, own_attention=own_attention)
+        template = cls(config, layout=layout or open_model_folder(folder).layout, own_attention=own_attention)
+        if recipe is not None:
+            template.adapter_scale, template.adapter_dropout = recipe.adapter_scale, recipe.adapter_dropout
+        return template
 
     @classmethod
     def from_config(

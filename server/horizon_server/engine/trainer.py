@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,14 +18,13 @@ from torch import Tensor
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward
-from horizon_server.engine.fp8 import Matmul, check_supported
+from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
 from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.optimizer import (
-    LrSchedule,
     Optimizer,
     clip_coefficient,
     global_norm,
@@ -38,57 +37,13 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement
-from horizon_server.planning.working_memory import logits_chunk_tokens
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
 _STATE_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
-    `micro_batch_tokens` only its rounding, and what dropout and noise draw).
-
-    `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
-    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Where the
-    model keeps documents apart, they are computed up to `micro_batch_tokens` at a time, whatever row they are in; 0 computes row by row.
-    `activation_placement` says where layer inputs wait for backward. The weights of `resident_layers` stay on the device from step to
-    step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
-    dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above 0. After
-    `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
-    rounds the layers' products, and so do `adapter_scale` and `adapter_dropout`, where the layout has adapters.
-    """
-
-    num_steps: int
-    learning_rate: float
-    lr_schedule: LrSchedule = "cosine"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
-    lr_decay_ratio: float = 0.0
-    label_smoothing: float = 0.0
-    neftune_noise_alpha: float = 0.0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    max_grad_norm: float | None = 1.0
-    seed: int = 0
-    max_skipped_steps: int = 10
-    num_weight_slots: int = NUM_SLOTS
-    num_gradient_slots: int = NUM_SLOTS
-    optimizer_threads: int | None = None
-    head_chunk_tokens: int | None = None
-    tokens_per_step: int = 0
-    micro_batch_tokens: int = 0
-    activation_placement: ActivationPlacement = "device"
-    matmul: Matmul = "bf16"
-    resident_layers: int = 0
-    product_layers: int = 0
-    max_product_bytes: int | None = None
-    adapter_scale: float = 1.0
-    adapter_dropout: float = 0.0
 
 
 class Trainer:
@@ -99,53 +54,46 @@ class Trainer:
         template: Template,
         store: HostStore,
         device: Device,
-        config: TrainConfig,
+        recipe: Recipe,
+        execution: Execution,
+        *,
+        num_steps: int,
         compiled: CompiledLayers | None = None,
     ) -> None:
+        """`num_steps` are those of the whole job, which the schedule of the learning rate spans."""
         assert store.layout == template.layout, "store and template share one layout"
-        self.config = config
+        self._recipe, self._execution, self._num_steps = recipe, execution, num_steps
         self._template, self._store, self._device = template, store, device
-        template.adapter_scale, template.adapter_dropout = config.adapter_scale, config.adapter_dropout
+        template.adapter_scale, template.adapter_dropout = recipe.adapter_scale, recipe.adapter_dropout
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
-        if config.matmul == "fp8":
+        if recipe.matmul == "fp8":
             check_supported(device.place(torch.zeros(())).device)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
-        num_threads = config.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
+        num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
         table = template.embedding_name if is_table_trained else None
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
         self._updates_in_backward = store.grad_dtype is None
-        assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
+        assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
         self._stream = LayerStream(
             template,
             store,
             device,
             self._optimizer,
-            num_slots=config.num_weight_slots,
-            resident_layers=config.resident_layers,
+            num_slots=execution.num_weight_slots,
+            resident_layers=execution.residency.resident_layers,
         )
-        self._sink = GradientSink(template, store, device, self._optimizer, num_slots=config.num_gradient_slots)
+        self._sink = GradientSink(template, store, device, self._optimizer, num_slots=execution.num_gradient_slots)
         self._forward_backward = ForwardBackward(
-            template,
-            device,
-            self._stream,
-            self._sink,
-            head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
-            activation_placement=config.activation_placement,
-            matmul=config.matmul,
-            label_smoothing=config.label_smoothing,
-            neftune_alpha=config.neftune_noise_alpha,
-            product_layers=config.product_layers,
-            max_product_bytes=config.max_product_bytes,
-            compiled=compiled or CompiledLayers(template),
+            template, device, self._stream, self._sink, recipe, execution, compiled=compiled or CompiledLayers(template)
         )
         self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
-        self._forward_backward.activations.reserve(config.tokens_per_step)
-        self._sink.reserve(config.tokens_per_step)
+        self._forward_backward.activations.reserve(recipe.tokens_per_step)
+        self._sink.reserve(recipe.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes,
             template.config.to_dict(),
@@ -196,20 +144,11 @@ class Trainer:
         rows = self._checked_rows(micro_batches)
         if objective is not None:
             objective.check(rows)
-        config = self.config
-        learning_rate = learning_rate_at(
-            self.step,
-            learning_rate=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            num_steps=config.num_steps,
-            min_ratio=config.min_lr_ratio,
-            decay_ratio=config.lr_decay_ratio,
-        )
+        learning_rate = learning_rate_at(self.step, self._recipe, num_steps=self._num_steps)
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        parts, key = self._micro_batches(rows), StepKey(seed=config.seed, step=self.step)
+        parts, key = self._micro_batches(rows), StepKey(seed=self._recipe.seed, step=self.step)
         # The noise scale is that of a mean over tokens, weighted or not, which another objective's loss is not.
         is_mean = objective is None or objective.objective.is_cross_entropy
         measure = is_mean and self.step % EVERY_STEPS == 0
@@ -278,7 +217,7 @@ class Trainer:
         """The log-probability of every supervised token of each row, with the weights of the last step, without dropout.
 
         What an objective compares with (`StepObjective.references_S`) is this, of the weights before the first step: no second model is
-        in memory. Layers are streamed once for as many rows as fit into the memory of a step (`TrainConfig.tokens_per_step`).
+        in memory. Layers are streamed once for as many rows as fit into the memory of a step (`Recipe.tokens_per_step`).
 
         Shapes: [supervised tokens of the row] each, fp32, on the CPU.
 
@@ -405,7 +344,7 @@ class Trainer:
         if self._updates_in_backward:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums[trained])
         elif math.isfinite(loss) and math.isfinite(grad_norm):
-            grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
+            grad_scale = clip_coefficient(grad_norm, self._recipe.max_grad_norm)
             hyper = self._adamw_step(figures.learning_rate, grad_scale=grad_scale)
             num_updated = num_units
         if num_updated < num_units:
@@ -422,7 +361,7 @@ class Trainer:
             self._store.generations.keep(self.on_update(figures, self._state()), generation=generation)
         if hyper is not None:
             self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
-        limit = self.config.max_skipped_steps
+        limit = self._recipe.max_skipped_steps
         if limit and self._num_skipped_in_a_row >= limit:
             raise Diverged(
                 f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self.step} ({skipped}: the last one's "
@@ -461,7 +400,7 @@ class Trainer:
     def _micro_batches(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         """The documents of the rows in micro-batches of up to `micro_batch_tokens`, whatever row they came in: short rows are joined, as
         many products of small matrices take longer, and long ones of short documents divided, as they would fall out of the caches."""
-        template, limit = self._template, self.config.micro_batch_tokens
+        template, limit = self._template, self._execution.micro_batch_tokens
         if template.packing_limit is not None:
             limit = min(limit, template.packing_limit)
         # Of models with masks over all pairs, which would cost more than larger products save, rows stay as they are.
@@ -473,13 +412,13 @@ class Trainer:
         return rows if is_same or not self.supports_packing else parts
 
     def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
-        beta1, beta2 = self.config.betas
+        beta1, beta2 = self._recipe.betas
         return AdamWStep(
             step=self._num_updates + 1,
             learning_rate=learning_rate,
             beta1=beta1,
             beta2=beta2,
-            eps=self.config.eps,
-            weight_decay=self.config.weight_decay,
+            eps=self._recipe.eps,
+            weight_decay=self._recipe.weight_decay,
             grad_scale=grad_scale,
         )

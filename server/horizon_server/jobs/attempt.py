@@ -13,12 +13,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import structlog
 
 from horizon_server.children.child import log_tail
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.control_groups import WorkerGroup, worker_group
 from horizon_server.errors import (
     DatabaseUnavailable,
@@ -35,20 +37,23 @@ from horizon_server.events import AttemptReady, CheckpointWritten, Message, Refe
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lines import Report
-from horizon_server.jobs.preparation import FindInputs, Preparation
+from horizon_server.jobs.preparation import FindInputs, Preparation, PreparedJob
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
 from horizon_server.jobs.turns import DeviceTurns, Seat
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.jobs.wanted import OF_USERS, ORDERS
-from horizon_server.jobs.worker_request import worker_request
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import REQUEUED, JobRecord, JobState, Wanted, ordered
+from horizon_server.records.plan import Plan
 from horizon_server.spec import needs_references
+from horizon_server.store.adapter_files import is_adapter_folder
+from horizon_server.store.planes import lent_memory
 from horizon_server.worker_link.daemon_end import Worker, last_words
 from horizon_server.worker_link.orders import GIVE_UP
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
+from horizon_server.worker_link.request import RunLimits, WorkerRequest
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +93,6 @@ class Attempt:
     folders: JobFolders
     planner: Planner
     preparation: Preparation
-    num_threads: int
     environment: Mapping[str, str]
     trace: bool
     turns: DeviceTurns
@@ -103,7 +107,6 @@ class Attempt:
     on_asked: Callable[[], None] = lambda: None
     """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
-    numa_interleave: bool = True
     max_restarts: int = 0
     """Restarts in a row that the job gets without a step in between."""
     silence_limit_s: float = 0.0
@@ -238,44 +241,72 @@ class Attempt:
         assert self.job.plan is not None, "no job is queued without a plan"
         await self.make_room(self.job.plan.host_total_bytes)
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
-        memory = await asyncio.to_thread(
-            self.planner.worker_memory, self.job.spec, model,
+        plan = await asyncio.to_thread(
+            self.planner.plan_to_start, self.job.spec, model,
             longest_document=prepared.longest_document, data=prepared.size, other_bytes=self.other_bytes(), gpu=self.gpu,
         )  # fmt: skip
-        if not memory.plan.fits:
+        if not plan.fits:
             if not self.other_bytes():
-                raise DoesNotFit(memory.plan.message)
+                raise DoesNotFit(plan.message)
             # Less is free than the plans of the other jobs say, or this one's plan has grown.
-            await self._finish("stopped", reason=WAITS_FOR_MEMORY, message=memory.plan.message)
+            await self._finish("stopped", reason=WAITS_FOR_MEMORY, message=plan.message)
             return
         # Of several GPUs, the one that it is on.
-        plan = dataclasses.replace(memory.plan, device=self.turns.device)
+        plan = dataclasses.replace(plan, device=self.turns.device)
         known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=plan.summary, **known):
             await self._finish("stopped")
             return
-        with memory.lent() as planes:
-            request = worker_request(
-                self.job, memory, self.folders, model=model, prepared=prepared.folder, evaluations=prepared.evaluations,
-                num_threads=self.num_threads, numa_interleave=self.numa_interleave, device=self.turns.device, gpu=self.gpu,
-                trace=self._log.with_name("trace.json") if self.trace else None,
-            )  # fmt: skip
-            await self._train(request, planes)
+        with lent_memory(plan.plane_bytes) as planes:
+            await self._train(self._request(plan, model, prepared), planes)
+
+    def _request(self, plan: Plan, model: Path, prepared: PreparedJob) -> WorkerRequest:
+        """What this attempt's first worker is asked for, without the planes."""
+        job, folders, start = self.job, self.folders, self.folders.start(self.job.job_id)
+        checkpoints, max_hours = folders.checkpoints(job.job_id), job.spec.limits.max_hours
+        return WorkerRequest(
+            job_id=job.job_id,
+            attempt=job.attempt,
+            spec=job.spec,
+            plan=plan,
+            model=model,
+            prepared=prepared.folder,
+            evaluations=prepared.evaluations,
+            checkpoints=checkpoints.path,
+            min_free_bytes=folders.min_free_bytes,
+            adapter=start if is_adapter_folder(start) else None,
+            resume_from=checkpoints.newest(),
+            compiled=folders.compiled,
+            digests=folders.digests,
+            trace=self._log.with_name("trace.json") if self.trace else None,
+            turns=True,
+            device_lock=folders.device_lock(plan.device),
+            limits=RunLimits(
+                max_steps=job.spec.limits.max_steps,
+                deadline_s=None if max_hours is None else job.started_s + 3600.0 * max_hours,
+            ),
+        )
 
     async def _train(
-        self, request: dict[str, Any], planes: dict[str, int], worker: Worker | None = None, *, after: int = 0
+        self, request: WorkerRequest | None, planes: dict[str, int], worker: Worker | None = None, *, after: int = 0
     ) -> None:
         """Run a worker to its end, and another one in the same memory where it dies; finish the job.
 
         An earlier daemon's worker brings its memory: `planes` are empty then, and `after` is what that daemon has stored of its reports.
+        `request` is None where it was written by another version.
         """
         answer: dict[str, Any]
         while True:
             try:
                 if worker is None:
+                    assert request is not None, "only a worker that runs has none that can be read"
+                    asked, kind = (
+                        to_plain(dataclasses.replace(request, planes=planes)),
+                        request.plan.execution.device_kind,
+                    )
                     worker = await Worker.start(
-                        self.worker_module, {**request, "planes": planes}, folder=self._log.parent,
-                        environment=worker_environment(self.environment, request["device"], self.gpu), group=self._group(),
+                        self.worker_module, asked, folder=self._log.parent,
+                        environment=worker_environment(self.environment, kind, self.gpu), group=self._group(),
                     )  # fmt: skip
                     log.info("worker started", pid=worker.pid)
                 async with self._held(worker):
@@ -291,7 +322,7 @@ class Attempt:
                 request, worker, after = again, None, 0
         await self._finish(**answer)
 
-    async def _again(self, request: dict[str, Any], error: HorizonError) -> dict[str, Any] | None:
+    async def _again(self, request: WorkerRequest | None, error: HorizonError) -> WorkerRequest | None:
         """Return the request of the next worker, after a pause; None where the job was finished meanwhile.
 
         Raises the error where this attempt cannot be continued.
@@ -300,7 +331,8 @@ class Attempt:
             error = TurnOverrun(f"{self._reports.overrun}, and was killed")
         await self._explain()
         verdict = self._judge(error)
-        if self._wanted or not verdict.restart or verdict.pause_s > _LONGEST_PAUSE_WITH_MEMORY_S:
+        is_last = self._wanted or not verdict.restart or verdict.pause_s > _LONGEST_PAUSE_WITH_MEMORY_S
+        if request is None or is_last:
             raise _Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
         self._number += 1
@@ -314,13 +346,9 @@ class Attempt:
             await self._finish("stopped")
             return None
         newest = await asyncio.to_thread(self.folders.checkpoints(self.job.job_id).newest)
-        resume_from = None if newest is None else str(newest)
-        return {
-            **request,
-            "attempt": self._number,
-            "resume_from": resume_from,
-            "resume_from_memory": verdict.trusts_memory,
-        }
+        return dataclasses.replace(
+            request, attempt=self._number, resume_from=newest, resume_from_memory=verdict.trusts_memory
+        )
 
     def _judge(self, error: Exception) -> Verdict:
         failure = Failure.of(error, step=self._reports.reached)
@@ -339,7 +367,9 @@ class Attempt:
         group = self._group()
         if (worker := await Worker.find(folder, group)) is not None:
             log.info("found a worker of an earlier daemon", pid=worker.pid, after=after)
-            request = json.loads(await asyncio.to_thread((folder / REQUEST_FILE).read_bytes))
+            written, request = json.loads(await asyncio.to_thread((folder / REQUEST_FILE).read_bytes)), None
+            with contextlib.suppress(ValueError):
+                request = from_plain(WorkerRequest, written)
             planes: dict[str, int] = {}
             try:
                 await self._train(request, planes, worker, after=after)

@@ -17,6 +17,7 @@ from typing import Any
 from horizon_formats.formats import DataKind, DatasetFormat
 from horizon_server.blobs.space import Space
 from horizon_server.children.child import Child, ChildTask, Limits
+from horizon_server.codec import to_plain
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import (
     PrepareOptions,
@@ -315,9 +316,7 @@ class Preparation:
                 )
             },
         )
-        self._child = await task.start(
-            request.to_mapping(), request_file=log.with_name("preparation.json"), log_file=log
-        )
+        self._child = await task.start(to_plain(request), request_file=log.with_name("preparation.json"), log_file=log)
         try:
             if self._stopped:  # while the child was being started
                 self._child.kill()

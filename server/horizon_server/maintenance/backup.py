@@ -17,8 +17,8 @@ from horizon_server.jobs.folders import JobFolders
 from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, Backup, BackupFolder, Content, Damaged, Entry
 from horizon_server.planning.machine import RATES_FILE
 from horizon_server.records.job import CheckpointRecord
-from horizon_server.records.plan import size_text
 from horizon_server.store.manifest import read_manifest
+from horizon_server.texts import size_text
 from horizon_server.version import VERSION
 
 CHECKPOINTS = ("none", "newest", "all")

@@ -12,8 +12,8 @@ from horizon_server.db.database_file import DatabaseFile, PushedFiles, known_sch
 from horizon_server.db.pairing import doubt
 from horizon_server.errors import BadSetting, InvalidModel
 from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, BackupFolder
-from horizon_server.records.plan import size_text
 from horizon_server.store.manifest import read_manifest
+from horizon_server.texts import size_text
 
 _RESTORE = "put it back with: horizond restore BACKUP_DIR --replace"
 _STEP_FOLDERS = "jobs/*/checkpoints/step-*"

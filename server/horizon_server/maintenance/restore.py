@@ -20,9 +20,9 @@ from horizon_server.errors import BadSetting, DiskFull, InUse
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, Backup, BackupFolder, Entry, copy_hashed
 from horizon_server.records.audit import AuditEntry
-from horizon_server.records.plan import size_text
 from horizon_server.state_dir import UNFINISHED_RESTORE_FILE, held_state_dir
 from horizon_server.store.manifest import is_complete
+from horizon_server.texts import size_text
 from horizon_server.worker_link.protocol import JOURNAL_FILE
 
 # The worker of an attempt holds a lock on this file of its folder for as long as a process of it lives.

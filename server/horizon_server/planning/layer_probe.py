@@ -6,6 +6,7 @@ Of recurrent models, and of those whose attention keeps its scores: no formula s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 import structlog
 
 from horizon_server.children.child import ChildTask, Limits
+from horizon_server.codec import from_plain
 from horizon_server.errors import HorizonError
 from horizon_server.planning.ledger import LayerMemory
 from horizon_server.planning.machine import host_memory
@@ -64,9 +66,8 @@ class LayerProbe:
         )
         try:
             answer = await task.run({"layers_of": str(folder.path)})
-            blocks = tuple(answer.pop("blocks_per_token"))
-            return LayerMemory(**{**answer, "scans": scans}, blocks_per_token=blocks)
-        except (HorizonError, OSError, TypeError, KeyError) as error:
+            return dataclasses.replace(from_plain(LayerMemory, answer), scans=scans)
+        except (HorizonError, OSError, ValueError) as error:
             # The worker meets the same failure, and reports it with its reason; the plan uses its formulas.
             log.warning(
                 "the memory of a model's layers could not be counted", folder=folder.path.name, why=str(error)[:200]

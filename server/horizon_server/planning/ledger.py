@@ -13,13 +13,10 @@ Units: bytes, unless a name says elements.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
-from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, product_bytes, resident_units
-from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.residency import product_bytes, resident_units
 from horizon_server.planning.working_memory import (
     TOKEN_BYTES,
     call_bytes,
@@ -31,10 +28,12 @@ from horizon_server.planning.working_memory import (
     norm_input_elements,
     unpacking_bytes,
 )
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import NUM_SLOTS, ActivationPlacement, DeviceKind, Execution, Residency
+from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
-ActivationPlacement = Literal["device", "host"]
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
 
@@ -49,9 +48,6 @@ THREAD_BYTES = 8 << 20
 
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
-
-NUM_SLOTS = 2
-"""Layers whose weights are on the device at a time, and whose gradients are."""
 
 # Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
@@ -77,24 +73,6 @@ _HOST_MICRO_BATCH = 2048
 # Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per token.
 _CUDA_MICRO_BATCH = 16384
 _WIDE_MODEL = 6144
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Bytes by component. The host's sum is the worker process's; the device's is its arena."""
-
-    host: Mapping[str, int]
-    device: Mapping[str, int]
-
-    @property
-    def host_total_bytes(self) -> int:
-        """All host components."""
-        return sum(self.host.values())
-
-    @property
-    def device_total_bytes(self) -> int:
-        """All device components."""
-        return sum(self.device.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,36 +123,28 @@ class LayerMemory:
 
 
 def plan_memory(
-    layout: StoreLayout,
+    folder: ModelFolder,
+    recipe: Recipe,
+    execution: Execution,
     *,
-    model: ModelShape,
-    tokens_per_step: int,
-    sequence_length: int,
-    device_kind: DeviceKind,
-    grad_bytes: int,
-    compute_dtype: ComputeDtype | None = None,
-    num_threads: int = 1,
-    activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
-    in_fp8: bool = False,
-    micro_batch_tokens: int = 0,
     longest_document: int | None = None,
-    kept: KeptOnDevice = NOTHING_KEPT,
-    adapter_dropout: float = 0.0,
-) -> MemoryPlan:
-    """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
+) -> Ledger:
+    """The ledger of a job on a model folder that is laid out for it.
 
-    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. But for
-    models with masks and recurrent ones, documents are computed together up to `micro_batch_tokens`, whatever row they are in; before the
-    data is prepared, `longest_document` is not known, and may be as long as a row. `kept` is what stays on the device. `adapter_dropout` is
-    that of the layout's adapters, if it has any.
+    `layer` was counted on the model where no formula covers its layers. But for models with masks and recurrent ones, documents are
+    computed together up to `micro_batch_tokens`, whatever row they are in; before the data is prepared, `longest_document` is not known,
+    and may be as long as a row.
     """
+    layout, model, device_kind = folder.layout, folder.shape, execution.device_kind
+    tokens_per_step, residency = recipe.tokens_per_step, execution.residency
     if layer is None and not model.needs_masks:
-        row_tokens = max(min(sequence_length, longest_document or sequence_length), micro_batch_tokens)
+        longest = min(recipe.sequence_length, longest_document or recipe.sequence_length)
+        row_tokens = max(longest, execution.micro_batch_tokens)
     else:
-        row_tokens = sequence_length
+        row_tokens = recipe.sequence_length
     row_tokens = min(row_tokens, tokens_per_step)
-    element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
+    element_bytes = execution.element_bytes
     formula_elements = layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     # Counted scores take the place of the formula's planes where a row is computed as it was counted: in fp32, on the host.
@@ -184,20 +154,12 @@ def plan_memory(
         scores, counted_bytes = (layer, counted_bytes) if is_counted else (None, 0)
     uncovered_bytes = 0 if scores else max(0, counted_bytes - formula_elements * _FP32)
     num_kept = model.num_hidden_layers - layout.num_skipped_layers
-    on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, activation_placement)
+    on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution.activation_placement)
     device = {
-        "weights": _weight_slot_elements(layout, kept) * element_bytes
-        + (_exact_bytes(layout, model, kept) if element_bytes == _BF16 else 0),
+        "weights": _weight_slot_elements(layout, residency) * element_bytes
+        + (_exact_bytes(layout, model, residency) if element_bytes == _BF16 else 0),
         "gradients": _gradient_slot_elements(layout) * _FP32,
-        "activations": on_device * element_bytes
-        + kept.product_layers
-        * product_bytes(
-            layout,
-            model,
-            num_tokens=tokens_per_step,
-            element_bytes=element_bytes,
-            adapter_dropout=adapter_dropout,
-        ),
+        "activations": on_device * element_bytes + residency.product_layers * product_bytes(folder, recipe, execution),
         "workspace": model.position_mask_bytes
         + (
             call_bytes(model, row_tokens, tokens_per_step, element_bytes)
@@ -205,18 +167,19 @@ def plan_memory(
             else -(-tokens_per_step // row_tokens) * scores.call_at(row_tokens)
         ),
     }
+    in_fp8 = recipe.matmul == "fp8"
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens)
-    adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=adapter_dropout > 0)
+    adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=recipe.adapter_dropout > 0)
     saved_bytes = formula_elements * element_bytes + uncovered_bytes if scores is None else counted_bytes
     layer_bytes = saved_bytes + adapter_elements_of_row * element_bytes
     if element_bytes == _BF16:
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
     host = {
-        **_plane_bytes(layout, grad_bytes),
+        **_plane_bytes(layout, execution.grad_bytes),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, tokens_per_step, grad_bytes or element_bytes, kept=grad_bytes > 0),
-        "other": _process_bytes(layout, model, tokens_per_step, num_threads) + first_norm_bytes(layout),
+        "staging": _landing_bytes(layout, tokens_per_step, execution),
+        "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
     }
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
@@ -242,7 +205,7 @@ def plan_memory(
             host["other"] += (
                 min(grown_bytes, layer.heap_at(row_tokens)) if layer and layer.peak_per_token else grown_bytes
             )
-    return MemoryPlan(host=host, device=device)
+    return Ledger(host_bytes=host, device_bytes=device)
 
 
 def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
@@ -283,15 +246,15 @@ def _gradient_slot_elements(layout: StoreLayout) -> int:
     return NUM_SLOTS * _largest_trained_elements(layout) + edge_elements
 
 
-def _weight_slot_elements(layout: StoreLayout, kept: KeptOnDevice) -> int:
+def _weight_slot_elements(layout: StoreLayout, residency: Residency) -> int:
     """The ring of layer_stream, of the layers that pass through it, and a slot for each layer that stays."""
-    resident = {unit.index: unit.num_elements for unit in resident_units(layout, kept.resident_layers)}
+    resident = {unit.index: unit.num_elements for unit in resident_units(layout, residency.resident_layers)}
     passing = [unit.num_elements for unit in layout.units if unit.kind == "layer" and unit.index not in resident]
     edge_elements = _slot_elements(layout) - NUM_SLOTS * _largest_layer_elements(layout)
     return NUM_SLOTS * max(passing, default=0) + sum(resident.values()) + edge_elements
 
 
-def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> int:
+def _exact_bytes(layout: StoreLayout, model: ModelShape, residency: Residency) -> int:
     """What is at the end of those slots for parameters that stay in fp32 where the others are in bf16."""
     names = [*model.kept_in_fp32, re.escape(MAGNITUDE)]
     if not any(tensor.norm_dim is not None for _, tensor in layout.tensors()):
@@ -305,7 +268,7 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> 
         elements = sum(-(-size // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS for size in sizes)
         largest[unit.kind] = max(largest[unit.kind], elements)
     num_layers = sum(unit.kind == "layer" for unit in layout.units)
-    num_slots = kept.resident_layers + (NUM_SLOTS if kept.resident_layers < num_layers else 0)
+    num_slots = residency.resident_layers + (NUM_SLOTS if residency.resident_layers < num_layers else 0)
     return (num_slots * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
@@ -317,13 +280,14 @@ def _largest_trained_elements(layout: StoreLayout) -> int:
     return max(unit.trained_elements for unit in layout.units if unit.kind == "layer")
 
 
-def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
+def _landing_bytes(layout: StoreLayout, tokens_per_step: int, execution: Execution) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
+    element_bytes = execution.grad_bytes or execution.element_bytes
     num_bytes, edges = 2 * (len(layout.units) + 1) * _FP64, [layout.units[0], layout.units[-1]]
     if layout.has_row_gradients:
         num_rows, width = edges.pop(0).tensors[0].shape
         num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
-    if kept:
+    if execution.grad_bytes:
         return num_bytes
     largest_edge = max(unit.trained_elements for unit in edges)
     return num_bytes + (NUM_SLOTS * _largest_trained_elements(layout) + largest_edge) * element_bytes

@@ -6,24 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pynvml
 import structlog
 
 from horizon_server.children.child import ChildTask, Limits
+from horizon_server.codec import from_json, from_plain, to_json
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
@@ -39,7 +37,6 @@ IDLE_S = 30.0
 # More than the child takes at its peak.
 MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 
-_FILE_VERSION = 2
 _CPU_INFO = Path("/proc/cpuinfo")
 # As the kernel names them: Intel's and AMD's, and Arm's.
 _BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -225,6 +222,14 @@ class Machine:
         return {rates_name(kind, dtype): (kind, dtype) for kind, dtype in pairs}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """What the file has."""
+
+    machine: Machine
+    devices: RatesByDevice
+
+
 class RateBook:
     """The rates of one machine, in one file. Thread: any; a reader sees the old file or the new one, whole."""
 
@@ -235,11 +240,11 @@ class RateBook:
     def read(self) -> RatesByDevice:
         """Return what was measured on this very machine; nothing where that is missing, stale or unreadable."""
         try:
-            plain = json.loads(self.path.read_bytes())
-            if plain["version"] != _FILE_VERSION or plain["machine"] != self._machine():
-                return {}
-            return {name: DeviceRates.from_mapping(plain["devices"][name]) for name in self.machine.measured}
-        except (OSError, ValueError, KeyError, TypeError):
+            stored = from_json(_Stored, self.path.read_bytes())
+            return (
+                {name: stored.devices[name] for name in self.machine.measured} if stored.machine == self.machine else {}
+            )
+        except (OSError, ValueError, KeyError):
             return {}
 
     def write(self, rates: RatesByDevice) -> None:
@@ -248,13 +253,7 @@ class RateBook:
         Raises:
             OSError: the folder cannot be written.
         """
-        devices = {name: dataclasses.asdict(found) for name, found in rates.items()}
-        document = {"version": _FILE_VERSION, "machine": self._machine(), "devices": devices}
-        replace_file(self.path, json.dumps(document, indent=1) + "\n")
-
-    def _machine(self) -> dict[str, Any]:
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.machine)))
-        return plain
+        replace_file(self.path, to_json(_Stored(machine=self.machine, devices=rates), indent=1) + "\n")
 
 
 class IdleMeasurement:
@@ -311,7 +310,7 @@ async def measure_rates(
         )
         answer = await task.run(request)
         try:
-            rates[name] = DeviceRates.from_mapping(answer)
-        except (ValueError, KeyError, TypeError) as error:
+            rates[name] = from_plain(DeviceRates, answer)
+        except ValueError as error:
             raise WorkerFailed(f"{who} answered with something that is not a rate: {error!r}") from error
     return rates

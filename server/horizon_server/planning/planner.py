@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from horizon_server.errors import InvalidModel, InvalidSpec
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
-from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import ActivationPlacement, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
+from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens, plan_memory
 from horizon_server.planning.machine import (
     Accelerator,
+    Gpu,
     HostMemory,
     RateBook,
     RatesByDevice,
@@ -28,17 +27,26 @@ from horizon_server.planning.machine import (
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.spec_warnings import spec_warnings
 from horizon_server.planning.step_time import predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, ReferencePass, StepPrediction, size_text
+from horizon_server.records.execution import (
+    DEFAULT_COMPUTE_DTYPE,
+    ELEMENT_BYTES,
+    ComputeDtype,
+    DeviceKind,
+    Execution,
+    Residency,
+)
+from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import EVERYTHING, LORA, WITH_OPTIONS, JobSpec, needs_references
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
-from horizon_server.store.layout import StoreLayout
-from horizon_server.store.planes import create_memory_file
+from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
@@ -50,65 +58,65 @@ _GIGA = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerMemory:
-    """The plan of one attempt and the sizes of the planes that the daemon lends its worker."""
+class _Case:
+    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the device's speed."""
 
-    plan: JobPlan
-    plane_bytes: dict[str, int]
-    grad_dtype_bytes: int
-    """0 where no gradient is kept: each unit is updated as its gradient lands."""
-    device_kind: DeviceKind
-    compute_dtype: ComputeDtype
-    activation_placement: ActivationPlacement
-    micro_batch_tokens: int
-    """Documents are computed together up to this."""
-    kept: KeptMemory
-    """What stays on the device because there is room."""
-
-    @contextmanager
-    def lent(self) -> Iterator[dict[str, int]]:
-        """Create the planes as anonymous memory files and give them back at the end: plane -> descriptor.
-
-        They belong to the daemon: a worker that dies leaves them whole.
-        """
-        descriptors: dict[str, int] = {}
-        try:
-            for plane, size_bytes in self.plane_bytes.items():
-                descriptors[plane] = create_memory_file(plane, size_bytes)
-            yield descriptors
-        finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """How a job runs here: on what and in what, with what gradients kept, and where layer inputs wait."""
-
-    device_kind: DeviceKind
-    compute_dtype: ComputeDtype
-    device_limit_bytes: int
-    grad_bytes: int
-    activation_placement: ActivationPlacement = "device"
-    micro_batch_tokens: int = 0
-    longest_document: int | None = None
-    """Where the data is prepared."""
-    layer: LayerMemory | None = None
-    """What a layer keeps, where it was counted on the model."""
-    rates: DeviceRates | None = None
+    spec: JobSpec
+    folder: ModelFolder
+    host_limit_bytes: int
+    rates: DeviceRates | None
     """How fast the device is, where that is known."""
-    kept: KeptOnDevice = NOTHING_KEPT
-    """What stays on the device because there is room."""
-    data: DataSize | None = None
+    layer: LayerMemory | None
+    """What a layer keeps, where it was counted on the model."""
+    data: DataSize | None
     """Of all documents, where something is known of them."""
+    longest_document: int | None
+    """Where the data is prepared."""
 
-    def num_steps(self, spec: JobSpec) -> int | None:
+    def ledger(self, execution: Execution) -> Ledger:
+        """The memory that it takes."""
+        recipe = self.spec.train.recipe
+        ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
+        if self.spec.method in WITH_OPTIONS:
+            ledger = with_objective(ledger, recipe, execution)
+        elif self.data is None or self.data.may_have_weights:
+            ledger = with_weights(ledger, recipe, execution)
+        return with_answers(ledger, self.spec, self.folder)
+
+    def fits(self, ledger: Ledger, execution: Execution) -> bool:
+        """Whether that is within both limits."""
+        on_device = ledger.device_total_bytes <= execution.device_limit_bytes
+        return on_device and ledger.host_total_bytes <= self.host_limit_bytes
+
+    def work(self, execution: Execution) -> StepWork:
+        """What a step does."""
+        facts = dataclasses.replace(TODAY, two_pass_head=self.spec.method in WITH_OPTIONS)
+        return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
+
+    def prediction(self, execution: Execution) -> StepPrediction | None:
+        """How long it takes; None where the device's speed is not known."""
+        if self.rates is None:
+            return None
+        return predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
+
+    def with_train(self, **changes: Any) -> _Case:
+        """The case of a job with other fields of `train`, on the same layout."""
+        train = self.spec.train.model_copy(update=changes)
+        return dataclasses.replace(self, spec=self.spec.model_copy(update={"train": train}))
+
+    @property
+    def num_steps(self) -> int | None:
         """The steps of the whole job, as far as they are known."""
         of_data = None if self.data is None else self.data.num_steps
         # A limit alone says what the job has at most, not how long it takes.
-        if spec.train.max_steps is None and of_data is None:
+        if self.spec.train.max_steps is None and of_data is None:
             return None
-        return min(steps for steps in (of_data, spec.most_steps) if steps is not None)
+        return min(steps for steps in (of_data, self.spec.most_steps) if steps is not None)
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether what is known of the data is estimated from its files."""
+        return self.data is not None and self.data.is_estimated
 
 
 class Planner:
@@ -124,6 +132,7 @@ class Planner:
         reserve_bytes: int,
         arena_limit_bytes: int,
         num_threads: int,
+        numa_interleave: bool = False,
         accelerators: Sequence[Accelerator] = (),
         rates: Callable[[], RatesByDevice] = dict,
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
@@ -138,6 +147,7 @@ class Planner:
         self._reserve_bytes = reserve_bytes
         self._arena_limit_bytes = arena_limit_bytes
         self._num_threads = num_threads
+        self._numa_interleave = numa_interleave
 
     @classmethod
     def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
@@ -148,27 +158,27 @@ class Planner:
             reserve_bytes=settings.host_memory_reserve_bytes,
             arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
             num_threads=book.machine.num_threads,
+            numa_interleave=settings.numa_interleave,
             accelerators=accelerators,
             rates=book.read,
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
         )
 
-    def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> JobPlan:
-        """Return the ledger of the job against the node's limit, whatever else is running; `data` is what its pass before the first
-        step goes over, and the steps of its epochs.
+    def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
+        """Plan a job against the node's limit, whatever else is running; `data` is what its pass before the first step goes over, and the
+        steps of its epochs.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        choice = dataclasses.replace(self._choice(spec), data=data)
-        return self._against(self.host_limit_bytes, spec, folder, choice)[0]
+        return self._planned(spec, folder, self._execution(spec), self.host_limit_bytes, data=data)
 
     def plan_elsewhere(
         self, spec: JobSpec, folder: Path, machine: PlannedMachine, *, data: DataSize | None = None
-    ) -> JobPlan:
-        """Return the ledger and the predicted step on a machine that is asked about. What this node has measured on the same GPU counts.
+    ) -> Plan:
+        """Plan a job on a machine that is asked about. What this node has measured on the same GPU counts.
 
         Raises:
             InvalidModel: as `plan`.
@@ -185,16 +195,15 @@ class Planner:
             link_bytes_per_s=None if machine.link_gbps is None else machine.link_gbps * _GIGA,
             measured=self._rates().get("cuda"),
         )
-        choice = _Choice(
+        execution = Execution(
             device_kind="cuda",
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
-            rates=rates,
-            data=data,
+            num_threads=self._num_threads,
         )
         limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
-        return self._against(limit_bytes, spec, folder, choice)[0]
+        return self._planned(spec, folder, execution, limit_bytes, rates=rates, data=data)
 
     @property
     def host_limit_bytes(self) -> int:
@@ -203,7 +212,7 @@ class Planner:
         limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
         return max(0, limit - self._reserve_bytes)
 
-    def worker_memory(
+    def plan_to_start(
         self,
         spec: JobSpec,
         folder: Path,
@@ -212,8 +221,8 @@ class Planner:
         data: DataSize | None = None,
         other_bytes: int = 0,
         gpu: Accelerator | None = None,
-    ) -> WorkerMemory:
-        """Return the ledger against what is free now, with the planes to lend.
+    ) -> Plan:
+        """Plan a job against what is free now.
 
         Args:
             longest_document: that of the data, once prepared.
@@ -223,90 +232,67 @@ class Planner:
         """
         free = self._memory().available_bytes - self._reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        wanted = dataclasses.replace(self._choice(spec, gpu), longest_document=longest_document, data=data)
-        plan, layout, choice = self._against(limit, spec, folder, wanted)
-        return WorkerMemory(
-            plan=plan,
-            plane_bytes=lent_planes(layout, grad_dtype_bytes=choice.grad_bytes),
-            grad_dtype_bytes=choice.grad_bytes,
-            device_kind=choice.device_kind,
-            compute_dtype=choice.compute_dtype,
-            activation_placement=choice.activation_placement,
-            micro_batch_tokens=choice.micro_batch_tokens,
-            kept=plan.kept or KeptMemory(),
-        )
+        execution = self._execution(spec, gpu)
+        return self._planned(spec, folder, execution, limit, data=data, longest_document=longest_document)
 
-    def _against(
-        self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
-    ) -> tuple[JobPlan, StoreLayout, _Choice]:
-        found = open_for_training(folder, spec.train)
-        choice = dataclasses.replace(
-            choice,
-            layer=self._layer_memory(found),
-            micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, choice.device_kind),
-        )
-        longest = found.shape.max_position_embeddings
+    def _planned(
+        self,
+        spec: JobSpec,
+        path: Path,
+        execution: Execution,
+        limit_bytes: int,
+        *,
+        rates: DeviceRates | None = None,
+        data: DataSize | None = None,
+        longest_document: int | None = None,
+    ) -> Plan:
+        folder = open_for_training(path, spec.train)
+        longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             what = (
                 f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
             )
             raise InvalidSpec.of("train.sequence_length", what)
-        ledger, choice = self._placed(spec, found, choice, limit_bytes)
+        case = _Case(
+            spec=spec,
+            folder=folder,
+            host_limit_bytes=limit_bytes,
+            rates=rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype)),
+            layer=self._layer_memory(folder),
+            data=data,
+            longest_document=longest_document,
+        )
+        together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
+        execution = _placed(case, dataclasses.replace(execution, micro_batch_tokens=together))
+        ledger, prediction = case.ledger(execution), case.prediction(execution)
         if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
             raise InvalidModel(
                 "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
             )
-        prediction = self._prediction(spec, found, choice)
-        kept = None
-        if prediction is not None and (found_kept := self._with_kept(spec, found, choice, ledger, prediction))[1]:
-            choice, kept = found_kept
-            ledger, prediction = self._ledger(spec, found, choice), self._prediction(spec, found, choice)
-        plan = JobPlan(
-            host_bytes=dict(ledger.host),
-            device_bytes=dict(ledger.device),
+        message = _why_not(case, execution, ledger)
+        if prediction is not None and (residency := _residency(case, execution, ledger)) is not None:
+            execution = dataclasses.replace(execution, residency=residency)
+            ledger, prediction = case.ledger(execution), case.prediction(execution)
+        plan = Plan(
+            **vars(ledger),
+            execution=execution,
+            device=execution.device_kind,
             host_limit_bytes=limit_bytes,
-            device_limit_bytes=choice.device_limit_bytes,
-            num_parameters=found.layout.num_parameters,
-            num_trained_parameters=found.layout.num_trained_parameters,
-            device=choice.device_kind,
-            compute_dtype=choice.compute_dtype,
-            message=self._why_not(spec, found, ledger, limit_bytes, choice),
-            warnings=tuple(self._warnings(spec, found, choice)),
+            plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes),
+            num_parameters=folder.layout.num_parameters,
+            num_trained_parameters=folder.layout.num_trained_parameters,
+            message=message,
+            warnings=tuple(self._warnings(case, execution)),
             prediction=prediction,
-            kept=kept,
+            hint=self._hint(case, execution, prediction),
+            references=_references(case, execution),
         )
-        plan = dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice))
-        plan = self._with_references(plan, spec, found, choice)
-        if (num_steps := choice.num_steps(spec)) is not None:
-            of_files = choice.data is not None and choice.data.is_estimated
-            plan = plan.with_steps(num_steps, estimated=of_files and num_steps != spec.most_steps)
-        return plan, found.layout, choice
+        if (num_steps := case.num_steps) is not None:
+            plan = plan.with_steps(num_steps, estimated=case.is_estimated and num_steps != spec.most_steps)
+        return plan
 
-    def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
-        if choice.rates is None:
-            return None
-        return predict_step(
-            _work(spec, found, choice),
-            choice.rates,
-            shares_processors=choice.device_kind == "host",
-        )
-
-    def _with_references(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> JobPlan:
-        """Count the pass over the data before the first step, where the method needs it."""
-        if plan.prediction is None or choice.rates is None or not needs_references(spec):
-            return plan
-        work, data = _work(spec, found, choice), choice.data
-        forward_s = predict_forward(work, choice.rates, shares_processors=choice.device_kind == "host")
-        rate = work.num_tokens / forward_s
-        references = ReferencePass(
-            tokens_per_second=rate,
-            num_tokens=None if data is None else data.num_tokens,
-            tokens_estimated=data is not None and data.is_estimated,
-            total_s=None if data is None else data.num_tokens / rate,
-        )
-        return dataclasses.replace(plan, references=references)
-
-    def _choice(self, spec: JobSpec, gpu: Accelerator | None = None) -> _Choice:
+    def _execution(self, spec: JobSpec, gpu: Accelerator | None = None) -> Execution:
+        """On what a job of this spec computes here, and in which numbers; placement and residency depend on the model."""
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: host or auto"
@@ -325,186 +311,132 @@ class Planner:
         if spec.train.compile == "on" and spec.train.matmul == "fp8":
             what = "train.compile is on, and layers whose products are in fp8 are never compiled; use auto or off, or train.matmul: bf16"
             raise InvalidSpec.of("train.compile", what)
-        return _Choice(
+        return Execution(
             device_kind=device_kind,
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
-            grad_bytes=_grad_bytes(spec, compute_dtype),
-            rates=self._rates().get(rates_name(device_kind, compute_dtype)),
-        )
-
-    def _placed(
-        self, spec: JobSpec, found: ModelFolder, choice: _Choice, limit_bytes: int
-    ) -> tuple[MemoryPlan, _Choice]:
-        """Keep layer inputs on the device while they fit there; offload them where that makes the job fit."""
-        kept = self._ledger(spec, found, choice)
-        if kept.device_total_bytes <= choice.device_limit_bytes:
-            return kept, choice
-        elsewhere = dataclasses.replace(choice, activation_placement="host")
-        offloaded = self._ledger(spec, found, elsewhere)
-        fits = offloaded.device_total_bytes <= choice.device_limit_bytes and offloaded.host_total_bytes <= limit_bytes
-        return (offloaded, elsewhere) if fits else (kept, choice)
-
-    def _with_kept(
-        self, spec: JobSpec, found: ModelFolder, choice: _Choice, ledger: MemoryPlan, plain: StepPrediction
-    ) -> tuple[_Choice, KeptMemory | None]:
-        """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
-        room_bytes = int(SPARE_USABLE * choice.device_limit_bytes) - ledger.device_total_bytes
-        if choice.device_kind == "host" or choice.activation_placement == "host" or room_bytes <= 0:
-            return choice, None
-
-        def keeping(kept: KeptOnDevice) -> _Choice:
-            return dataclasses.replace(choice, kept=kept)
-
-        def step_s(kept: KeptOnDevice) -> float:
-            prediction = self._prediction(spec, found, keeping(kept))
-            assert prediction is not None, "there was one without"
-            return prediction.step_s
-
-        def resident_bytes(num_layers: int) -> int:
-            weights = self._ledger(spec, found, keeping(KeptOnDevice(resident_layers=num_layers))).device["weights"]
-            return weights - ledger.device["weights"]
-
-        # Compiled layers recompute inside one function, and take nothing that was kept.
-        is_eager = spec.train.compile == "off" or spec.train.matmul == "fp8"
-        element_bytes, num_tokens = ELEMENT_BYTES[choice.compute_dtype], spec.train.tokens_per_step
-        products = 0
-        if is_eager and choice.layer is None:
-            products = product_bytes(
-                found.layout,
-                found.shape,
-                num_tokens=num_tokens,
-                element_bytes=element_bytes,
-                adapter_dropout=spec.train.lora.dropout,
-            )
-        kept = choose_kept(
-            step_s,
-            room_bytes=room_bytes,
-            num_layers=found.shape.num_hidden_layers,
-            resident_bytes=resident_bytes,
-            layer_product_bytes=products,
-        )
-        if kept == NOTHING_KEPT:
-            return choice, None
-        return keeping(kept), KeptMemory(
-            resident_layers=kept.resident_layers,
-            resident_bytes=resident_bytes(kept.resident_layers),
-            product_layers=kept.product_layers,
-            product_bytes=kept.product_layers * products,
-            saved_share=1 - step_s(kept) / plain.step_s,
-        )
-
-    def _ledger(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> MemoryPlan:
-        ledger = plan_memory(
-            found.layout,
-            model=found.shape,
-            tokens_per_step=spec.train.tokens_per_step,
-            sequence_length=spec.train.sequence_length,
-            device_kind=choice.device_kind,
-            grad_bytes=choice.grad_bytes,
-            compute_dtype=choice.compute_dtype,
+            gpu=gpu.uuid if device_kind == "cuda" and isinstance(gpu, Gpu) else "",
             num_threads=self._num_threads,
-            activation_placement=choice.activation_placement,
-            layer=choice.layer,
-            in_fp8=spec.train.matmul == "fp8",
-            micro_batch_tokens=choice.micro_batch_tokens,
-            longest_document=choice.longest_document,
-            kept=choice.kept,
-            adapter_dropout=spec.train.lora.dropout,
+            optimizer_threads=update_threads(self._num_threads, device_kind=device_kind),
+            numa_interleave=self._numa_interleave,
+            grad_bytes=_grad_bytes(spec, compute_dtype),
         )
-        if spec.method in WITH_OPTIONS:
-            ledger = with_objective(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
-        elif choice.data is None or choice.data.may_have_weights:
-            ledger = with_weights(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
-        return with_answers(ledger, spec, found)
 
-    def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
-        """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""
-        need, arena = ledger.host_total_bytes, ledger.device_total_bytes
-        if need <= limit_bytes and arena <= choice.device_limit_bytes:
-            return ""
-        if need > limit_bytes:
-            short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
-        else:
-            short = (
-                f"the job needs {size_text(arena)} on the device and {size_text(choice.device_limit_bytes)} are allowed"
-            )
-        store = sum(ledger.host[part] for part in ("weights", "moments", "gradients"))
-        if store > limit_bytes:
-            billions = found.layout.num_parameters / 1e9
-            held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
-            return f"{short}; {held}: {self._smaller(spec, found, limit_bytes, choice)}"
-        return f"{short}; {self._advice(spec, found, limit_bytes, choice)}"
-
-    def _smaller(self, spec: JobSpec, found: ModelFolder, limit_bytes: int, choice: _Choice) -> str:
-        """What to do where the store alone does not fit: train adapters, where that fits."""
-        if spec.train.trainable != EVERYTHING:
-            return "only a smaller model fits"
-        train = spec.train.model_copy(update={"trainable": LORA, "lr_groups": ()})
-        with suppress(InvalidSpec):
-            adapted = open_for_training(found.path, train)
-            ledger, _ = self._placed(spec.model_copy(update={"train": train}), adapted, choice, limit_bytes)
-            what = (
-                f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
-            )
-            fits = ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes
-            return f"{what}, which fits" if fits else f"only a smaller model fits; {what}"
-        return "only a smaller model fits"
-
-    def _warnings(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> list[str]:
+    def _warnings(self, case: _Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
-        warnings = spec_warnings(
-            spec,
-            found,
-            num_steps=choice.num_steps(spec),
-            estimated=choice.data is not None and choice.data.is_estimated,
-        )
-        if (choice.device_kind, choice.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
+        warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
+        if (execution.device_kind, execution.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
             warnings.append(
                 "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than float32"
             )
         return warnings
 
-    def _hint(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:
-        if plan.prediction is None or choice.device_kind != "host" or spec.train.compute_dtype != "auto":
+    def _hint(self, case: _Case, execution: Execution, prediction: StepPrediction | None) -> str:
+        if prediction is None or execution.device_kind != "host" or case.spec.train.compute_dtype != "auto":
             return ""
-        grad_bytes = ELEMENT_BYTES["bfloat16"] if choice.grad_bytes else 0
+        grad_bytes = ELEMENT_BYTES["bfloat16"] if execution.grad_bytes else 0
+        in_bf16 = dataclasses.replace(execution, compute_dtype="bfloat16", grad_bytes=grad_bytes)
         rates = self._rates().get(rates_name("host", "bfloat16"))
-        faster = dataclasses.replace(choice, compute_dtype="bfloat16", grad_bytes=grad_bytes, rates=rates)
-        prediction = self._prediction(spec, found, faster)
-        if prediction is None or plan.prediction.step_s < _LEAST_GAIN * prediction.step_s:
+        faster = dataclasses.replace(case, rates=rates).prediction(in_bf16)
+        if faster is None or prediction.step_s < _LEAST_GAIN * faster.step_s:
             return ""
-        gain = plan.prediction.step_s / prediction.step_s
+        gain = prediction.step_s / faster.step_s
         return f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the precision of bf16"
 
-    def _advice(self, spec: JobSpec, found: ModelFolder, limit_bytes: int, choice: _Choice) -> str:
-        tokens = spec.train.tokens_per_step
-        while tokens > 8:
-            tokens //= 2
-            length = min(spec.train.sequence_length, tokens)
-            train = spec.train.model_copy(update={"tokens_per_step": tokens, "sequence_length": length})
-            ledger, _ = self._placed(spec.model_copy(update={"train": train}), found, choice, limit_bytes)
-            if ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes:
-                shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
-                return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
-        return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+def _placed(case: _Case, execution: Execution) -> Execution:
+    """Keep layer inputs on the device while they fit there; offload them where that makes the job fit."""
+    if case.ledger(execution).device_total_bytes <= execution.device_limit_bytes:
+        return execution
+    offloading = dataclasses.replace(execution, activation_placement="host")
+    return offloading if case.fits(case.ledger(offloading), offloading) else execution
 
 
-def _work(spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepWork:
-    return work_of_step(
-        found,
-        tokens_per_step=spec.train.tokens_per_step,
-        sequence_length=spec.train.sequence_length,
-        device_kind=choice.device_kind,
-        grad_bytes=choice.grad_bytes,
-        activation_placement=choice.activation_placement,
-        compute_dtype=choice.compute_dtype,
-        facts=dataclasses.replace(
-            TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
-        ),
-        kept=choice.kept,
-        adapter_dropout=spec.train.lora.dropout,
+def _residency(case: _Case, execution: Execution, ledger: Ledger) -> Residency | None:
+    """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
+    room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
+    if execution.device_kind == "host" or execution.activation_placement == "host" or room_bytes <= 0:
+        return None
+
+    def step_s(residency: Residency) -> float:
+        prediction = case.prediction(dataclasses.replace(execution, residency=residency))
+        assert prediction is not None, "there was one without"
+        return prediction.step_s
+
+    def resident_bytes(num_layers: int) -> int:
+        resident = dataclasses.replace(execution, residency=Residency(resident_layers=num_layers))
+        return case.ledger(resident).device_bytes["weights"] - ledger.device_bytes["weights"]
+
+    recipe = case.spec.train.recipe
+    # Compiled layers recompute inside one function, and take nothing that was kept.
+    is_eager = case.spec.train.compile == "off" or recipe.matmul == "fp8"
+    return choose_residency(
+        step_s,
+        room_bytes=room_bytes,
+        num_layers=case.folder.shape.num_hidden_layers,
+        resident_bytes=resident_bytes,
+        layer_product_bytes=product_bytes(case.folder, recipe, execution) if is_eager and case.layer is None else 0,
     )
+
+
+def _references(case: _Case, execution: Execution) -> ReferencePass | None:
+    """The pass over the data before the first step, where the method needs it."""
+    if case.rates is None or not needs_references(case.spec):
+        return None
+    work, data = case.work(execution), case.data
+    rate = work.num_tokens / predict_forward(work, case.rates, shares_processors=execution.device_kind == "host")
+    return ReferencePass(
+        tokens_per_second=rate,
+        num_tokens=None if data is None else data.num_tokens,
+        tokens_estimated=case.is_estimated,
+        total_s=None if data is None else data.num_tokens / rate,
+    )
+
+
+def _why_not(case: _Case, execution: Execution, ledger: Ledger) -> str:
+    """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""
+    if case.fits(ledger, execution):
+        return ""
+    need, limit_bytes = ledger.host_total_bytes, case.host_limit_bytes
+    if need > limit_bytes:
+        short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
+    else:
+        arena, allowed = ledger.device_total_bytes, execution.device_limit_bytes
+        short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
+    store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
+    if store > limit_bytes:
+        billions = case.folder.layout.num_parameters / 1e9
+        held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
+        return f"{short}; {held}: {_smaller(case, execution)}"
+    return f"{short}; {_advice(case, execution)}"
+
+
+def _smaller(case: _Case, execution: Execution) -> str:
+    """What to do where the store alone does not fit: train adapters, where that fits."""
+    if case.spec.train.trainable != EVERYTHING:
+        return "only a smaller model fits"
+    changes: dict[str, Any] = {"trainable": LORA, "lr_groups": ()}
+    with suppress(InvalidSpec):
+        adapted = case.with_train(**changes)
+        adapted = dataclasses.replace(adapted, folder=open_for_training(case.folder.path, adapted.spec.train))
+        execution = _placed(adapted, execution)
+        ledger = adapted.ledger(execution)
+        what = f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
+        return f"{what}, which fits" if adapted.fits(ledger, execution) else f"only a smaller model fits; {what}"
+    return "only a smaller model fits"
+
+
+def _advice(case: _Case, execution: Execution) -> str:
+    tokens, sequence_length = case.spec.train.tokens_per_step, case.spec.train.sequence_length
+    while tokens > 8:
+        tokens //= 2
+        length = min(sequence_length, tokens)
+        smaller = case.with_train(tokens_per_step=tokens, sequence_length=length)
+        placed = _placed(smaller, execution)
+        if smaller.fits(smaller.ledger(placed), placed):
+            shorter = f" and train.sequence_length: {length}" if length < sequence_length else ""
+            return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
+    return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

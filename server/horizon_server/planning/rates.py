@@ -7,10 +7,9 @@ Units: operations per second, bytes per second, seconds. A curve gives a rate by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 Curve = tuple[tuple[int, float], ...]
 """Pairs (tokens, rate) in ascending order of tokens."""
@@ -72,18 +71,10 @@ class DeviceRates:
     ends_launch_s: float = 0.0
     submit_s: float = 0.0
 
-    @classmethod
-    def from_mapping(cls, plain: Mapping[str, Any]) -> DeviceRates:
-        """The rates that `dataclasses.asdict` made plain.
-
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing or unknown, or a rate is not above zero.
-        """
-        widths = tuple(WidthRates(**_with_curves(width)) for width in plain["widths"])
-        rates = cls(**{**_with_curves(plain), "widths": widths})
-        if not widths or not all(math.isfinite(number) and number > 0 for number in rates.numbers()):
+    def __post_init__(self) -> None:
+        """Raises: ValueError: a rate is not above zero, or there is no width."""
+        if not self.widths or not all(math.isfinite(number) and number > 0 for number in self.numbers()):
             raise ValueError("every rate must be above zero, and there must be at least one width")
-        return rates
 
     def numbers(self) -> Iterator[float]:
         """Every rate, those of curves and widths included."""
@@ -96,13 +87,3 @@ class DeviceRates:
     def at(self, hidden_size: int) -> WidthRates:
         """The width that is nearest in ratio."""
         return min(self.widths, key=lambda w: max(w.hidden_size / hidden_size, hidden_size / w.hidden_size))
-
-
-def _with_curves(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with curves in place of the lists that JSON makes of them."""
-    return {
-        name: tuple((int(tokens), float(rate)) for tokens, rate in value)
-        if name.endswith("_per_s") and isinstance(value, list | tuple)
-        else value
-        for name, value in plain.items()
-    }

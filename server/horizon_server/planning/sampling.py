@@ -9,9 +9,10 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.planning.ledger import NUM_SLOTS, MemoryPlan
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import NUM_SLOTS
+from horizon_server.records.plan import Ledger
 from horizon_server.spec import JobSpec, TrainSpec
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.layout import StoreLayout, plane_sizes, weights_only
@@ -81,7 +82,7 @@ def cache_limit_bytes(spec: JobSpec, folder: ModelFolder) -> int:
     return min(generate.prompts * one, max(CACHE_BYTES, one))
 
 
-def with_answers(ledger: MemoryPlan, spec: JobSpec, folder: ModelFolder) -> MemoryPlan:
+def with_answers(ledger: Ledger, spec: JobSpec, folder: ModelFolder) -> Ledger:
     """The ledger of a job with the host memory that the answers of its evaluations take, where it asks for any.
 
     Weights in flight are in the place of those of training. The rest is the cache, and what a layer computes with on the longest prompt.
@@ -93,4 +94,4 @@ def with_answers(ledger: MemoryPlan, spec: JobSpec, folder: ModelFolder) -> Memo
     pairs = length * length * (_FP32 + 1 + 2 * shape.num_score_planes * _FP32)
     rows = length * (4 * shape.intermediate_size + 8 * shape.hidden_size) * _FP32
     answers = cache_limit_bytes(spec, folder) + pairs + rows + _DECODER_BYTES
-    return dataclasses.replace(ledger, host={**ledger.host, "generation": answers})
+    return dataclasses.replace(ledger, host_bytes={**ledger.host_bytes, "generation": answers})

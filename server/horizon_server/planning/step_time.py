@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from horizon_server.planning.ledger import NUM_SLOTS
 from horizon_server.planning.rates import DeviceRates, rate_at
 from horizon_server.planning.step_work import StepWork
+from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Bound, StepPrediction
 
 # The first step finds nothing updated, the second is like all later ones; one more, because queues may need a step to settle.

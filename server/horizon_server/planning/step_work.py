@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
-from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_units, skips_projection
-from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.residency import resident_units, skips_projection
 from horizon_server.planning.working_memory import logits_chunk_tokens
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import DeviceKind, Execution
 from horizon_server.store.adapters import scaled_sizes
 
 _FP32 = 4
@@ -44,7 +44,7 @@ class EngineFacts:
     """How the engine carries out a step. The defaults are the plain schedule, each field is one change to it, and
     `TODAY` has those that are made.
 
-    `micro_batch_tokens` computes rows together up to that many tokens; 0 makes each row a micro-batch. `fused` layers and `fused_head`
+    `fused` layers and `fused_head`
     read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32 gradient
     themselves. `sends_rows`: the optimizer updates the embedding rows in use first, and their gradients travel as rows.
     `two_pass_head`: the head runs forward for the log-probabilities before it runs for the gradients, as objectives need.
@@ -52,10 +52,8 @@ class EngineFacts:
     the layer's last product, whose result no gradient needs.
     """
 
-    micro_batch_tokens: int = 0
     fused: bool = False
     fused_head: bool = False
-    head_chunk_tokens: int | None = None
     accumulates_in_gemm: bool = False
     sends_rows: bool = False
     keeps_embedding: bool = False
@@ -142,40 +140,19 @@ class StepWork:
     first_trained: int = 0
 
 
-def work_of_step(
-    folder: ModelFolder,
-    *,
-    tokens_per_step: int,
-    sequence_length: int,
-    device_kind: DeviceKind,
-    grad_bytes: int,
-    activation_placement: ActivationPlacement,
-    compute_dtype: ComputeDtype | None = None,
-    facts: EngineFacts = TODAY,
-    kept: KeptOnDevice = NOTHING_KEPT,
-    adapter_dropout: float = 0.0,
-) -> StepWork:
-    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
-
-    `kept` is what stays on the device; `adapter_dropout` that of the folder's adapters, if it has any. Without a `compute_dtype`, the
-    device's default.
-    """
-    element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
-    document = min(sequence_length, tokens_per_step)
+def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, facts: EngineFacts = TODAY) -> StepWork:
+    """Count a step on a model folder that is laid out for the job."""
+    tokens_per_step = recipe.tokens_per_step
+    document = min(recipe.sequence_length, tokens_per_step)
     num_full, rest = divmod(tokens_per_step, document)
-    num_rows, rows_together = num_full + (rest > 0), max(1, facts.micro_batch_tokens // document)
+    num_rows, rows_together = num_full + (rest > 0), max(1, execution.micro_batch_tokens // document)
     counter = _Counter(
         folder=folder,
         lengths=(document,) * num_full + (rest,) * (rest > 0),
         num_micro_batches=-(-num_rows // rows_together),
-        device_kind=device_kind,
-        element=element,
-        grad_bytes=grad_bytes or element,
-        updates_in_backward=grad_bytes == 0,
-        offloads=activation_placement == "host",
+        recipe=recipe,
+        execution=execution,
         facts=facts,
-        kept=kept,
-        drops=adapter_dropout > 0,
     )
     return StepWork(
         num_tokens=tokens_per_step,
@@ -190,39 +167,49 @@ def work_of_step(
         head=counter.head(),
         head_traffic=counter.head_traffic(),
         embedding=counter.embedding(),
-        product_layers=kept.product_layers,
+        product_layers=execution.residency.product_layers,
         first_trained=folder.layout.first_trained_unit,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Counter:
-    """The parts of a step, counted one by one. `grad_bytes` is the size of one gradient on its way down."""
+    """The parts of a step, counted one by one."""
 
     folder: ModelFolder
     lengths: tuple[int, ...]
     num_micro_batches: int
-    device_kind: DeviceKind
-    element: int
-    grad_bytes: int
-    updates_in_backward: bool
-    offloads: bool
+    recipe: Recipe
+    execution: Execution
     facts: EngineFacts
-    kept: KeptOnDevice
-    drops: bool
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight on its way up."""
+        return self.execution.element_bytes
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of one gradient on its way down."""
+        return self.execution.grad_bytes or self.element
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether each unit is updated as its gradient lands."""
+        return self.execution.grad_bytes == 0
 
     @property
     def update_bytes(self) -> int:
         """Host memory traffic while one parameter is updated."""
         # A link's copies of other units read and write the same memory meanwhile.
-        per_copy = 0 if self.device_kind == "host" else self.element
+        per_copy = 0 if self.execution.device_kind == "host" else self.element
         return adamw_bytes_per_parameter(self.grad_bytes) + per_copy * (1 + self.updates_in_backward)
 
     @property
     def clear_bytes(self) -> int:
         """Device memory traffic of one gradient besides its sums."""
         # Where products add to the gradient, the first one of a step overwrites it.
-        return (0 if self.facts.accumulates_in_gemm else _FP32) + _NORM_AND_CAST_BYTES[self.device_kind]
+        return (0 if self.facts.accumulates_in_gemm else _FP32) + _NORM_AND_CAST_BYTES[self.execution.device_kind]
 
     @property
     def accumulate_bytes(self) -> float:
@@ -234,7 +221,7 @@ class _Counter:
         model, count, num_tokens = self.folder.shape, FlopsCount.of_folder(self.folder), sum(self.lengths)
         matrices = (count.active_parameters - model.vocab_size * model.hidden_size) / model.num_hidden_layers
         own_flops = FLOPS_PER_PARAMETER * num_tokens * matrices
-        skips = self.facts.skips_projection and skips_projection(self.folder.layout, model)
+        skips = self.facts.skips_projection and skips_projection(self.folder)
         skipped = model.hidden_size * model.intermediate_size if skips else 0
         layers = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
         # A frozen weight has no gradient of its own, which is half of its backward.
@@ -248,7 +235,7 @@ class _Counter:
         recompute += norm_bytes + _SCALED_ACCESSES * output_bytes
         backward += _SCALED_BACKWARD_ACCESSES * output_bytes
         # Where inputs are dropped, what a magnitude multiplies is a second product of the weight, with a gradient of its inputs.
-        again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.drops else 0.0
+        again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.recipe.adapter_dropout else 0.0
         return LayerWork(
             forward_flops=own_flops * _FORWARD_SHARE + again_flops,
             recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices) + again_flops,
@@ -263,7 +250,9 @@ class _Counter:
     def head(self) -> HeadWork:
         model, num_tokens, facts = self.folder.shape, sum(self.lengths), self.facts
         table = model.vocab_size * model.hidden_size
-        chunk_tokens = facts.head_chunk_tokens or logits_chunk_tokens(model.vocab_size, self.device_kind)
+        chunk_tokens = self.execution.head_chunk_tokens or logits_chunk_tokens(
+            model.vocab_size, self.execution.device_kind
+        )
         bytes_per_logit = (FUSED_LOGIT_BYTES if facts.fused_head else LOGIT_BYTES) * self.element / 2
         flops, logit_bytes = FLOPS_PER_PARAMETER * num_tokens * table, bytes_per_logit * num_tokens * model.vocab_size
         # Of what one pass does with a logit, writing it and reducing it is about half.
@@ -278,8 +267,12 @@ class _Counter:
 
     def layers(self) -> tuple[UnitTraffic, ...]:
         units = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
-        resident = {unit.index for unit in resident_units(self.folder.layout, self.kept.resident_layers)}
-        offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element if self.offloads else 0
+        resident = {unit.index for unit in resident_units(self.folder.layout, self.execution.residency.resident_layers)}
+        offload = (
+            sum(self.lengths) * self.folder.shape.hidden_size * self.element
+            if self.execution.activation_placement == "host"
+            else 0
+        )
         return tuple(
             UnitTraffic(
                 upload_bytes=unit.trained_elements * self.element

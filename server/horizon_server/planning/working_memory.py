@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import DeviceKind
 from horizon_server.store.layout import PACKED_PIECE_ELEMENTS, StoreLayout
 
 CUBLAS_BYTES = 2 * (32 << 20)

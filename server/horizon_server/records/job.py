@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from horizon_server.events import EvalDone, StepDone
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Outlook
 from horizon_server.spec import JobSpec
 
@@ -127,7 +127,7 @@ class JobRecord:
     """The first evaluation, the best so far by the spec's `eval.best_by`, and the last one; without their answers."""
     best_eval: EvalDone | None = None
     last_eval: EvalDone | None = None
-    plan: JobPlan | None = None
+    plan: Plan | None = None
     data_report: dict[str, int] = field(default_factory=dict)
     """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""
     last_sequence: int = 0

@@ -6,12 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from horizon_server.records.execution import Execution, Residency
+from horizon_server.texts import size_text
+
 Bound = Literal["compute", "h2d", "d2h", "host memory"]
-
-
-def size_text(num_bytes: float) -> str:
-    """A size in MiB, or in GiB from one GiB on."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,6 @@ class StepPrediction:
     bound: Bound
     peak_flops_per_s: float
     total_s: float | None = None
-    # Predictions of earlier versions, which the database holds, have none of these.
     model_flops_per_s: float = 0.0
     parts_s: dict[str, float] = field(default_factory=dict)
     machine: str = ""
@@ -64,63 +61,11 @@ class ReferencePass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptMemory:
-    """What stays on a device that has memory to spare, and what that buys.
-
-    The weights of `resident_layers` stay from step to step, and the last `product_layers` keep the products of their forward for their
-    backward. `saved_share` is the predicted part of a step's time that it saves.
-    """
-
-    resident_layers: int = 0
-    resident_bytes: int = 0
-    product_layers: int = 0
-    product_bytes: int = 0
-    saved_share: float = 0.0
-
-    @property
-    def text(self) -> str:
-        """In one line, for people."""
-        parts = [
-            f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes)})"
-            for what, num_layers, num_bytes in (
-                ("weights", self.resident_layers, self.resident_bytes),
-                ("activations", self.product_layers, self.product_bytes),
-            )
-            if num_layers
-        ]
-        return f"{', '.join(parts)}; saves about {self.saved_share:.0%} of a step"
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobPlan:
-    """The memory ledger of a job against the node's limits. Units: bytes; components by name, such as weights and moments."""
+class Ledger:
+    """Bytes by component, such as weights and moments. The host's sum is the worker process's; the device's is its arena."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
-    host_limit_bytes: int
-    device_limit_bytes: int
-    num_parameters: int
-    device: str
-    compute_dtype: str = ""
-    """What layers are computed in; empty in the plan of an earlier version."""
-    message: str = ""
-    """When it does not fit: the numbers and the smallest change that would make it fit; else nothing."""
-    hint: str = ""
-    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
-    prediction: StepPrediction | None = None
-    """None while the machine's speed has not been measured."""
-    num_trained_parameters: int = 0
-    """The others are frozen; 0 in the plan of an earlier version."""
-    kept: KeptMemory | None = None
-    """None where the device has nothing to spare, or it would save nothing."""
-    references: ReferencePass | None = None
-    """None where the method needs no reference log-probabilities, or the machine's speed has not been measured."""
-    num_steps: int | None = None
-    """Steps of the whole job; None while nothing is known of its data, where only that decides."""
-    steps_estimated: bool = False
-    """Whether they are estimated from the size of the files, as the data is not prepared."""
-    warnings: tuple[str, ...] = ()
-    """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
 
     @property
     def host_total_bytes(self) -> int:
@@ -132,6 +77,52 @@ class JobPlan:
         """Sum over the device's components."""
         return sum(self.device_bytes.values())
 
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Ledger):
+    """What is decided of a job before its first step: its memory by component, how it runs, and what to expect of that."""
+
+    execution: Execution = Execution()
+    host_limit_bytes: int
+    """What the job may have of the host's memory. What it may have on the device is in `execution`."""
+    num_parameters: int
+    num_trained_parameters: int = 0
+    """The others are frozen."""
+    plane_bytes: dict[str, int] = field(default_factory=dict)
+    """The sizes of the store's planes, which the daemon lends the worker."""
+    device: str
+    """The name of the device: host, cuda, or of several GPUs such as cuda:1."""
+    message: str = ""
+    """When it does not fit: the numbers and the smallest change that would make it fit; else nothing."""
+    hint: str = ""
+    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    prediction: StepPrediction | None = None
+    """None while the machine's speed has not been measured."""
+    references: ReferencePass | None = None
+    """None where the method needs no reference log-probabilities, or the machine's speed has not been measured."""
+    num_steps: int | None = None
+    """Steps of the whole job; None while nothing is known of its data, where only that decides."""
+    steps_estimated: bool = False
+    """Whether they are estimated from the size of the files, as the data is not prepared."""
+    warnings: tuple[str, ...] = ()
+    """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+
+    @property
+    def device_limit_bytes(self) -> int:
+        """What the job may have on the device."""
+        return self.execution.device_limit_bytes
+
+    @property
+    def compute_dtype(self) -> str:
+        """What layers are computed in."""
+        return self.execution.compute_dtype
+
+    @property
+    def kept(self) -> Residency | None:
+        """What stays on the device; None where it has nothing to spare, or it would save nothing."""
+        residency = self.execution.residency
+        return residency if residency.resident_layers or residency.product_layers else None
+
     @property
     def fits(self) -> bool:
         """Whether its memory is within both limits; slowness never counts."""
@@ -142,13 +133,13 @@ class JobPlan:
         """Seconds of the pass before the first step, as far as they are known."""
         return 0.0 if self.references is None else self.references.total_s or 0.0
 
-    def with_references_done(self, share: float) -> JobPlan:
+    def with_references_done(self, share: float) -> Plan:
         """The plan of a job of which that share of the pass before the first step is done."""
         if self.references is None:
             return self
         return dataclasses.replace(self, references=dataclasses.replace(self.references, done_share=share))
 
-    def with_steps(self, num_steps: int, *, estimated: bool = False) -> JobPlan:
+    def with_steps(self, num_steps: int, *, estimated: bool = False) -> Plan:
         """The plan of a job whose number of steps has become known."""
         known = dataclasses.replace(self, num_steps=num_steps, steps_estimated=estimated)
         if self.prediction is None:
@@ -160,8 +151,7 @@ class JobPlan:
     def summary(self) -> str:
         """The plan in one line, for people."""
         on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
-        dtype = f", computed in {self.compute_dtype}" if self.compute_dtype else ""
-        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}{dtype}"
+        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

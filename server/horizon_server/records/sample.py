@@ -5,15 +5,14 @@ Free of torch and transformers, as the daemon imports it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.spec import JobSpec
 
 MAX_PROMPTS = 64
 MAX_PROMPT_CHARACTERS = 64 * 1024
@@ -95,50 +94,6 @@ class SampleRequest:
     cache_bytes: int
     adapter: SampleAdapter | None = None
     answers: Path | None = None
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the request as the child reads it."""
-        adapter = None
-        if self.adapter is not None:
-            spec = self.adapter.spec
-            adapter = {
-                "folder": str(self.adapter.folder),
-                "base_sha256": self.adapter.base_sha256,
-                "digests": str(self.adapter.digests),
-                "spec": None if spec is None else spec.to_mapping(),
-            }
-        plain = dataclasses.asdict(replace(self, adapter=None))
-        answers = None if self.answers is None else str(self.answers)
-        return plain | {"folder": str(self.folder), "adapter": adapter, "answers": answers}
-
-    @classmethod
-    def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
-        """Return the request that `to_mapping` has made plain."""
-        prompts = tuple(
-            SamplePrompt(
-                text=prompt["text"],
-                messages=tuple(SampleMessage(**message) for message in prompt["messages"]),
-                chat_json=prompt["chat_json"],
-            )
-            for prompt in plain["prompts"]
-        )
-        adapter = plain["adapter"]
-        return cls(
-            adapter=None
-            if adapter is None
-            else SampleAdapter(
-                folder=Path(adapter["folder"]),
-                base_sha256=adapter["base_sha256"],
-                digests=Path(adapter["digests"]),
-                spec=None if adapter["spec"] is None else parse_job_spec(adapter["spec"]),
-            ),
-            folder=Path(plain["folder"]),
-            answers=Path(plain["answers"]) if plain["answers"] else None,
-            prompts=prompts,
-            options=SampleOptions(**plain["options"]),
-            num_threads=plain["num_threads"],
-            cache_bytes=plain["cache_bytes"],
-        )
 
 
 def require_few(prompts: Sequence[Any]) -> None:

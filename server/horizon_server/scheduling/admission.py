@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 
-from horizon_server.records.plan import size_text
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
 from horizon_server.scheduling.texts import jobs_text, time_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, steady_shares
+from horizon_server.texts import size_text
 
 Held = Callable[[Job, Sequence[Resident]], str]
 """What a quota has against loading a job next to the resident ones, or ""."""

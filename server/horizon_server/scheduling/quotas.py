@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from horizon_server.records.plan import size_text
 from horizon_server.records.sharing import Allowance
 from horizon_server.scheduling.state import Job, Resident
 from horizon_server.scheduling.texts import jobs_text, time_text
+from horizon_server.texts import size_text
 
 WEEK_S = 7 * 86400.0
 # Of one user, unless an admin sets another limit.

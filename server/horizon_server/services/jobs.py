@@ -35,7 +35,7 @@ from horizon_server.records.job import (
     Wanted,
     ordered,
 )
-from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.texts import to_owner
 from horizon_server.services.access import may_see, require_change, require_submit
@@ -125,7 +125,7 @@ class JobService:
 
     async def plan(
         self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
-    ) -> tuple[JobSpec, JobPlan]:
+    ) -> tuple[JobSpec, Plan]:
         """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is asked about.
 
         Raises what `Proposals.of` does.

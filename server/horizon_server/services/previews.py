@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from horizon_server.children.child import ChildTask, Limits
+from horizon_server.codec import to_plain
 from horizon_server.datasets.preview import (
     DatasetPreview,
     PreviewOptions,
@@ -84,5 +85,5 @@ class Previews:
         # First the user's own turn: what waits for it must not hold one of the slots.
         async with self._of_user[principal.name], self._slots:
             with self._resources.reading(record.dataset_id, model_id):
-                rows = rows_from_answer(await self._task.run(request.to_mapping()))
+                rows = rows_from_answer(await self._task.run(to_plain(request)))
         return DatasetPreview(rows=rows, num_rows=record.num_rows, format=record.format, options=options)

@@ -21,7 +21,7 @@ from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord
-from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.services.access import require_project
 from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
@@ -45,11 +45,11 @@ class Proposal:
     eval_dataset_id: str = ""
     eval_set_ids: dict[str, str] = field(default_factory=dict)
     start: Start | None = None
-    plan: JobPlan
+    plan: Plan
     admit: AdmitJob | None = None
     """Refuses it where too many jobs are queued; None where it cannot be queued at all."""
 
-    async def warned(self, quotas: Quotas, user: str) -> JobPlan:
+    async def warned(self, quotas: Quotas, user: str) -> Plan:
         """Return the plan, with a warning where the queue has no room for a job that this node could run."""
         if self.admit is None:
             return self.plan
@@ -128,9 +128,7 @@ class Proposals:
                 admit=await self.quotas.admit_job(principal.name, spec.project, plan) if plan.fits else None,
             )
 
-    async def _plan_elsewhere(
-        self, principal: Principal, spec: JobSpec, folder: Path, machine: PlannedMachine
-    ) -> JobPlan:
+    async def _plan_elsewhere(self, principal: Principal, spec: JobSpec, folder: Path, machine: PlannedMachine) -> Plan:
         try:
             data = await self._data(principal, spec)
         except NotFound:
@@ -172,7 +170,7 @@ class Proposals:
         evaluated = [files.record for files in data.evaluated.values()]
         return known_size(self.folders.prepared, spec, folder, data.trained.record, evaluated)
 
-    def _plan(self, spec: JobSpec, folder: Path, start: Start | None, size: DataSize) -> JobPlan:
+    def _plan(self, spec: JobSpec, folder: Path, start: Start | None, size: DataSize) -> Plan:
         """Return the plan of a job on this node, with the numbers of the files that it starts from. Blocking."""
         if start is None:
             return self.planner.plan(spec, folder, data=size)

@@ -19,10 +19,11 @@ from horizon_server.errors import BadSetting, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT
-from horizon_server.records.plan import JobPlan, size_text
+from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Allowance, Holder, QuotaUse
 from horizon_server.scheduling.quotas import WEEK_S, why_not_queued, why_not_stored
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
+from horizon_server.texts import size_text
 
 MAX_WEIGHT = 1e6
 
@@ -80,7 +81,7 @@ class Quotas:
         keys: list[tuple[Holder, str]] = [("user", user), *(("project", project) for project in projects)]
         return [found.get(key, Allowance(holder=key[0], name=key[1])) for key in keys]
 
-    async def admit_job(self, user: str, project: str, plan: JobPlan) -> AdmitJob:
+    async def admit_job(self, user: str, project: str, plan: Plan) -> AdmitJob:
         """Return what refuses a job where too many are queued. Raises QuotaExceeded when the job alone is larger than a quota."""
         allowances = await self.of(user, project)
         for allowance in allowances:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.child import Child, ChildTask, Limits, OnEvent
+from horizon_server.codec import to_plain
 from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.planning.sampling import SampleMemory
-from horizon_server.records.plan import size_text
 from horizon_server.records.sample import SampleOptions, SampleRequest
+from horizon_server.texts import size_text
 
 # Of one call, its turn not counted.
 LIMIT_S = 900.0
@@ -90,7 +91,7 @@ class SamplingChild:
         was_loaded = child is not None
         try:
             if child is not None:
-                answer = await child.ask(request.to_mapping(), on_event)
+                answer = await child.ask(to_plain(request), on_event)
             else:
                 child = await self._start(request, memory)
                 answer = await child.answer(on_event, stays=True)
@@ -157,7 +158,7 @@ class SamplingChild:
                 WorkerCrashed: InvalidModel("answering with this checkpoint crashes; is its chat template right?"),
             },
         )
-        return await task.start(request.to_mapping())
+        return await task.start(to_plain(request))
 
     async def _watch(self, child: Child, model: _Model) -> None:
         """End a child that is idle for its time, or whose model is not that of its files any more."""

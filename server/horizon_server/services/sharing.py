@@ -11,7 +11,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
 from horizon_server.scheduling.quotas import with_defaults
 from horizon_server.scheduling.texts import time_text
@@ -95,7 +95,7 @@ class SharingService:
         self.scheduler.wake()
         return condition
 
-    async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, JobPlan]:
+    async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, Plan]:
         """Return when a job would start and end if it were submitted now, and its plan. Nothing is stored.
 
         Raises what `JobService.submit` does, but also answers those who may look and not submit.

@@ -13,7 +13,7 @@ from horizon_server.planning.adapter_start import check_adapter
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import CheckpointRecord, JobRecord
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import Plan
 from horizon_server.spec import LORA, JobSpec
 from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_SHA256_FILE, read_base_sha256
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
@@ -41,7 +41,7 @@ class PushedAdapter:
         """Return the digest of the model that it was trained on; empty where it does not say. Blocking. Raises InvalidModel."""
         return read_base_sha256(self.folder)
 
-    def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
+    def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> Plan:
         """Return the job's plan, where the adapter is what it asks for. Blocking. Raises InvalidSpec, InvalidModel."""
         check_adapter(self.folder, model, spec.train)
         return planner.plan(spec, model, data=data)
@@ -75,7 +75,7 @@ class CheckpointStart:
         base = self.checkpoints.manifest(self.step).base if self.is_adapter else None
         return "" if base is None else base.sha256
 
-    def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> JobPlan:
+    def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> Plan:
         """Return the job's plan, with the numbers of the files that it starts from. Blocking. Raises InvalidSpec, InvalidModel."""
         with self.checkpoints.reading(self.step):
             folder = self.checkpoints.of_step(self.step) / self.part

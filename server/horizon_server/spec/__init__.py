@@ -34,7 +34,6 @@ from horizon_server.spec.training import (
     CompileChoice,
     ComputeDtypeChoice,
     LrGroup,
-    LrSchedule,
     TrainOn,
     TrainSpec,
 )
@@ -61,7 +60,6 @@ __all__ = [
     "LimitsSpec",
     "LoraSpec",
     "LrGroup",
-    "LrSchedule",
     "Method",
     "OrpoSpec",
     "PolicySpec",

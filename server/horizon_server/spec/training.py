@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from horizon_formats.other_names import meant_trainable
 from horizon_server.expressions import NOT, problem_of
+from horizon_server.recipe import LrSchedule, Matmul, Recipe
 from horizon_server.spec.fields import (
     MAX_EXPRESSION_CHARS,
     MAX_EXPRESSIONS,
@@ -32,7 +34,6 @@ LORA = ("lora",)
 """`train.trainable` of a job that trains adapters next to the frozen model."""
 # Named, because a preview takes the same choice without being a job.
 TrainOn = Literal["assistant", "last-assistant", "all"]
-LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
 ComputeDtypeChoice = Literal["auto", "float32", "bfloat16"]
 CompileChoice = Literal["auto", "on", "off"]
 
@@ -153,7 +154,7 @@ class TrainSpec(Section):
         description="NEFTune: noise on the embeddings in training, uniform and at most alpha / sqrt(L * D) for a document of L tokens and "
         "embeddings of D numbers. 5 to 15 are usual; 0 is none.",
     )
-    matmul: Literal["bf16", "fp8"] = Field(
+    matmul: Matmul = Field(
         default="bf16",
         description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "
         "faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it.",
@@ -175,6 +176,14 @@ class TrainSpec(Section):
         },
     )
     lora: Annotated[LoraSpec, absent_as_empty] = LoraSpec()
+
+    @property
+    def recipe(self) -> Recipe:
+        """What of this section the engine trains by; the fields have the same names."""
+        own = {
+            field.name: getattr(self, field.name) for field in fields(Recipe) if field.name in type(self).model_fields
+        }
+        return Recipe(**own, adapter_scale=self.lora.scale, adapter_dropout=self.lora.dropout)
 
     @field_validator("trainable")
     @classmethod

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from horizon_server import progress
 from horizon_server.errors import DoesNotFit
@@ -25,6 +27,22 @@ def create_memory_file(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def lent_memory(plane_bytes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Create planes of these sizes as anonymous memory files and give them back at the end: plane -> descriptor.
+
+    They belong to the process that lends them: a worker that dies leaves them whole.
+    """
+    descriptors: dict[str, int] = {}
+    try:
+        for plane, size_bytes in plane_bytes.items():
+            descriptors[plane] = create_memory_file(plane, size_bytes)
+        yield descriptors
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
 def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:

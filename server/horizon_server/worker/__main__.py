@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from horizon_server import cpu_priority
+from horizon_server.codec import from_plain
 from horizon_server.worker import let_launchers_run
 from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
@@ -25,10 +26,10 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
         cpu_priority.lower_while_loading()
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
     cpu_priority.in_lowered_thread(_import_libraries)
-    from horizon_server.worker.request import WorkerRequest
     from horizon_server.worker.training import Training
+    from horizon_server.worker_link.request import WorkerRequest
 
-    training = Training(WorkerRequest.from_mapping(request), events=link, orders=link.orders)
+    training = Training(from_plain(WorkerRequest, request), events=link, orders=link.orders)
     try:
         outcome = training.run()
     except BaseException:

@@ -9,7 +9,7 @@ from horizon_server.spec import LORA
 from horizon_server.store.adapter_files import AdapterConfig
 from horizon_server.store.adapters import TRANSPOSED
 from horizon_server.store.checkpoint import AdapterExport
-from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker_link.request import WorkerRequest
 
 
 def adapter_export(request: WorkerRequest, template: Template) -> AdapterExport | None:

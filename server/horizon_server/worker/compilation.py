@@ -26,9 +26,9 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
-from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import DeviceKind
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Order, Orders
@@ -188,9 +188,9 @@ def work(request: Any, events: EventWriter) -> list[str]:
 
     wanted = from_plain(CompileRequest, request)
     torch.set_num_threads(wanted.num_threads)
-    train = TrainSpec(trainable=tuple(wanted.trainable), lora=LoraSpec(**wanted.lora))
-    template = Template.from_folder(Path(wanted.model), layout=open_for_training(Path(wanted.model), train).layout)
-    template.adapter_scale, template.adapter_dropout = train.lora.scale, train.lora.dropout
+    train = TrainSpec(trainable=wanted.trainable, lora=LoraSpec(**wanted.lora))
+    found = open_for_training(Path(wanted.model), train)
+    template = Template.from_folder(found.path, layout=found.layout, recipe=train.recipe)
     target = wanted.target
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))

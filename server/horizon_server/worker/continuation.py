@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel, InvalidSpec
-from horizon_server.planning.compute import ComputeDtype
+from horizon_server.records.execution import ComputeDtype
 from horizon_server.store.adapter_files import read_adapter_folder, read_base_sha256
 from horizon_server.store.base_digest import other_base
 from horizon_server.store.checkpoint import load_checkpoint

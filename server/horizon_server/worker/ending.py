@@ -9,14 +9,7 @@ from typing import Any, Literal
 
 from horizon_server.errors import Stalled
 from horizon_server.spec import EvalSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunLimits:
-    """What the job may take: steps in all, and the Unix time at which it ends; None: no limit."""
-
-    max_steps: int | None = None
-    deadline_s: float | None = None
+from horizon_server.worker_link.request import RunLimits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,15 +19,16 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import EvalAnswer, EvalDone
 from horizon_server.expressions import final_answer
 from horizon_server.figures import EvalFigures, EvalSetFigures, total_evaluation
+from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.sampling import cache_limit_bytes
-from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import JobSpec
 from horizon_server.spec.evaluation import EXACT_MATCH, LOSS, GenerateSpec
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.sampling import stop_tokens
 from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 MAX_SHOWN_ANSWERS = 8
 MAX_SHOWN_CHARACTERS = 2000
@@ -48,6 +49,7 @@ class Evaluation:
     def __init__(
         self,
         request: WorkerRequest,
+        folder: ModelFolder,
         *,
         store: HostStore,
         device: Device,
@@ -56,7 +58,7 @@ class Evaluation:
         make_plan: MakePlan,
         answer_ends: Collection[int] = (),
     ) -> None:
-        """`answer_ends` are the tokens that end trained answers.
+        """`folder` is the job's model, laid out for it; `answer_ends` are the tokens that end trained answers.
 
         Raises:
             InvalidSpec: no row of the set to answer has a prompt that fits.
@@ -70,7 +72,7 @@ class Evaluation:
         self._answers = None
         if generate is not None:
             dataset = self.sets[generate.set].dataset
-            self._answers = _Answers(request, generate, dataset, answer_ends, store=store, device=device)
+            self._answers = _Answers(self._spec, folder, generate, dataset, answer_ends, store=store, device=device)
 
     def run(self, trainer: Trainer, step: int) -> EvalDone | None:
         """Evaluate the weights of a step on every set. None: an order or the deadline came before it was complete.
@@ -169,7 +171,8 @@ class _Answers:
 
     def __init__(
         self,
-        request: WorkerRequest,
+        spec: JobSpec,
+        folder: ModelFolder,
         generate: GenerateSpec,
         dataset: PreparedDataset,
         answer_ends: Collection[int],
@@ -179,16 +182,15 @@ class _Answers:
     ) -> None:
         self.generate = generate
         self._store, self._device = store, device
-        found = open_for_training(request.model, request.spec.train)
         # A model of its own: with a cache, the layers run with their own attention instead of the engine's.
-        self._template = Template.from_folder(request.model, layout=found.layout, own_attention=False)
-        self._template.adapter_scale = request.spec.train.lora.scale
-        self._cache_bytes = cache_limit_bytes(request.spec, found)
-        codec = TextCodec.from_folder(request.model)
+        recipe, sequence_length = spec.train.recipe, spec.train.sequence_length
+        self._template = Template.from_folder(folder.path, layout=folder.layout, recipe=recipe, own_attention=False)
+        self._cache_bytes = cache_limit_bytes(spec, folder)
+        codec = TextCodec.from_folder(folder.path)
         self._decode = codec.tokenizer.decode
-        stops = stop_tokens(request.model, codec) | frozenset(answer_ends)
+        stops = stop_tokens(folder.path, codec) | frozenset(answer_ends)
         self._options = GenerationOptions(max_tokens=generate.max_new_tokens, stop_tokens=stops)
-        self._prompts = self._chosen(dataset, request.spec.train.sequence_length)
+        self._prompts = self._chosen(dataset, sequence_length)
         self._generator: TokenGenerator | None = None
 
     def _chosen(self, dataset: PreparedDataset, sequence_length: int) -> list[DocumentPrompt]:

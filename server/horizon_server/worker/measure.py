@@ -5,17 +5,17 @@ A process of its own, because it loads torch.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.codec import to_plain
 from horizon_server.errors import InvalidModel, in_words
 from horizon_server.worker import let_launchers_run
 
 
-def work(request: Any, _: EventWriter) -> dict[str, Any] | list[str]:
+def work(request: Any, _: EventWriter) -> Any:
     """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder keep; nothing
     of a folder whose model can be trained, which raises InvalidModel otherwise; or the UUIDs of the GPUs.
     """
@@ -23,7 +23,7 @@ def work(request: Any, _: EventWriter) -> dict[str, Any] | list[str]:
     if "layers_of" in request:
         from horizon_server.engine.layer_memory import measure_layer_memory
 
-        return dataclasses.asdict(measure_layer_memory(Path(request["layers_of"])))
+        return to_plain(measure_layer_memory(Path(request["layers_of"])))
     if "try" in request:
         return _tried(Path(request["try"]))
     if "gpus" in request:
@@ -31,7 +31,7 @@ def work(request: Any, _: EventWriter) -> dict[str, Any] | list[str]:
     from horizon_server.engine.rate_probe import measure_rates
 
     rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])
-    return dataclasses.asdict(rates)
+    return to_plain(rates)
 
 
 def _gpus() -> list[str]:

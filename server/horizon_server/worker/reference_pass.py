@@ -26,8 +26,8 @@ from horizon_server.store.base_digest import files_digest
 from horizon_server.store.growing_file import remove_others
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 _REPORTED_PERCENT = 5
 """Progress is reported when it has grown by this."""
@@ -58,19 +58,19 @@ class ReferencePass:
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
         self._data = [(each, plan) for each, plan in data if each.needs_references]
         self._unfinished = request.checkpoints.with_name(UNFINISHED_REFERENCES)
-        train = request.spec.train
+        train, execution = request.spec.train, request.plan.execution
         facts = {
             "weights": weights.model,
             # New adapters change nothing, but those of an earlier job do, and so does a base that is kept in fewer bits.
             "adapter": weights.adapter,
             "base": train.lora.base if train.trainable == LORA else "source",
-            "device": request.device,
-            "compute_dtype": request.compute_dtype,
+            "device": execution.device_kind,
+            "compute_dtype": execution.compute_dtype,
             "matmul": train.matmul,
             # These change only how sums are rounded; with them, a job's result does not depend on which job has computed the file.
             "tokens_per_step": train.tokens_per_step,
-            "micro_batch_tokens": request.micro_batch_tokens,
-            "num_threads": request.num_threads,
+            "micro_batch_tokens": execution.micro_batch_tokens,
+            "num_threads": execution.num_threads,
             "compiled": list(compiled),
         }
         self._key = json.dumps(facts, sort_keys=True)

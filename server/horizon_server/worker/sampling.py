@@ -16,6 +16,7 @@ from typing import Any
 from horizon_formats.formats import DatasetFormat
 from horizon_formats.row_checks import check_prompt_row
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
@@ -26,7 +27,6 @@ from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, Inva
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
-from horizon_server.records.plan import size_text
 from horizon_server.records.sample import (
     MAX_MESSAGES,
     MAX_PROMPT_TOKENS,
@@ -41,6 +41,7 @@ from horizon_server.store.base_digest import DigestBook
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
+from horizon_server.texts import size_text
 from horizon_server.worker import let_launchers_run
 
 # Training on the same node has the processors first.
@@ -60,12 +61,12 @@ class Answerer:
         self._codec: TextCodec | None = None
         self._generator: TokenGenerator | None = None
 
-    def work(self, plain: Any, events: EventWriter) -> dict[str, Any]:
+    def work(self, plain: Any, events: EventWriter) -> Any:
         """Send the text of every answer as it comes, and return what it took."""
         let_launchers_run()
-        request = SampleRequest.from_mapping(plain)
+        request = from_plain(SampleRequest, plain)
         try:
-            return dataclasses.asdict(self.answer(request, events))
+            return to_plain(self.answer(request, events))
         except HorizonError as error:
             # Where the daemon keeps checkpoints is not the user's concern.
             names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
@@ -133,11 +134,11 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
     spec = None if asked is None else asked.spec
     # Next to its base as the evaluations of its job, so that no bit differs from them.
     layout = sample_layout(open_model_folder(folder), adapter) if spec is None else trained_layout(folder, spec.train)
-    template = Template.from_folder(folder, layout=layout, own_attention=False)
+    recipe = None if spec is None else spec.train.recipe
+    template = Template.from_folder(folder, layout=layout, recipe=recipe, own_attention=False)
     store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
     if spec is not None:
         assert adapter is not None
-        template.adapter_scale = spec.train.lora.scale
         names = {place.name for _, place in layout.tensors() if place.adapts}
         load_model(store, folder, adapters=adapter.tensors(names))
     else:

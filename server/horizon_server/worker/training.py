@@ -26,9 +26,9 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE
 from horizon_server.spec import needs_references
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
@@ -44,9 +44,9 @@ from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
-from horizon_server.worker.request import WorkerRequest, train_config
 from horizon_server.worker.saving import CheckpointWriter
 from horizon_server.worker_link.orders import Order, Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
@@ -63,6 +63,7 @@ class Training:
     def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
         self._request = request
         self._spec, self._events, self._orders = request.spec, events, orders
+        self._recipe, self._execution = request.spec.train.recipe, request.plan.execution
         self._num_input_tokens_seen = 0
         self._turn = DeviceTurn(
             orders=orders,
@@ -71,7 +72,7 @@ class Training:
             deadline_s=request.limits.deadline_s,
             release=self._release_device,
             lock=request.device_lock,
-            is_host=request.device == "host",
+            is_host=self._execution.device_kind == "host",
         )
         self._made_trainer: Trainer | None = None
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
@@ -83,10 +84,8 @@ class Training:
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        layout = open_for_training(request.model, self._spec.train).layout
-        template = self._template = Template.from_folder(request.model, layout=layout)
-        # Now, because compiled layers have the scale in their code.
-        template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
+        folder = self._folder = open_for_training(request.model, self._spec.train)
+        template = self._template = Template.from_folder(folder.path, layout=folder.layout, recipe=self._recipe)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
@@ -109,10 +108,10 @@ class Training:
         )
         self._packing_limit = template.packing_limit
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
-        refusal = numa.interleave() if request.numa_interleave else ""
+        refusal = numa.interleave() if self._execution.numa_interleave else ""
         if refusal:
             self._events.send(Message(level="warning", text=refusal))
-        grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
+        grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[self._execution.grad_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
         self._load = partial(
             continuation.load,
@@ -129,14 +128,14 @@ class Training:
         if self._continued.state is not None and request.resume_from is not None:
             self._writer.saved = CheckpointFolder.step_of(request.resume_from)
         self._trace = Trace() if request.trace else None
-        limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
+        execution = self._execution
         self._device = device_for(
-            request.device,
-            compute_dtype=request.compute_dtype,
-            limit_bytes=limit_bytes,
-            num_threads=num_threads,
+            execution.device_kind,
+            compute_dtype=execution.compute_dtype,
+            limit_bytes=execution.device_limit_bytes,
+            num_threads=execution.num_threads,
             trace=self._trace,
-            gpu=request.gpu,
+            gpu=execution.gpu,
         )
         train = self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
@@ -151,6 +150,7 @@ class Training:
         # Before the first turn: a prompt that cannot be answered is found before anything is trained.
         self._evaluation = Evaluation(
             request,
+            folder,
             store=self._store,
             device=self._device,
             orders=orders,
@@ -252,8 +252,10 @@ class Training:
         self._compiled = self._compiled_layers(self._template)
         if not self._turn.take():
             return False
-        config = train_config(request, self._plan.num_steps)
-        self._made_trainer = Trainer(self._template, store, device, config, self._compiled)
+        self._made_trainer = Trainer(
+            self._template, store, device, self._recipe, self._execution,
+            num_steps=self._plan.num_steps, compiled=self._compiled,
+        )  # fmt: skip
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(self._data.dataset)
@@ -292,16 +294,16 @@ class Training:
             self._evaluation.release_device()
 
     def _compiled_layers(self, template: Template) -> CompiledLayers:
-        train, request = self._spec.train, self._request
+        train, request, execution = self._spec.train, self._request, self._execution
         if request.compiled is None:
             return CompiledLayers(template)
         wanted = CompileRequest(
             model=str(request.model),
             library=str(request.compiled),
-            dtype=request.compute_dtype,
-            device="cpu" if request.device == "host" else "cuda",
-            num_threads=request.num_threads,
-            num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
+            dtype=execution.compute_dtype,
+            device="cpu" if execution.device_kind == "host" else "cuda",
+            num_threads=execution.num_threads,
+            num_tokens=min(max(train.sequence_length, execution.micro_batch_tokens), train.tokens_per_step),
             trainable=train.trainable,
             lora=train.lora.model_dump(mode="json"),
         )
@@ -311,7 +313,7 @@ class Training:
         # A checkpoint of a version that compiled nothing was made with eager layers.
         kept = self._continued.state
         before = None if kept is None else list(kept.get("compiled", ()))
-        flops = FlopsCount.of_folder(open_for_training(request.model, train)).of([train.sequence_length])
+        flops = FlopsCount.of_folder(self._folder).of([train.sequence_length])
         total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
         # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
         return compilation.layers(model_flops=total, before=before, take_device=self._turn.take)
@@ -321,9 +323,9 @@ class Training:
         kept, request = self._continued.state, self._request
         if kept is not None:
             # A checkpoint of a version that had no choice was made in the device's default.
-            made_in = DEFAULT_COMPUTE_DTYPE[request.device]
+            made_in = DEFAULT_COMPUTE_DTYPE[self._execution.device_kind]
             self._continued.check(
-                data=self._data_identity, compute_dtype=request.compute_dtype, made_in=made_in, job_id=request.job_id,
+                data=self._data_identity, compute_dtype=self._execution.compute_dtype, made_in=made_in, job_id=request.job_id,
                 tokens_of=lambda name: self._request.tokens_digest(request.prepared.with_name(name)),
             )  # fmt: skip
             self._trainer.restore(kept["trainer"])
@@ -335,7 +337,7 @@ class Training:
             where = ", with the weights that are in memory" if self._continued.from_memory else ""
             self._events.send(Message(level="info", text=f"continues after step {self._continued.step}{where}"))
             # The number of threads decides the order in which products are added, and so the last bits (ADR 0008).
-            before, now = kept.get("num_threads"), request.num_threads
+            before, now = kept.get("num_threads"), self._execution.num_threads
             if before not in (None, now):
                 text = (
                     f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last "
@@ -366,8 +368,8 @@ class Training:
     def _fixed_state(self) -> dict[str, Any]:
         return {
             "data": self._data_identity,
-            "num_threads": self._request.num_threads,
-            "compute_dtype": self._request.compute_dtype,
+            "num_threads": self._execution.num_threads,
+            "compute_dtype": self._execution.compute_dtype,
             "compiled": self._compiled.keys,
         }
 

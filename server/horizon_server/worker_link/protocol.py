@@ -8,14 +8,14 @@ progress in between, which are in no journal: a daemon that connects later learn
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from horizon_server.codec import from_json, to_json
 from horizon_server.errors import WorkerFailed
 
 PROTOCOL = 2
@@ -62,22 +62,20 @@ class OtherVersion(WorkerFailed):
 
 def encode_greeting(greeting: DaemonGreeting | WorkerGreeting) -> bytes:
     """Return the greeting as one line."""
-    return json.dumps(asdict(greeting)).encode("ascii") + b"\n"
+    return to_json(greeting).encode("ascii") + b"\n"
 
 
 def decode_greeting(kind: type[Any], line: bytes) -> Any:
     """Return the greeting. Raises OtherVersion where it is of another version of the protocol, or none."""
     try:
-        plain = json.loads(line)
-        if plain["protocol"] != PROTOCOL:
-            raise OtherVersion(
-                f"the other end of the link speaks version {plain['protocol']!r:.20}, this one {PROTOCOL}"
-            )
-        if "planes" in plain:
-            plain["planes"] = tuple(plain["planes"])
-        return kind(**plain)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OtherVersion(f"the other end of the link sent no greeting, but {line[:80]!r}") from error
+        greeting = from_json(kind, line)
+    except ValueError as error:
+        raise OtherVersion(
+            f"the other end of the link sent no greeting that this one knows, but {line[:80]!r}"
+        ) from error
+    if greeting.protocol != PROTOCOL:
+        raise OtherVersion(f"the other end of the link speaks version {greeting.protocol}, this one {PROTOCOL}")
+    return greeting
 
 
 @contextmanager

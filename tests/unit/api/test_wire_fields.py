@@ -6,7 +6,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, cast
 
@@ -38,9 +38,10 @@ from horizon_server.figures import EvalSetFigures, TransferFigures
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal, Project, ProjectMember, Token
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRecord, ModelRecord
+from horizon_server.records.execution import Residency
 from horizon_server.records.housekeeping import Deletion
 from horizon_server.records.job import CheckpointRecord, JobRecord
-from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
+from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook, ShareUse, Usage
 from horizon_server.services.node import DeviceStatus, NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -55,7 +56,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     DatasetRecord: dataset_pb2.Dataset,
     Deletion: housekeeping_pb2.Deletion,
     DeviceStatus: node_pb2.DeviceStatus,
-    JobPlan: job_pb2.MemoryPlan,
+    Plan: job_pb2.MemoryPlan,
     JobRecord: job_pb2.Job,
     ModelRecord: model_pb2.Model,
     NodeCondition: node_pb2.NodeCondition,
@@ -71,7 +72,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     Usage: sharing_pb2.Usage,
     PreviewRow: dataset_pb2.PreviewRow,
     PreviewSpan: dataset_pb2.PreviewSpan,
-    KeptMemory: job_pb2.KeptMemory,
+    Residency: job_pb2.KeptMemory,
     StepPrediction: job_pb2.StepPrediction,
     events.CheckpointWritten: job_pb2.CheckpointEvent,
     events.EvalDone: job_pb2.EvalEvent,
@@ -84,7 +85,11 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     events.StepDone: job_pb2.StepEvent,
     TransferFigures: job_pb2.TransferFigures,
 }
-NOT_ON_THE_WIRE = {
+NOT_ON_THE_WIRE: dict[type[Any], dict[str, str]] = {
+    Plan: {
+        "execution": "what people look at is sent by itself: limit of the device, dtype, what stays on the device",
+        "plane_bytes": "how the planned memory is divided among the store's files",
+    },
     JobRecord: {
         "model_id": "may be a folder of the node, whose path is private; the spec names the model",
         "dataset_id": "an internal reference; the spec names the dataset",
@@ -106,7 +111,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     DatasetRecord: resources.Dataset,
     Deletion: resources.Deletion,
     DeviceStatus: resources.DeviceStatus,
-    JobPlan: resources.MemoryPlan,
+    Plan: resources.MemoryPlan,
     JobRecord: resources.Job,
     ModelRecord: resources.Model,
     NodeCondition: resources.NodeCondition,
@@ -122,7 +127,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     Usage: resources.Usage,
     PreviewRow: resources.PreviewRow,
     PreviewSpan: resources.PreviewSpan,
-    KeptMemory: resources.KeptMemory,
+    Residency: resources.KeptMemory,
     StepPrediction: resources.StepPrediction,
     events.CheckpointWritten: resources.CheckpointEvent,
     events.EvalDone: resources.EvalEvent,
@@ -141,8 +146,8 @@ IN_REST = (
     JobRecord,
     ModelRecord,
     NodeStatus,
-    JobPlan,
-    KeptMemory,
+    Plan,
+    Residency,
     events.StepDone,
     Outlook,
     QueueEntry,
@@ -193,12 +198,14 @@ def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return st.none()
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(hint)
-    return records(hint)
+    # What does not travel of a plan within a job has its default.
+    return records(hint, without=private(hint) if hint is Plan else ())
 
 
-def records(kind: type[Any]) -> st.SearchStrategy[Any]:
+def records(kind: type[Any], *, without: Collection[str] = ()) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{field.name: values(hints[field.name], field.name) for field in dataclasses.fields(kind)})
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in without]
+    return st.builds(kind, **{name: values(hints[name], name) for name in names})
 
 
 def private(kind: type[Any]) -> set[str]:

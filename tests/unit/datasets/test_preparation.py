@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from horizon_formats.formats import DatasetFormat
+from horizon_server.codec import from_json, to_json
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest, prepared_folder, tokenizer_digest
 from horizon_server.errors import InvalidModel
@@ -53,7 +53,7 @@ def test_a_request_survives_the_way_to_the_child(tmp_path: Path) -> None:
         ),
         num_rows=9,
     )
-    assert PrepareRequest.from_mapping(json.loads(json.dumps(request.to_mapping()))) == request
+    assert from_json(PrepareRequest, to_json(request)) == request
 
 
 def test_what_the_daemon_imports_loads_no_tensor_library() -> None:

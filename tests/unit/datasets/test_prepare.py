@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 
 from horizon_formats.formats import DatasetFormat
 from horizon_server.children.entry import Answer, Failure, decode_line
+from horizon_server.codec import to_plain
 from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
@@ -240,7 +241,7 @@ def test_text_is_cut_into_blocks_where_tokenizers_cut_too(demo_model: Path, qwen
 
 def write_request(request: PrepareRequest, folder: Path, **more: Any) -> str:
     path = folder / "request.json"
-    path.write_text(json.dumps(request.to_mapping() | more))
+    path.write_text(json.dumps(to_plain(request) | more))
     return str(path)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from horizon_server.codec import to_plain
 from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
@@ -120,7 +121,7 @@ def peaks_mb(model: Path, folder: Path, num_bytes: int) -> list[int]:
         output_dir=folder / "out",
         options=PrepareOptions(),
     )
-    (folder / "request.json").write_text(json.dumps(request.to_mapping() | {"num_processes": 2}))
+    (folder / "request.json").write_text(json.dumps(to_plain(request) | {"num_processes": 2}))
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, folder / "request.json"],
         capture_output=True,

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from horizon_server.children.entry import EventWriter
+from horizon_server.codec import from_json, to_json, to_plain
 from horizon_server.datasets import preview_child as child
 from horizon_server.datasets.preview import (
     MAX_CHARACTERS,
@@ -76,7 +77,7 @@ def trained_text(row: PreviewRow) -> list[str]:
 def test_a_weight_crosses_from_the_child(ask: Any) -> None:
     row = chat("1+1?", "2", "sure?", "yes")
     row["messages"][3]["weight"] = 0.3
-    (shown,) = rows_from_answer(child.work(ask({"a.jsonl": lines(row)}).to_mapping(), EventWriter()))
+    (shown,) = rows_from_answer(child.work(to_plain(ask({"a.jsonl": lines(row)})), EventWriter()))
     assert [(span.text, span.weight) for span in shown.spans if span.trained] == [
         ("2<|im_end|>", None),
         ("yes<|im_end|>", 0.3),
@@ -188,9 +189,9 @@ def test_a_model_without_a_tokenizer_cannot_show_anything(ask: Any, tmp_path: Pa
 
 def test_request_and_rows_survive_the_way_to_the_child_and_back(ask: Any) -> None:
     request = ask({"a.jsonl": lines(chat("a", "b"))}, offset=0, train_on="all")
-    assert PreviewRequest.from_mapping(json.loads(json.dumps(request.to_mapping()))) == request
+    assert from_json(PreviewRequest, to_json(request)) == request
     rows = render(request)
-    assert rows_from_answer(json.loads(json.dumps([dataclasses.asdict(row) for row in rows]))) == rows
+    assert rows_from_answer(json.loads(json.dumps(to_plain(rows)))) == rows
     for odd in (None, 1, [{"spans": 1}], [{"file": "a", "spans": [], "problems": []}], [1]):
         with pytest.raises(WorkerFailed):
             rows_from_answer(odd)
@@ -200,7 +201,7 @@ def test_no_message_says_where_the_model_is(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     request = ask({"a.jsonl": lines(chat("a", "b"))}, model=tmp_path / "empty")
     with pytest.raises(InvalidModel) as caught:
-        child.work(request.to_mapping(), EventWriter(os.open(os.devnull, os.O_WRONLY)))
+        child.work(to_plain(request), EventWriter(os.open(os.devnull, os.O_WRONLY)))
     assert str(tmp_path) not in caught.value.message
 
 
@@ -229,7 +230,7 @@ def test_answers_are_shown_one_after_the_other_and_count_as_one_row(ask: Any) ->
     assert [(row.number, row.part) for row in rows] == [(2, "chosen"), (2, "rejected"), (3, "chosen"), (3, "rejected")]
     assert text_of(rows[1]) == "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\nNot 1.<|im_end|>\n"
     assert trained_text(rows[1]) == ["Not 1.<|im_end|>\n"]
-    assert rows_from_answer([dataclasses.asdict(row) for row in rows]) == rows
+    assert rows_from_answer(to_plain(rows)) == rows
 
 
 def test_answers_and_samples_say_what_they_are_worth(ask: Any) -> None:

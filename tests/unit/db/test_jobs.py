@@ -15,19 +15,21 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.errors import WrongJobState
 from horizon_server.events import EvalAnswer, EvalDone, Message, StateChanged, StepDone
 from horizon_server.figures import EvalFigures, EvalSetFigures
+from horizon_server.records.execution import Execution, Residency
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
+from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d", "train": {"max_grad_norm": None}})
-PLAN = JobPlan(
+PLAN = Plan(
     host_bytes={"weights": 4},
     device_bytes={},
     host_limit_bytes=9,
-    device_limit_bytes=9,
+    execution=Execution(
+        device_limit_bytes=9, residency=Residency(resident_layers=2, resident_bytes=1 << 20, saved_share=0.1)
+    ),
     num_parameters=1,
     device="host",
-    kept=KeptMemory(resident_layers=2, resident_bytes=1 << 20, saved_share=0.1),
     prediction=StepPrediction(step_s=0.5, tokens_per_second=64.0, bound="h2d", peak_flops_per_s=1e12, total_s=None),
 )
 STEP = StepDone(

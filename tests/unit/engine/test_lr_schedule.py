@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 import transformers
 
-from horizon_server.engine.optimizer import LrSchedule, learning_rate_at
-from horizon_server.spec import LrSchedule as LrScheduleOfSpec
+from horizon_server.engine.optimizer import learning_rate_at
+from horizon_server.recipe import LrSchedule, Recipe
 
 PEAK = 3e-4
 CASES = [(0, 12), (5, 12), (1, 1), (12, 12), (20, 12)]
@@ -28,23 +26,18 @@ def check(
     min_ratio: float = 0.0,
     decay_ratio: float = 0.0,
 ) -> None:
+    recipe = Recipe(
+        learning_rate=PEAK,
+        lr_schedule=schedule,
+        warmup_steps=warmup_steps,
+        min_lr_ratio=min_ratio,
+        lr_decay_ratio=decay_ratio,
+    )
     for step in range(num_steps):
-        rate = learning_rate_at(
-            step,
-            learning_rate=PEAK,
-            schedule=schedule,
-            warmup_steps=warmup_steps,
-            num_steps=num_steps,
-            min_ratio=min_ratio,
-            decay_ratio=decay_ratio,
-        )
+        rate = learning_rate_at(step, recipe, num_steps=num_steps)
         assert rate == pytest.approx(reference.get_last_lr()[0], rel=1e-12, abs=1e-18), f"step {step}"
         reference.optimizer.step()
         reference.step()
-
-
-def test_the_spec_offers_what_the_engine_has() -> None:
-    assert get_args(LrScheduleOfSpec) == get_args(LrSchedule)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

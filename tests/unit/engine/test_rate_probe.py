@@ -14,9 +14,9 @@ from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.rate_probe import measure_rates
-from horizon_server.planning.compute import ComputeDtype, DeviceKind
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import Seconds
+from horizon_server.records.execution import ComputeDtype, DeviceKind
 
 SMALL = rate_probe.Sizes(
     widths=(64, 128, 256),

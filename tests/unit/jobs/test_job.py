@@ -7,17 +7,18 @@ import dataclasses
 import pytest
 
 from horizon_server.events import StepDone
+from horizon_server.records.execution import Execution
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan, ReferencePass, StepPrediction
+from horizon_server.records.plan import Plan, ReferencePass, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 GIB = 1 << 30
 PREDICTION = StepPrediction(step_s=2.0, tokens_per_second=4096.4, bound="compute", peak_flops_per_s=1e12)
-PLAN = JobPlan(
+PLAN = Plan(
     host_bytes={"weights": 3 * GIB},
     device_bytes={"weights": GIB // 2},
     host_limit_bytes=8 * GIB,
-    device_limit_bytes=GIB,
+    execution=Execution(device_limit_bytes=GIB),
     num_parameters=1,
     device="host",
     prediction=PREDICTION,
@@ -33,9 +34,11 @@ def job(job_state: JobState = JobState.RUNNING, *, max_steps: int | None = None,
 
 
 def test_a_plan_in_one_sentence() -> None:
-    assert PLAN.summary == "planned 3.00 GiB on the host, predicted 4,096 tokens/s, bound by compute"
+    assert (
+        PLAN.summary == "planned 3.00 GiB on the host, computed in float32, predicted 4,096 tokens/s, bound by compute"
+    )
     on_cuda = dataclasses.replace(PLAN, device="cuda", prediction=None)
-    assert on_cuda.summary == "planned 3.00 GiB on the host and 512.0 MiB on the device"
+    assert on_cuda.summary == "planned 3.00 GiB on the host and 512.0 MiB on the device, computed in float32"
 
 
 def test_the_whole_time_is_known_with_the_steps() -> None:

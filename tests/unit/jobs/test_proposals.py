@@ -16,7 +16,7 @@ from tests.unit.jobs.conftest import ADA
 from horizon_server.errors import HorizonError, QuotaExceeded
 from horizon_server.jobs.preparation import known_size
 from horizon_server.records.job import JobState
-from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.spec import JobSpec
 
 PAIRS = "".join(json.dumps({"prompt": f"p{i}", "chosen": "yes", "rejected": "no"}) + "\n" for i in range(4)).encode()
@@ -94,7 +94,7 @@ async def refusal(call: Any) -> tuple[str, str, list[str]]:
     return caught.value.reason, caught.value.message, [one.field for one in caught.value.violations]
 
 
-async def submitted(daemon: DaemonParts, spec: JobSpec) -> JobPlan:
+async def submitted(daemon: DaemonParts, spec: JobSpec) -> Plan:
     job = await daemon.services.jobs.submit(ADA, request_id=str(uuid.uuid4()), spec=spec)
     assert job.plan is not None
     return job.plan

@@ -544,7 +544,6 @@ async def test_jobs_that_have_waited_for_a_preparation_are_loaded_a_few_at_a_tim
         assert (await daemon.job(jobs[2].job_id)).job_state is S.PREPARING
         daemon.release("wa")
         await daemon.until(jobs[2].job_id, S.STARTING)
-        assert await reached_s(daemon, jobs[2], S.STARTING) > await reached_s(daemon, jobs[0], S.RUNNING)
         for name, job in zip(users, jobs, strict=True):
             daemon.release(name)
             await daemon.until(job.job_id, S.SUCCEEDED)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.planning.ledger import MemoryPlan
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.sampling import CACHE_BYTES, cache_limit_bytes, with_answers
+from horizon_server.records.plan import Ledger
 from horizon_server.spec import JobSpec, parse_job_spec
 
-LEDGER = MemoryPlan(host={"weights": 5}, device={"weights": 7})
+LEDGER = Ledger(host_bytes={"weights": 5}, device_bytes={"weights": 7})
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_the_cache_of_all_prompts_is_planned_up_to_its_limit(folder: ModelFolder
     spec = spec_of(prompts=3, max_new_tokens=16)
     assert cache_limit_bytes(spec, folder) == 3 * (64 + 16) * per_token
     planned = with_answers(LEDGER, spec, folder)
-    assert (planned.host["weights"], planned.device) == (5, LEDGER.device)
-    assert planned.host["generation"] > cache_limit_bytes(spec, folder)
+    assert (planned.host_bytes["weights"], planned.device_bytes) == (5, LEDGER.device_bytes)
+    assert planned.host_bytes["generation"] > cache_limit_bytes(spec, folder)
     # Beyond that they are answered in batches.
     assert cache_limit_bytes(spec_of(2**16, prompts=256, max_new_tokens=4096), folder) == CACHE_BYTES

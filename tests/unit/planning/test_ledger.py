@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.plans import ledger_of, settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
-from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.engine.trainer import Trainer
 from horizon_server.planning import ledger
-from horizon_server.planning.compute import DeviceKind
-from horizon_server.planning.ledger import MemoryPlan, max_parameters, plan_memory
+from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.model_folder import POSITION_MASKS, ModelFolder, ModelShape, open_model_folder
 from horizon_server.planning.working_memory import logits_chunk_tokens
+from horizon_server.records.execution import DeviceKind
+from horizon_server.records.plan import Ledger
 from horizon_server.store import checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
@@ -40,15 +42,15 @@ def plan_of(
     sequence_length: int = 64,
     in_fp8: bool = False,
     **more: Any,
-) -> MemoryPlan:
-    return plan_memory(
+) -> Ledger:
+    return ledger_of(
         folder.layout,
-        model=folder.shape,
+        folder.shape,
         tokens_per_step=tokens_per_step,
         sequence_length=sequence_length,
         device_kind=device_kind,
         grad_bytes=grad_bytes,
-        in_fp8=in_fp8,
+        matmul="fp8" if in_fp8 else "bf16",
         **more,
     )
 
@@ -57,7 +59,7 @@ def plan_of(
 def test_planes_are_planned_to_the_byte(folder: ModelFolder, grad_dtype: torch.dtype | None) -> None:
     store = HostStore.allocate(folder.layout, grad_dtype=grad_dtype, num_threads=1)
     plan = plan_of(folder, grad_bytes=0 if grad_dtype is None else grad_dtype.itemsize)
-    assert {component: plan.host[component] for component in store.host_bytes()} == store.host_bytes()
+    assert {component: plan.host_bytes[component] for component in store.host_bytes()} == store.host_bytes()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 100, 4096, 32000, 151936, 300_000])
@@ -71,8 +73,8 @@ def test_a_logits_chunk_stays_near_its_bound(vocab_size: int) -> None:
 def test_fp8_takes_two_bytes_more_for_every_weight_of_a_layer(folder: ModelFolder, device_kind: DeviceKind) -> None:
     full, in_fp8 = (plan_of(folder, device_kind=device_kind, in_fp8=on) for on in (False, True))
     layer = max(unit.num_elements for unit in folder.layout.units if unit.kind == "layer")
-    assert in_fp8.device["workspace"] >= full.device["workspace"] + 2 * layer
-    assert in_fp8.device["weights"] == full.device["weights"]
+    assert in_fp8.device_bytes["workspace"] >= full.device_bytes["workspace"] + 2 * layer
+    assert in_fp8.device_bytes["weights"] == full.device_bytes["weights"]
 
 
 def test_rows_of_shorter_documents_need_no_more_than_the_longest_document(folder: ModelFolder) -> None:
@@ -80,7 +82,7 @@ def test_rows_of_shorter_documents_need_no_more_than_the_longest_document(folder
 
     def workspace(**known: Any) -> int:
         plan = plan_of(folder, tokens_per_step=8192, sequence_length=8192, micro_batch_tokens=2048, **known)
-        return plan.device["workspace"]
+        return plan.device_bytes["workspace"]
 
     assert workspace() == workspace(longest_document=8192) == workspace(longest_document=100_000)
     assert workspace(longest_document=1) == workspace(longest_document=2048)
@@ -92,30 +94,30 @@ def test_rows_of_shorter_documents_need_no_more_than_the_longest_document(folder
 
 def test_the_hosts_sum_holds_the_hosts_device(folder: ModelFolder) -> None:
     plan = plan_of(folder)
-    assert set(plan.host) == {"weights", "moments", "gradients", "activations", "staging", "other"}
-    assert set(plan.device) == {"weights", "gradients", "activations", "workspace"}
+    assert set(plan.host_bytes) == {"weights", "moments", "gradients", "activations", "staging", "other"}
+    assert set(plan.device_bytes) == {"weights", "gradients", "activations", "workspace"}
     numbers = 2 * (len(folder.layout.units) + 1) * 8
-    assert plan.host["staging"] == plan.device["weights"] + plan.device["gradients"] + numbers
-    assert plan.host["activations"] == plan.device["activations"]
-    assert plan.host_total_bytes == sum(plan.host.values()) > plan.device_total_bytes
+    assert plan.host_bytes["staging"] == plan.device_bytes["weights"] + plan.device_bytes["gradients"] + numbers
+    assert plan.host_bytes["activations"] == plan.device_bytes["activations"]
+    assert plan.host_total_bytes == sum(plan.host_bytes.values()) > plan.device_total_bytes
 
 
 def test_on_cuda_the_device_is_not_host_memory(folder: ModelFolder) -> None:
     plan, on_host = plan_of(folder, device_kind="cuda"), plan_of(folder)
-    assert plan.host["activations"] == 0
-    assert plan.host["staging"] == 2 * (len(folder.layout.units) + 1) * 8
-    assert 2 * plan.device["weights"] == on_host.device["weights"], "bf16 slots are half of fp32"
+    assert plan.host_bytes["activations"] == 0
+    assert plan.host_bytes["staging"] == 2 * (len(folder.layout.units) + 1) * 8
+    assert 2 * plan.device_bytes["weights"] == on_host.device_bytes["weights"], "bf16 slots are half of fp32"
     largest = max(unit.num_elements for unit in folder.layout.units)
-    assert plan.device["gradients"] == on_host.device["gradients"] + 2 * largest, (
+    assert plan.device_bytes["gradients"] == on_host.device_bytes["gradients"] + 2 * largest, (
         "fp32 everywhere, and room to round in"
     )
 
 
 def test_more_tokens_need_more_memory_and_nothing_else_changes(folder: ModelFolder) -> None:
     small, large = plan_of(folder), plan_of(folder, tokens_per_step=512)
-    assert large.device["activations"] == 2 * small.device["activations"]
+    assert large.device_bytes["activations"] == 2 * small.device_bytes["activations"]
     for part in ("weights", "moments", "gradients", "staging"):
-        assert large.host[part] == small.host[part]
+        assert large.host_bytes[part] == small.host_bytes[part]
 
 
 @pytest.mark.parametrize("gibibytes", [16, 64, 512])
@@ -140,8 +142,8 @@ def test_the_largest_model_of_a_machine_fits_it_and_a_larger_one_does_not(gibiby
         shapes = {"model.embed_tokens.weight": (32_000, width), "model.norm.weight": (width,)}
         shapes |= {f"model.layers.{i}.mlp.w.weight": (12 * width, width) for i in range(num_layers)}
         layout = build_layout(shapes, num_layers=num_layers, tied=True)
-        return plan_memory(
-            layout, model=shape, tokens_per_step=4096, sequence_length=1024, device_kind="host", grad_bytes=4
+        return ledger_of(
+            layout, shape, tokens_per_step=4096, sequence_length=1024, device_kind="host", grad_bytes=4
         ).host_total_bytes
 
     assert planned_bytes(0.75 * largest) <= limit_bytes < planned_bytes(1.25 * largest)
@@ -180,7 +182,7 @@ def test_a_mask_of_all_positions_is_in_the_plan_of_the_workspace(row_tokens: int
     template = Template.from_config(config)
     store, device = HostStore.allocate(template.layout, num_threads=1), HostDevice(num_threads=1)
     store.plane("hi").normal_(std=0.02)
-    trainer = Trainer(template, store, device, TrainConfig(num_steps=2, learning_rate=0.0, optimizer_threads=1))
+    trainer = Trainer(template, store, device, *settings(learning_rate=0.0, optimizer_threads=1), num_steps=2)
     ids_T, half = torch.arange(row_tokens) % 64, row_tokens // 2
     row = MicroBatch(
         input_ids_T=ids_T,
@@ -193,15 +195,15 @@ def test_a_mask_of_all_positions_is_in_the_plan_of_the_workspace(row_tokens: int
     device.close()
     store.close()
 
-    plan = plan_memory(
+    plan = ledger_of(
         template.layout,
-        model=ModelShape.from_config(config.to_dict()),
+        ModelShape.from_config(config.to_dict()),
         tokens_per_step=row_tokens,
         sequence_length=row_tokens,
         device_kind="host",
         grad_bytes=4,
     )
-    assert 0.75 <= used_bytes / plan.device["workspace"] <= 1.0
+    assert 0.75 <= used_bytes / plan.device_bytes["workspace"] <= 1.0
 
 
 def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
@@ -238,7 +240,10 @@ def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
             tied=True,
         ),
     )
-    grown = plan_of(folder, device_kind="cuda").host["other"] - plan_of(smaller, device_kind="cuda").host["other"]
+    grown = (
+        plan_of(folder, device_kind="cuda").host_bytes["other"]
+        - plan_of(smaller, device_kind="cuda").host_bytes["other"]
+    )
     assert grown == (table.num_elements - 1) * ledger._CHECKPOINT_BYTES
 
 
@@ -248,7 +253,7 @@ def test_scores_that_no_kernel_fuses_are_planned_with_their_gradients(
 ) -> None:
     def planned(num_planes: int, num_on_gpu: int) -> int:
         shape = dataclasses.replace(folder.shape, num_score_planes=num_planes, num_score_planes_on_gpu=num_on_gpu)
-        return plan_of(dataclasses.replace(folder, shape=shape)).host["other"]
+        return plan_of(dataclasses.replace(folder, shape=shape)).host_bytes["other"]
 
     # Kept by the layer, then in its backward the gradients of both sides of the softmax, and of the mask's copy.
     assert planned(planes, planes_on_gpu) - planned(0, 0) == copies * planes * 64 * 64 * 4

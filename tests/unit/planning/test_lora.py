@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.plans import step_work
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.kept import KeptOnDevice
 from horizon_server.planning.lora import left_out, linear_maps
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
-from horizon_server.planning.step_work import work_of_step
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import Residency
 from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
 from horizon_server.spec.lora import BaseFormat
 from horizon_server.store.adapters import TRANSPOSED, with_adapters
@@ -210,9 +210,9 @@ def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
 
 def test_a_resident_layer_sends_up_its_adapters_alone(llama: Path) -> None:
     found = open_for_training(llama, TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4)))
-    work = work_of_step(
+    work = step_work(
         found, tokens_per_step=1024, sequence_length=64, device_kind="cuda", grad_bytes=2, activation_placement="device",
-        kept=KeptOnDevice(resident_layers=1),
+        residency=Residency(resident_layers=1),
     )  # fmt: skip
     first, second = work.layers
     assert (first.resident, second.resident) == (False, True)

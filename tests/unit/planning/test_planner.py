@@ -23,9 +23,9 @@ from horizon_server.planning.machine import (
     usable_accelerators,
 )
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.planner import Planner, WorkerMemory
+from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import DeviceRates, WidthRates
-from horizon_server.records.plan import JobPlan, PlannedMachine
+from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.generations import PLANE
 
@@ -70,7 +70,7 @@ def worker_memory(
     rates: RatesByDevice | None = None,
     has_bf16: bool = True,
     gpu: Accelerator | None = None,
-) -> WorkerMemory:
+) -> Plan:
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
         limit_bytes=None,
@@ -81,10 +81,10 @@ def worker_memory(
         rates=lambda: rates or {},
         has_bf16=has_bf16,
     )
-    return planner.worker_memory(spec, folder, gpu=gpu)
+    return planner.plan_to_start(spec, folder, gpu=gpu)
 
 
-def bytes_per_parameter(memory: WorkerMemory) -> float:
+def bytes_per_parameter(memory: Plan) -> float:
     planes = [size for name, size in memory.plane_bytes.items() if name != PLANE]
     return sum(planes) / (memory.plane_bytes["hi"] / 2)
 
@@ -96,7 +96,7 @@ def test_a_sequence_longer_than_the_model_allows_is_refused_by_field(folder: Pat
         worker_memory(folder, spec_of(sequence_length=4097))
 
     assert [violation.field for violation in caught.value.violations] == ["train.sequence_length"]
-    assert worker_memory(folder, spec_of(sequence_length=4096)).plan.num_parameters > 0
+    assert worker_memory(folder, spec_of(sequence_length=4096)).num_parameters > 0
 
 
 def test_a_learning_rate_group_that_fits_no_tensor_is_refused_by_field(folder: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_learning_rate_group_that_fits_no_tensor_is_refused_by_field(folder: P
         worker_memory(folder, spec_of(lr_groups=[{"match": "experts", "scale": 2}]))
 
     assert [violation.field for violation in caught.value.violations] == ["train.lr_groups"]
-    assert worker_memory(folder, spec_of(lr_groups=[{"match": "norm", "scale": 2}])).plan.num_parameters > 0
+    assert worker_memory(folder, spec_of(lr_groups=[{"match": "norm", "scale": 2}])).num_parameters > 0
 
 
 def test_the_limit_of_a_model_that_calls_it_max_seq_len_counts(folder: Path) -> None:
@@ -130,12 +130,12 @@ def test_auto_means_cuda_where_there_is_one(
     folder: Path, accelerators: tuple[Accelerator, ...], device: str, wanted: str
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device), accelerators=accelerators)
-    assert memory.device_kind == memory.plan.device == wanted
+    assert memory.execution.device_kind == memory.device == wanted
     # The table of an untied model has no stored gradient; its rows land in a buffer of their own.
     grad_bytes, table = memory.plane_bytes["grad"], open_model_folder(folder).layout.units[0].num_elements
     assert (memory.plane_bytes["hi"] / 2 - table) * (2 if wanted == "cuda" else 4) == grad_bytes
     assert bytes_per_parameter(memory) == 12 + grad_bytes / (memory.plane_bytes["hi"] / 2)
-    assert memory.plan.fits
+    assert memory.fits
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
     folder: Path, device: str, asked: str, wanted: str, grad_bytes: int
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device, compute_dtype=asked), accelerators=(H100,))
-    assert memory.compute_dtype == memory.plan.compute_dtype == wanted
-    assert memory.grad_dtype_bytes == grad_bytes
+    assert memory.compute_dtype == memory.compute_dtype == wanted
+    assert memory.execution.grad_bytes == grad_bytes
 
 
 def test_compiled_fp8_is_refused_by_field(folder: Path) -> None:
@@ -173,7 +173,7 @@ def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:
 
 
 def test_bf16_halves_what_the_device_holds_and_streams(folder: Path) -> None:
-    exact, rounded = (worker_memory(folder, spec_of(compute_dtype=dtype)).plan for dtype in ("float32", "bfloat16"))
+    exact, rounded = (worker_memory(folder, spec_of(compute_dtype=dtype)) for dtype in ("float32", "bfloat16"))
     for component in ("weights", "activations"):
         assert exact.device_bytes[component] == 2 * rounded.device_bytes[component]
     # Gradients add up in fp32 in either.
@@ -182,10 +182,10 @@ def test_bf16_halves_what_the_device_holds_and_streams(folder: Path) -> None:
 
 def test_a_cpu_without_bf16_instructions_is_warned_of(folder: Path) -> None:
     spec = spec_of(compute_dtype="bfloat16", warmup_steps=0)
-    assert "no bf16 instructions" in worker_memory(folder, spec, has_bf16=False).plan.warnings[0]
-    assert worker_memory(folder, spec).plan.warnings == ()
+    assert "no bf16 instructions" in worker_memory(folder, spec, has_bf16=False).warnings[0]
+    assert worker_memory(folder, spec).warnings == ()
     exact = spec_of(compute_dtype="float32", warmup_steps=0)
-    assert worker_memory(folder, exact, has_bf16=False).plan.warnings == ()
+    assert worker_memory(folder, exact, has_bf16=False).warnings == ()
 
 
 def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) -> None:
@@ -203,9 +203,7 @@ def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) 
         return DeviceRates(**plain)
 
     both = {"host": rates(1e9), "host_bfloat16": rates(3e9)}
-    exact, rounded = (
-        worker_memory(folder, spec_of(compute_dtype=dtype), rates=both).plan for dtype in ("auto", "bfloat16")
-    )
+    exact, rounded = (worker_memory(folder, spec_of(compute_dtype=dtype), rates=both) for dtype in ("auto", "bfloat16"))
     assert exact.prediction is not None and rounded.prediction is not None
     assert exact.prediction.step_s == pytest.approx(3 * rounded.prediction.step_s, rel=0.05)
     assert (
@@ -214,9 +212,9 @@ def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) 
     )
     assert rounded.hint == ""
     # No hint where the spec names a dtype, where bf16 gains nothing, or where no rates were measured.
-    assert worker_memory(folder, spec_of(compute_dtype="float32"), rates=both).plan.hint == ""
-    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9), "host_bfloat16": rates(1e9)}).plan.hint == ""
-    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9)}).plan.hint == ""
+    assert worker_memory(folder, spec_of(compute_dtype="float32"), rates=both).hint == ""
+    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9), "host_bfloat16": rates(1e9)}).hint == ""
+    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9)}).hint == ""
 
 
 @pytest.mark.parametrize("accelerators", [(), (H100,)])
@@ -225,7 +223,7 @@ def test_a_method_besides_cross_entropy_takes_64_bytes_a_token_and_a_second_forw
 ) -> None:
     rates = {"host": RATES, "cuda": RATES}
     plain, preferring = (
-        worker_memory(folder, spec, accelerators=accelerators, arena_bytes=64 * GIB, rates=rates).plan
+        worker_memory(folder, spec, accelerators=accelerators, arena_bytes=64 * GIB, rates=rates)
         for spec in (spec_of(), spec_of().model_copy(update={"method": "dpo"}))
     )
     assert preferring.device_bytes["workspace"] - plain.device_bytes["workspace"] == 64 * 4096
@@ -246,29 +244,29 @@ def test_cuda_is_refused_in_one_sentence_where_there_is_none(folder: Path) -> No
 def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[Accelerator, ...]) -> None:
     memory = worker_memory(folder, spec_of(max_grad_norm=None), accelerators=accelerators)
     assert bytes_per_parameter(memory) == 12
-    assert memory.grad_dtype_bytes == memory.plan.host_bytes["gradients"] == 0
+    assert memory.execution.grad_bytes == memory.host_bytes["gradients"] == 0
 
 
 def test_the_device_limit_is_that_of_the_gpu_that_the_job_is_given_and_else_of_the_largest(folder: Path) -> None:
     small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
     for accelerators in ((small, H100), (H100, small)):
         memory = worker_memory(folder, spec_of(device="cuda"), accelerators=accelerators)
-        assert memory.plan.device_limit_bytes > 70 * GIB
+        assert memory.device_limit_bytes > 70 * GIB
     memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small), gpu=small)
-    assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
+    assert 20 * GIB < memory.device_limit_bytes < 23 * GIB
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:
     roomy = worker_memory(folder, spec_of(sequence_length=64))
-    tight = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=roomy.plan.device_total_bytes - 1)
-    assert (roomy.activation_placement, tight.activation_placement) == ("device", "host")
-    assert tight.plan.fits
-    assert tight.plan.device_bytes["activations"] == 3 * 4096 * 32 * 4
-    assert tight.plan.host_bytes["activations"] == tight.plan.device_bytes["activations"] + 39 * 4096 * 32 * 4
+    tight = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=roomy.device_total_bytes - 1)
+    assert (roomy.execution.activation_placement, tight.execution.activation_placement) == ("device", "host")
+    assert tight.fits
+    assert tight.device_bytes["activations"] == 3 * 4096 * 32 * 4
+    assert tight.host_bytes["activations"] == tight.device_bytes["activations"] + 39 * 4096 * 32 * 4
 
 
 def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder: Path) -> None:
-    plan = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=1_500_000).plan
+    plan = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=1_500_000)
     assert "MiB on the device and 1.4 MiB are allowed; it would fit with train.tokens_per_step:" in plan.message
 
 
@@ -283,7 +281,7 @@ async def test_without_a_driver_no_accelerator_is_found() -> None:
 
 def planned_elsewhere(
     folder: Path, machine: PlannedMachine, *, measured: DeviceRates | None = None, **train: Any
-) -> JobPlan:
+) -> Plan:
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=1, available_bytes=1),
         limit_bytes=None,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
 import pytest
 from tests.support.rates import RATES
 
+from horizon_server.codec import from_json, from_plain, to_json, to_plain
 from horizon_server.planning.rates import DeviceRates, rate_at
 
 
@@ -25,8 +24,8 @@ def test_the_nearest_width_speaks_for_a_model() -> None:
 
 
 def test_rates_survive_a_file_and_nonsense_is_refused() -> None:
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(RATES)))
-    assert DeviceRates.from_mapping(plain) == RATES
+    assert from_json(DeviceRates, to_json(RATES)) == RATES
+    plain = to_plain(RATES)
     for broken in (
         {**plain, "h2d_bytes_per_s": 0.0},
         {**plain, "peak_flops_per_s": float("nan")},
@@ -36,4 +35,4 @@ def test_rates_survive_a_file_and_nonsense_is_refused() -> None:
         {**plain, "widths": [{**plain["widths"][0], "elementwise_bytes_per_s": -1.0}]},
     ):
         with pytest.raises(ValueError, match="above zero"):
-            DeviceRates.from_mapping(broken)
+            from_plain(DeviceRates, broken)

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.plans import step_work
 from tests.support.rates import RATES
 
-from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.step_time import predict_forward, predict_step
-from horizon_server.planning.step_work import StepWork, work_of_step
-from horizon_server.records.plan import JobPlan
+from horizon_server.planning.step_work import StepWork
+from horizon_server.records.execution import DeviceKind
+from horizon_server.records.plan import Plan
 from horizon_server.spec import JobSpec, parse_job_spec
 
 GIB = 1 << 30
@@ -29,7 +30,7 @@ def folder(make_model: Callable[..., Path]) -> Path:
 
 
 def work_of(folder: Path, device_kind: DeviceKind) -> StepWork:
-    return work_of_step(
+    return step_work(
         open_model_folder(folder), tokens_per_step=160, sequence_length=64, device_kind=device_kind, grad_bytes=4,
         activation_placement="device",
     )  # fmt: skip
@@ -96,7 +97,7 @@ def test_methods_without_references_have_no_pass(folder: Path, method: str) -> N
 
 
 def test_without_the_data_its_speed_is_known_and_without_rates_nothing(folder: Path) -> None:
-    def parts(plan: JobPlan) -> tuple[Any, ...]:
+    def parts(plan: Plan) -> tuple[Any, ...]:
         assert plan.references is not None
         return plan.references.num_tokens, plan.references.total_s, plan.references.tokens_per_second > 0
 
@@ -109,8 +110,8 @@ def test_once_the_data_is_prepared_its_tokens_are_counted(folder: Path) -> None:
     for accelerators in ((), (gpu,)):
         found = (
             planner(accelerators=accelerators)
-            .worker_memory(spec_of(), folder, data=DataSize(num_tokens=320))
-            .plan.references
+            .plan_to_start(spec_of(), folder, data=DataSize(num_tokens=320))
+            .references
         )
         assert found is not None
         assert (found.num_tokens, found.tokens_estimated) == (320, False)
@@ -121,7 +122,7 @@ def test_weights_of_targets_are_planned_until_the_data_is_known_to_have_none(fol
 
     def bytes_of(data: DataSize | None, method: str = "sft") -> tuple[int, int]:
         spec = spec_of(method).model_copy(update={"device": "cuda"})
-        plan = planner(accelerators=(gpu,)).worker_memory(spec, folder, data=data).plan
+        plan = planner(accelerators=(gpu,)).plan_to_start(spec, folder, data=data)
         return plan.device_bytes["workspace"], plan.host_bytes["other"]
 
     plain = bytes_of(DataSize(num_tokens=320, may_have_weights=False))

@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.support.plans import step_work
 from tests.support.rates import RATES
 
-from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import Seconds, Visit, play, predict_step
-from horizon_server.planning.step_work import StepWork, work_of_step
+from horizon_server.planning.step_work import StepWork
+from horizon_server.records.execution import DeviceKind
 
 TOKENS, ROW = 160, 64
 
@@ -28,7 +29,7 @@ def folder(make_model: Callable[..., Path]) -> ModelFolder:
 def work_of(
     folder: ModelFolder, device_kind: DeviceKind = "cuda", *, grad_bytes: int = 2, tokens: int = TOKENS
 ) -> StepWork:
-    return work_of_step(
+    return step_work(
         folder,
         tokens_per_step=tokens,
         sequence_length=ROW,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.plans import step_work
 
-from horizon_server.planning.compute import DeviceKind
-from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.step_work import EngineFacts, LayerWork, StepWork, elementwise_bytes, work_of_step
+from horizon_server.planning.step_work import EngineFacts, LayerWork, StepWork, elementwise_bytes
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import ActivationPlacement, DeviceKind
 from horizon_server.spec import LoraSpec, TrainSpec
 
 TOKENS, ROW, LAYERS = 160, 64, 3
@@ -40,16 +40,20 @@ def work_of(
     grad_bytes: int = 4,
     placement: ActivationPlacement = "device",
     tokens: int = TOKENS,
-    **facts: bool | int,
+    micro_batch_tokens: int = 0,
+    head_chunk_tokens: int | None = None,
+    **facts: bool,
 ) -> StepWork:
-    return work_of_step(
+    return step_work(
         folder,
         tokens_per_step=tokens,
         sequence_length=ROW,
         device_kind=device_kind,
         grad_bytes=grad_bytes,
         activation_placement=placement,
-        facts=dataclasses.replace(EngineFacts(), **facts),  # type: ignore[arg-type]
+        micro_batch_tokens=micro_batch_tokens,
+        head_chunk_tokens=head_chunk_tokens,
+        facts=dataclasses.replace(EngineFacts(), **facts),
     )
 
 
@@ -73,7 +77,7 @@ def test_a_magnitude_keeps_the_last_product_and_doubles_those_of_dropped_inputs(
 ) -> None:
     def layer_of(dropout: float, **lora: Any) -> LayerWork:
         folder = open_for_training(make_model(tied=True), TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4, **lora)))
-        return work_of_step(
+        return step_work(
             folder, tokens_per_step=TOKENS, sequence_length=ROW, device_kind="host", grad_bytes=4,
             activation_placement="device", adapter_dropout=dropout,
         ).layer  # fmt: skip

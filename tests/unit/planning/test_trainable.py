@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.plans import ledger_of, step_work
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.flops import FlopsCount, trained_shares
-from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.step_work import StepWork, work_of_step
+from horizon_server.planning.step_work import StepWork
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
@@ -40,7 +40,7 @@ def layout_of(folder: Path, *expressions: str) -> StoreLayout:
 
 def work_of(folder: Path, *expressions: str, **train: Any) -> StepWork:
     found = open_for_training(folder, TrainSpec(trainable=expressions, **train))
-    return work_of_step(
+    return step_work(
         found, tokens_per_step=1024, sequence_length=64, device_kind="cuda", grad_bytes=2, activation_placement="device"
     )
 
@@ -92,18 +92,16 @@ def test_the_plan_counts_what_is_trained_only(folder: Path) -> None:
     found = open_for_training(folder, TrainSpec(trainable=(r"layers\.[23]\.",)))
     whole = open_model_folder(folder)
     plans = [
-        plan_memory(
-            each.layout, model=each.shape, tokens_per_step=256, sequence_length=64, device_kind="host", grad_bytes=4
-        )
+        ledger_of(each.layout, each.shape, tokens_per_step=256, sequence_length=64, device_kind="host", grad_bytes=4)
         for each in (found, whole)
     ]
     part, full = plans
-    assert part.host["moments"] < 0.6 * full.host["moments"]
-    assert part.device["weights"] == full.device["weights"]
-    assert part.device["gradients"] < full.device["gradients"]
+    assert part.host_bytes["moments"] < 0.6 * full.host_bytes["moments"]
+    assert part.device_bytes["weights"] == full.device_bytes["weights"]
+    assert part.device_bytes["gradients"] < full.device_bytes["gradients"]
     # The first two layers' inputs are not kept: the third one's is the first that backward wants.
     plane = 256 * 128 * 4
-    assert full.device["activations"] - part.device["activations"] == 2 * plane
+    assert full.device_bytes["activations"] - part.device_bytes["activations"] == 2 * plane
 
 
 def test_a_step_is_worth_what_its_products_are(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import EvalFigures, EvalSetFigures, TransferFigures
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import ShareUse
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -28,12 +28,11 @@ class Clock:
         return self.now_s
 
 
-def _plan(device: str = "host") -> JobPlan:
-    return JobPlan(
+def _plan(device: str = "host") -> Plan:
+    return Plan(
         host_bytes={"weights": 100, "moments": 200},
         device_bytes={"weights": 10},
         host_limit_bytes=1000,
-        device_limit_bytes=0,
         num_parameters=50,
         device=device,
     )

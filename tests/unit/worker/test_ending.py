@@ -17,8 +17,9 @@ from horizon_server.errors import Stalled
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, StepDone, TurnWanted
 from horizon_server.spec import EvalSpec
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
-from horizon_server.worker.ending import Ending, Outcome, RunLimits
+from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker_link.orders import STOP
+from horizon_server.worker_link.request import RunLimits
 
 NO_LIMITS = RunLimits()
 # A learning rate of 0: no evaluation is better than that of the model as it was given.

@@ -14,18 +14,19 @@ from safetensors.torch import load_file
 from tests.support.worker_attempts import worker_request, write_inputs
 
 from horizon_server.children.entry import EventWriter, decode_line
+from horizon_server.codec import from_plain
 from horizon_server.engine.data import StepPlan
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.jobs.folders import CheckpointFolder
-from horizon_server.records.plan import KeptMemory
+from horizon_server.records.execution import Residency
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.checkpoint_parts import adapter_part
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
 from horizon_server.worker.device_turn import DeviceTurn
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 STATE = "trainer/trainer_state.json"
 
@@ -36,7 +37,7 @@ def train(
     resume: bool = False,
     num_threads: int = 1,
     dtype: str = "source",
-    kept: KeptMemory | None = None,
+    kept: Residency | None = None,
     export: str = "adapter",
     **changes: object,
 ) -> list[Message]:
@@ -54,7 +55,7 @@ def train(
     start = folder / "start"
     with worker_request(folder, spec, resume_from=resume_from, num_threads=num_threads, kept=kept) as request:
         request["adapter"] = str(start) if start.is_dir() else None
-        training = Training(WorkerRequest.from_mapping(request), events=events, orders=Orders())
+        training = Training(from_plain(WorkerRequest, request), events=events, orders=Orders())
         try:
             assert training.run().outcome == "succeeded"
         finally:
@@ -101,7 +102,7 @@ def test_a_job_that_continues_with_other_spare_memory_has_the_same_bits(tmp_path
     train(tmp_path)
     weights = tmp_path / "checkpoints/step-00000002/model.safetensors"
     straight = weights.read_bytes()
-    for kept in (KeptMemory(resident_layers=1, product_layers=2, product_bytes=1 << 20), KeptMemory(resident_layers=2)):
+    for kept in (Residency(resident_layers=1, product_layers=2, product_bytes=1 << 20), Residency(resident_layers=2)):
         train(tmp_path, resume=True, kept=kept)
         assert weights.read_bytes() == straight
 

@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from tests.support.worker_attempts import Daemon, always, assert_same, result, spec_of, worker_request
 
 from horizon_server.children.entry import Line
+from horizon_server.codec import from_plain
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone, TurnWanted
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.generations import PLANE, Generations
 from horizon_server.worker.ending import Outcome
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import CANCEL, STOP
+from horizon_server.worker_link.request import WorkerRequest
 
 Inputs = Callable[[str], Path]
 
@@ -29,7 +30,7 @@ class Killed(Exception):
 
 
 def live(request: dict[str, Any], daemon: Daemon, *, then: Callable[[Training], None] = lambda _: None) -> Outcome:
-    training = Training(WorkerRequest.from_mapping({**request, "turns": True}), events=daemon, orders=daemon.orders)
+    training = Training(from_plain(WorkerRequest, {**request, "turns": True}), events=daemon, orders=daemon.orders)
     try:
         return training.run()
     finally:
@@ -156,12 +157,13 @@ def test_an_evaluation_that_was_done_is_not_done_again(inputs: Inputs) -> None:
     assert [done.step for done in second.said(EvalDone)] == [4]
 
 
-@pytest.mark.parametrize("change", [{"compute_dtype": "bfloat16"}])
-def test_what_could_not_be_continued_exactly_is_refused(change: dict[str, Any], inputs: Inputs) -> None:
+def test_what_could_not_be_continued_exactly_is_refused(inputs: Inputs) -> None:
     with worker_request(inputs("job"), spec_of(4)) as request:
         first_life(request, 2)
         with pytest.raises(InvalidSpec, match="cannot be continued exactly"):
-            live({**request, **change, "resume_from_memory": True}, Daemon(always))
+            in_bf16 = {**request["plan"]["execution"], "compute_dtype": "bfloat16"}
+            plan = {**request["plan"], "execution": in_bf16}
+            live({**request, "plan": plan, "resume_from_memory": True}, Daemon(always))
 
 
 def test_a_step_that_was_skipped_is_kept_as_one(inputs: Inputs) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.support.adapters import write_adapter_checkpoint
 
 from horizon_formats.formats import DatasetFormat
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.demo.recipe import write_demo_model
@@ -120,7 +121,7 @@ def test_tools_and_their_calls_are_rendered_as_in_training(folder: Path, tmp_pat
     )
     codec = TextCodec.from_folder(model)
     asked = request(model, SamplePrompt(chat_json=json.dumps(WITH_TOOLS)))
-    [prompt] = SampleRequest.from_mapping(asked.to_mapping()).prompts
+    [prompt] = from_plain(SampleRequest, to_plain(asked)).prompts
     row = normalise(WITH_TOOLS, DatasetFormat.MESSAGES, {})
     assert isinstance(row, Chat) and codec.chat_template is not None
     wanted = codec.chat_template.render(row.messages, tools=row.tools)
@@ -190,7 +191,7 @@ def test_an_answer_ends_with_what_the_checkpoint_of_an_adapter_says(folder: Path
     begin = codec.encode_ids(text_of(first))[0]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, begin]}))
     asked = replace(request(folder, prompt), answers=tmp_path)
-    figures = answer(SampleRequest.from_mapping(asked.to_mapping()), sent)
+    figures = answer(from_plain(SampleRequest, to_plain(asked)), sent)
     assert (text_of(sent), figures.num_tokens, sent.lines[-1].ended) == ("", 1, "stop")
 
 
@@ -223,7 +224,7 @@ def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Pat
     for file in broken.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(HorizonError) as caught:
-        Answerer().work(request(broken).to_mapping(), Sent())  # type: ignore[arg-type]
+        Answerer().work(to_plain(request(broken)), Sent())  # type: ignore[arg-type]
     assert str(tmp_path) not in caught.value.message
     assert isinstance(caught.value, InvalidModel)
 
@@ -236,7 +237,7 @@ def test_an_adapter_answers_as_its_merged_model_does(folder: Path, tmp_path: Pat
     alone, adapted, merged = Sent(), Sent(), Sent()
     answer(request(folder, CHAT), alone)
     with_adapter = replace(request(folder, CHAT), adapter=adapter)
-    answer(SampleRequest.from_mapping(with_adapter.to_mapping()), adapted)
+    answer(from_plain(SampleRequest, to_plain(with_adapter)), adapted)
     answer(request(checkpoint / "merged", CHAT), merged)
 
     assert text_of(adapted) == text_of(merged) != text_of(alone)

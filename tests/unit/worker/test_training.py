@@ -13,13 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from horizon_server.children.entry import EventWriter
 from horizon_server.errors import InvalidSpec
 from horizon_server.figures import StepFigures
+from horizon_server.records.plan import Plan
 from horizon_server.spec import parse_job_spec
 from horizon_server.worker.host_use import host_components, process_bytes
-from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 MPT: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}
+
+
+PLAN = Plan(host_bytes={}, device_bytes={}, host_limit_bytes=1 << 30, num_parameters=1, device="host")
 
 
 @pytest.fixture
@@ -37,17 +41,8 @@ def request_for(folder: Path, **train: Any) -> WorkerRequest:
         spec=parse_job_spec(spec),
         model=folder,
         prepared=folder.parent / "prepared",
-        evaluations={},
         checkpoints=folder.parent / "checkpoints",
-        resume_from=None,
-        planes={},
-        grad_dtype_bytes=4,
-        num_threads=1,
-        device="host",
-        compute_dtype="float32",
-        device_limit_bytes=1 << 30,
-        activation_placement="device",
-        trace=None,
+        plan=PLAN,
     )
 
 

@@ -28,7 +28,7 @@ from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.records.account import Project
 from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Usage
 from horizon_server.services.node import NodeStatus
 
@@ -41,7 +41,7 @@ PUBLIC_NAMES: Mapping[str, str] = {
 # Properties of a record, or of a record within it, that its body has as fields.
 COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
     JobRecord: ("spec.name", "progress", "eta_s"),
-    JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
+    Plan: ("host_total_bytes", "device_total_bytes", "device_limit_bytes", "compute_dtype", "kept", "fits"),
     CheckpointRecord: ("size_bytes",),
     DatasetRecord: ("state", "size_bytes", "data_kind"),
     ModelRecord: ("state", "size_bytes"),
@@ -54,6 +54,10 @@ NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = {
         "dataset_id": "an internal reference; the spec names the dataset",
         "eval_dataset_id": "an internal reference; the spec names the dataset",
         "eval_set_ids": "internal references; the spec names the datasets",
+    },
+    Plan: {
+        "execution": "what people look at is shown by itself: limit of the device, dtype, what stays on the device",
+        "plane_bytes": "how the planned memory is divided among the store's files",
     },
     DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
     ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},

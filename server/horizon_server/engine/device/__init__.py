@@ -11,7 +11,7 @@ from horizon_server.engine.device.cuda_runtime import TorchCuda
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.timeline import Trace
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
+from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 
 TORCH_DTYPE: Mapping[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -24,8 +24,8 @@ from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffer
 from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
 from horizon_server.figures import QueueFigures
-from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.ledger import CAST_ELEMENTS
+from horizon_server.records.execution import DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
-from horizon_server.planning.compute import DeviceKind
+from horizon_server.records.execution import DeviceKind
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.figures import QueueFigures
-from horizon_server.planning.compute import DeviceKind
+from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
 
 Component = Literal["weights", "gradients", "activations", "workspace"]

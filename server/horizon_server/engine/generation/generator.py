@@ -30,7 +30,7 @@ from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.errors import DoesNotFit, InvalidData
-from horizon_server.planning.ledger import NUM_SLOTS
+from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.store.host_store import HostStore
 
 Ended = Literal["stop", "length"]

@@ -20,9 +20,9 @@ from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.housekeeping import Garbage
 from horizon_server.records.job import CHECKPOINTS_BEING_DELETED, ENDED, JobRecord, JobState
-from horizon_server.records.plan import size_text
 from horizon_server.services.access import require_change
 from horizon_server.services.jobs import JobService
+from horizon_server.texts import size_text
 
 log = structlog.get_logger(__name__)
 

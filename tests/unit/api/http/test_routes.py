@@ -22,7 +22,7 @@ from horizon_server.errors import Draining
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan, ReferencePass, StepPrediction
+from horizon_server.records.plan import Plan, ReferencePass, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook
 from horizon_server.spec import parse_job_spec
 
@@ -110,8 +110,8 @@ async def test_a_job_in_full(ann: httpx.AsyncClient, world: Any, make_step: Any)
 
 def test_before_the_first_step_the_plan_gives_the_time_left() -> None:
     prediction = StepPrediction(step_s=2.0, tokens_per_second=5.0, bound="h2d", peak_flops_per_s=1e12)
-    plan = JobPlan(
-        host_bytes={}, device_bytes={}, host_limit_bytes=1, device_limit_bytes=0, num_parameters=1, device="host",
+    plan = Plan(
+        host_bytes={}, device_bytes={}, host_limit_bytes=1, num_parameters=1, device="host",
         prediction=prediction, references=ReferencePass(tokens_per_second=8.0, num_tokens=40, total_s=5.0),
     )  # fmt: skip
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"max_steps": 10}})

@@ -10,10 +10,12 @@ Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): sp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
-from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
 from horizon_server.store.layout import StoreLayout, UnitLayout
 
 _FP32 = 4
@@ -25,18 +27,6 @@ SPARE_USABLE = 0.95
 """Share of the device's limit up to which something is kept: the plan may be off by some percent."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptOnDevice:
-    """How many layers keep their weights on the device from step to step, and how many of the last ones keep their products from forward
-    to backward."""
-
-    resident_layers: int = 0
-    product_layers: int = 0
-
-
-NOTHING_KEPT = KeptOnDevice()
-
-
 def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
     """The layers whose weights stay, evenly spread: while one of them computes, the next one that does not stay is on its way."""
     layers = [unit for unit in layout.units if unit.kind == "layer"]
@@ -44,13 +34,12 @@ def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
     return [unit for i, unit in enumerate(layers) if (i + 1) * num_layers // total > i * num_layers // total]
 
 
-def product_bytes(
-    layout: StoreLayout, model: ModelShape, *, num_tokens: int, element_bytes: int, adapter_dropout: float = 0.0
-) -> int:
+def product_bytes(folder: ModelFolder, recipe: Recipe, execution: Execution) -> int:
     """What the products of one layer take for all tokens of a step: projections, but for one that backward skips, and attention.
 
     With adapters, both products of each. 0 for layers whose products are not counted: experts, and attention that is not ours.
     """
+    layout, model = folder.layout, folder.shape
     if model.experts is not None or model.needs_masks or model.latent_size:
         return 0
     layers = [unit for unit in layout.units if unit.kind == "layer"]
@@ -60,20 +49,22 @@ def product_bytes(
         return 0
     outputs = sum(tensor.shape[0] for tensor in layers[0].tensors if len(tensor.shape) == 2)
     scaled = [tensor for tensor in layers[0].tensors if tensor.norm_dim is not None]
-    if adapter_dropout:
+    if recipe.adapter_dropout:
         # What a magnitude multiplies is a product of the dropped inputs, beside the map's own.
         outputs += sum(tensor.num_elements for tensor in scaled)
-    if skips_projection(layout, model):
+    if skips_projection(folder):
         outputs -= model.hidden_size
     attended = model.num_attention_heads * model.head_dim
-    return num_tokens * ((outputs + attended) * element_bytes + _FP32 * model.num_attention_heads)
+    per_token = (outputs + attended) * execution.element_bytes + _FP32 * model.num_attention_heads
+    return recipe.tokens_per_step * per_token
 
 
-def skips_projection(layout: StoreLayout, model: ModelShape) -> bool:
+def skips_projection(folder: ModelFolder) -> bool:
     """Whether backward leaves out a layer's last projection, as `Template.skips_projection` finds by running one: its output is only
     added to the residual, unless a norm comes in between, or it has a magnitude (DoRA), whose gradient is made of it. Only a dense
     layer's."""
-    layer = next(unit for unit in layout.units if unit.kind == "layer")
+    model = folder.shape
+    layer = next(unit for unit in folder.layout.units if unit.kind == "layer")
     names = [tensor.name for tensor in layer.tensors]
     has_norm = any("post_feedforward" in name or "post_mlp" in name for name in names)
     weights = {tensor.name: tensor.num_elements for tensor in layer.tensors}
@@ -86,19 +77,27 @@ def skips_projection(layout: StoreLayout, model: ModelShape) -> bool:
     return model.experts is None and not has_norm and not is_scaled
 
 
-def choose_kept(
-    step_s: Callable[[KeptOnDevice], float],
+def choose_residency(
+    step_s: Callable[[Residency], float],
     *,
     room_bytes: int,
     num_layers: int,
     resident_bytes: Callable[[int], int],
     layer_product_bytes: int,
-) -> KeptOnDevice:
+) -> Residency:
     """What to keep in `room_bytes`, by the predicted seconds of a step. Weights or products that save too little are not kept.
 
     Products save most where compute is what takes long, weights where the link is: each share of the room is tried for weights, with the
-    rest for products.
+    rest for products. `resident_bytes` is what the weights of a number of layers take.
     """
+
+    def of(num_resident: int, num_products: int) -> Residency:
+        return Residency(
+            resident_layers=num_resident,
+            resident_bytes=resident_bytes(num_resident),
+            product_layers=num_products,
+            product_bytes=num_products * layer_product_bytes,
+        )
 
     def products_in(left_bytes: int) -> int:
         return min(num_layers, left_bytes // layer_product_bytes) if layer_product_bytes else 0
@@ -106,11 +105,11 @@ def choose_kept(
     step_s = cache(step_s)
     most = max((n for n in range(num_layers + 1) if resident_bytes(n) <= room_bytes), default=0)
     choices = [
-        KeptOnDevice(resident_layers=n, product_layers=products_in(room_bytes - resident_bytes(n)))
+        of(n, products_in(room_bytes - resident_bytes(n)))
         for n in sorted({most * part // _TRIED_PARTS for part in range(_TRIED_PARTS + 1)})
     ]
     best = min(choices, key=step_s)
-    for less in (replace(best, resident_layers=0), replace(best, product_layers=0), NOTHING_KEPT):
+    for less in (of(0, best.product_layers), of(best.resident_layers, 0), NOTHING_STAYS):
         if step_s(less) <= step_s(best) * (1 + _LEAST_SAVED_SHARE):
             best = less
-    return best
+    return replace(best, saved_share=max(0.0, 1 - step_s(best) / step_s(NOTHING_STAYS)))

@@ -1,0 +1,92 @@
+"""How a job runs on a machine. The planner decides it once; ledger, forecast, worker and engine read it as it is. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from horizon_server.texts import size_text
+
+DeviceKind = Literal["host", "cuda"]
+ComputeDtype = Literal["float32", "bfloat16"]
+"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it is."""
+ActivationPlacement = Literal["device", "host"]
+
+# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its store's `hi` plane has.
+DEFAULT_COMPUTE_DTYPE: Mapping[DeviceKind, ComputeDtype] = {"host": "float32", "cuda": "bfloat16"}
+ELEMENT_BYTES: Mapping[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
+"""Of a weight on its way up, a hidden state, and a gradient that has left the device."""
+
+NUM_SLOTS = 2
+"""Layers whose weights are on the device at a time, and whose gradients are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """What stays on a device that has memory to spare, and what that buys.
+
+    The weights of `resident_layers` stay from step to step. The last `product_layers` keep the products of their forward for their
+    backward, up to `product_bytes`. `saved_share` is the predicted part of a step's time that it saves.
+    """
+
+    resident_layers: int = 0
+    resident_bytes: int = 0
+    product_layers: int = 0
+    product_bytes: int = 0
+    saved_share: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """In one line, for people."""
+        parts = [
+            f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes)})"
+            for what, num_layers, num_bytes in (
+                ("weights", self.resident_layers, self.resident_bytes),
+                ("activations", self.product_layers, self.product_bytes),
+            )
+            if num_layers
+        ]
+        return f"{', '.join(parts)}; saves about {self.saved_share:.0%} of a step"
+
+
+NOTHING_STAYS = Residency()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """On what a job computes, in which numbers, and where things are meanwhile. None of it is part of the job's spec.
+
+    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens` (also what dropout and noise
+    draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in which order sums are made.
+    """
+
+    device_kind: DeviceKind = "host"
+    compute_dtype: ComputeDtype = "float32"
+    device_limit_bytes: int = 1 << 60
+    """What the job may have on the device."""
+    gpu: str = ""
+    """UUID of the GPU that `cuda` means; empty where it is the first that torch finds."""
+    num_threads: int = 1
+    """Threads that the host computes with."""
+    optimizer_threads: int | None = None
+    """None: what `update_threads` makes of this process's CPUs."""
+    numa_interleave: bool = False
+    """Whether pages of the planes are taken from all NUMA nodes in turn."""
+    grad_bytes: int = 4
+    """Of one stored gradient; 0 where none is stored, because each unit is updated as its gradient lands."""
+    activation_placement: ActivationPlacement = "device"
+    """Where layer inputs wait for backward."""
+    micro_batch_tokens: int = 0
+    """Where the model keeps documents apart, they are computed up to this many tokens at a time, whatever row they are in; 0 computes row
+    by row."""
+    residency: Residency = NOTHING_STAYS
+    num_weight_slots: int = NUM_SLOTS
+    num_gradient_slots: int = NUM_SLOTS
+    head_chunk_tokens: int | None = None
+    """Tokens whose logits live at a time; None takes what fits the vocabulary."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element of a weight on the device."""
+        return ELEMENT_BYTES[self.compute_dtype]
