@@ -351,6 +351,8 @@ class Attempt:
         )
 
     def _judge(self, error: Exception) -> Verdict:
+        if isinstance(error, HorizonError):
+            error = self.folders.named(self.job, error)
         failure = Failure.of(error, step=self._reports.reached)
         return judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time())
 
@@ -511,7 +513,6 @@ class Attempt:
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))
-        message = await asyncio.to_thread(self.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is Wanted.DISPLACE
         self.job = await self.journal.patiently(

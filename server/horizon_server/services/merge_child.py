@@ -13,7 +13,7 @@ from typing import Any
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import from_plain
 from horizon_server.durable import durable_folder
-from horizon_server.errors import HorizonError, InvalidModel, in_words
+from horizon_server.errors import InvalidModel, naming
 from horizon_server.events import MergeProgress
 from horizon_server.planning.lora import packed_base
 from horizon_server.planning.model_folder import open_model_folder
@@ -37,17 +37,9 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
         DiskFull: there is not enough space; nothing is left there.
     """
     request = from_plain(MergeRequest, plain)
-    try:
+    checkpoint = "the checkpoint"
+    with naming({request.target.parent: checkpoint, request.adapter: checkpoint, request.base: "the base model"}):
         return _merged(request, events)
-    except HorizonError as error:
-        # Where the daemon keeps its files is not the user's concern.
-        names = {
-            request.target.parent: "the checkpoint",
-            request.adapter: "the checkpoint",
-            request.base: "the base model",
-        }
-        message = in_words(error.message, names)
-        raise type(error)(message, violations=error.violations) from error
 
 
 def _merged(request: MergeRequest, events: EventWriter) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from horizon_server.children.child import ChildTask, Limits
 from horizon_server.children.entry import Answer
 from horizon_server.codec import to_plain
 from horizon_server.durable import remove_unfinished
-from horizon_server.errors import InvalidModel, InvalidSpec, in_words
+from horizon_server.errors import InvalidModel, InvalidSpec, naming
 from horizon_server.events import MergeProgress
 from horizon_server.jobs.folders import CheckpointFolder, JobFolders
 from horizon_server.records.account import Principal
@@ -179,11 +179,9 @@ class Merges:
 
 def _expected_bytes(base: Path, dtype: ExportDtype) -> tuple[int, int]:
     """The bytes of the base's tensors, which are read, and the most that a merged model takes."""
-    try:
+    with naming({base: "the base model"}):
         headers = read_safetensors_headers(base)
         return sum(header.end - header.start for header in headers.values()), merged_bytes(base, dtype)
-    except InvalidModel as error:
-        raise InvalidModel(in_words(error.message, {base: "the base model"}), violations=error.violations) from error
 
 
 def remove_cut_merges(folders: JobFolders) -> None:

@@ -145,7 +145,7 @@ def _files(headers: Mapping[str, TensorHeader]) -> set[Path]:
 def _identity(model: Path, headers: Mapping[str, TensorHeader]) -> str:
     """What names the files of a folder as they are now. A hard link has another folder, but the same inode, size and times."""
     if not (model / CONFIG_FILE).is_file():
-        raise InvalidModel(f"{model} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
+        raise InvalidModel(f"holds no {CONFIG_FILE}; give a folder written by save_pretrained", file=model)
     names = sorted({CONFIG_FILE, *(file.name for file in _files(headers))})
     return _named([model / name for name in names])
 
@@ -166,7 +166,7 @@ def _sha256_of(header: TensorHeader, descriptor: int) -> str:
     while position < header.end:
         piece = os.pread(descriptor, min(PIECE_BYTES, header.end - position), position)
         if not piece:
-            raise InvalidModel(f"{header.file} is truncated in {header.name}; copy or download it again")
+            raise InvalidModel(f"is truncated in {header.name}; copy or download it again", file=header.file)
         digest.update(piece)
         position += len(piece)
         progress.advance()

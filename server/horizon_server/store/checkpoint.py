@@ -223,7 +223,9 @@ def load_checkpoint(
     manifest = read_manifest(folder)
     if _has_adapters(store.layout) != (manifest.base is not None):
         held = "the whole model" if manifest.base is None else "adapters only"
-        raise InvalidModel(f"{folder} is a checkpoint of {held}, which this job does not train; use another checkpoint")
+        raise InvalidModel(
+            f"is a checkpoint of {held}, which this job does not train; use another checkpoint", file=folder
+        )
     if manifest.base is not None:
         assert base is not None and base_sha256 is not None, "adapters have a base"
         if (found := base_sha256()) != manifest.base.sha256:
@@ -235,10 +237,11 @@ def load_checkpoint(
             )
     for name, record in manifest.files.items():
         if not (folder / name).is_file():
-            raise InvalidModel(f"{folder / name} is missing from the checkpoint; use another checkpoint")
+            raise InvalidModel("is missing from the checkpoint; use another checkpoint", file=folder / name)
         if (size_bytes := (folder / name).stat().st_size) != record.size_bytes:
             raise InvalidModel(
-                f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint"
+                f"has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint",
+                file=folder / name,
             )
     contents = _plan_reads(store, folder, manifest)
     if manifest.base is not None:
@@ -250,7 +253,7 @@ def load_checkpoint(
         # A file without tensors is read for its checksum only.
         sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
         if sha256 != manifest.files[name].sha256:
-            raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
+            raise InvalidModel("does not match its checksum: the file is corrupt; use another checkpoint", file=file)
 
     # The rounding bits change what the model's own files have put in place.
     is_late = {name: name in contents and contents[name][0] == _ROUNDING for name in manifest.files}
@@ -400,15 +403,18 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         else:
             headers = read_safetensors_headers(folder / prefix, stem=stem)
         if differing := sorted(set(wanted) ^ set(headers)):
-            raise InvalidModel(f"{folder} is a checkpoint of another model: {differing[0]} is in only one of the two")
+            raise InvalidModel(
+                f"is a checkpoint of another model: {differing[0]} is in only one of the two", file=folder
+            )
         for name, (dtype, shape) in wanted.items():
             found = headers[name]
             # The model's own weights may have any dtype that is exported.
             is_read = found.dtype in _CONFIG_NAMES if stem == _MODEL else found.dtype == dtype
             if found.shape != shape or not is_read:
                 raise InvalidModel(
-                    f"{found.file}: {name} is {found.dtype} {list(found.shape)}, "
-                    f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model"
+                    f": {name} is {found.dtype} {list(found.shape)}, "
+                    f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model",
+                    file=found.file,
                 )
         if stem == _MODEL:
             # Which halves are in the files under trainer/ follows from the format of the model's own.
@@ -416,7 +422,7 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         for header in headers.values():
             name = header.file.relative_to(folder).as_posix()
             if name not in manifest.files:
-                raise InvalidModel(f"{header.file} is not in the checkpoint's manifest; use another checkpoint")
+                raise InvalidModel("is not in the checkpoint's manifest; use another checkpoint", file=header.file)
             contents.setdefault(name, (stem, []))[1].append(header)
     return contents
 

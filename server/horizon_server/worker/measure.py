@@ -11,7 +11,7 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import to_plain
-from horizon_server.errors import InvalidModel, in_words
+from horizon_server.errors import naming
 from horizon_server.worker import let_launchers_run
 
 
@@ -47,11 +47,9 @@ def _gpus() -> list[str]:
 def _tried(folder: Path) -> dict[str, Any]:
     from horizon_server.engine.template import Template
 
-    try:
+    # Where the folder is on the node is not the caller's concern.
+    with naming({folder: ""}):
         Template.from_folder(folder)
-    except InvalidModel as error:
-        # Where the folder is on the node is not the caller's concern.
-        raise InvalidModel(in_words(error.message, {folder: ""})) from error
     return {}
 
 

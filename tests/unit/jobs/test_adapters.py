@@ -469,7 +469,7 @@ async def test_a_merge_leaves_the_disk_its_free_space(daemon: DaemonParts, ada: 
     checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
     before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
     daemon.services.jobs.folders.min_free_bytes = 2**60
-    with pytest.raises(DiskFull, match=r"merged needs \d+ bytes, but the checkpoint has 0 free besides"):
+    with pytest.raises(DiskFull, match=r"merged of the checkpoint needs \d+ bytes, but its disk has 0 free besides"):
         await merged(daemon, ada, source)
     assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
 
@@ -563,10 +563,17 @@ async def test_messages_about_a_job_name_its_inputs_and_no_file_of_the_state_fol
     await source_of(daemon, ada)
     job = await daemon.submit(ada, "second", init_from="first@last", train=LORA)
     folders = daemon.services.jobs.folders
+    checkpoint = folders.checkpoints(job.job_id).of_step(8)
     words = {
-        f"{folders.start(job.job_id)}/adapter_model.safetensors: lora_A holds NaN":
-            "adapter_model.safetensors of init_from (first@last): lora_A holds NaN",
-        f"{folders.state_dir / 'models' / job.model_id} holds no tokenizer that can be loaded":
-            f"the model {job.spec.model} holds no tokenizer that can be loaded",
-    }  # fmt: skip
-    assert {before: folders.in_words(job, before) for before in words} == words
+        InvalidModel(": lora_A holds NaN", file=folders.start(job.job_id) / "adapter_model.safetensors"): (
+            "adapter_model.safetensors of init_from (first@last): lora_A holds NaN"
+        ),
+        InvalidModel("holds no tokenizer", file=folders.state_dir / "models" / job.model_id): (
+            f"the model {job.spec.model} holds no tokenizer"
+        ),
+        InvalidModel("is truncated", file=checkpoint / "trainer" / "lo.safetensors"): (
+            "trainer/lo.safetensors of the checkpoint of step 8 is truncated"
+        ),
+        DiskFull("needs 9 bytes", file=checkpoint): "the checkpoint of step 8 needs 9 bytes",
+    }
+    assert {error: folders.named(job, error).message for error in words} == words

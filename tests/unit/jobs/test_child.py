@@ -43,6 +43,8 @@ def work(request, events):
         return "told"
     if mode == "refuse":
         raise InvalidData("line 3 is odd", violations=[FieldViolation(field="line[3]", description="odd")], retry_after_s=2)
+    if mode == "damaged":
+        raise InvalidData(": line 3 is odd", file=pathlib.Path("/data/rows/a.jsonl"))
     if mode == "greedy":
         return len(bytearray(1 << 30))
     if mode == "refused":
@@ -136,6 +138,25 @@ async def test_an_error_crosses_with_its_class_message_and_violations(environmen
     assert caught.value.retry_after_s == 2
 
 
+async def test_the_file_of_an_error_crosses_and_gets_the_name_that_the_reader_knows(
+    environment: dict[str, str],
+) -> None:
+    with pytest.raises(InvalidData, match=r"^a\.jsonl: line 3 is odd$") as caught:
+        await ask(environment, "damaged")
+    assert caught.value.file == Path("/data/rows/a.jsonl")
+    words = {
+        "/data/rows": "a.jsonl of notes: line 3 is odd",
+        "/data": "rows/a.jsonl of notes: line 3 is odd",
+        "/data/rows/a.jsonl": "notes: line 3 is odd",
+        "/data/row": "a.jsonl: line 3 is odd",
+    }
+    assert {folder: caught.value.with_names({Path(folder): "notes"}).message for folder in words} == words
+    assert caught.value.with_names({Path("/data/rows"): ""}).message == "a.jsonl: line 3 is odd"
+    assert caught.value.with_names({Path("/data"): "all", Path("/data/rows"): "notes"}).message.startswith(
+        "a.jsonl of n"
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "limits", "kind", "words"),
     [
@@ -150,7 +171,7 @@ async def test_an_error_crosses_with_its_class_message_and_violations(environmen
         ("crash", {}, WorkerCrashed, "the talker was ended by signal SIGSEGV"),
         ("killed", {}, WorkerDied, "the talker was killed by SIGKILL"),
         ("exit", {}, WorkerDied, "the talker ended with exit code 3"),
-        ("gone", {}, IoFailed, r"the talker could not read or write a file \(file\): No such file or directory"),
+        ("gone", {}, IoFailed, r"the talker could not read or write a file: No such file or directory \(file\)"),
         ("defect", {}, WorkerFailed, "ZeroDivisionError: "),
         ("babble", {}, WorkerFailed, "not an event"),
         ("endless", {}, WorkerFailed, "more than 16777216 bytes"),
