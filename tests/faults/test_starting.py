@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemon_process import DaemonProcess, wait_for
+from tests.support.later_schemas import LATER_HORIZOND, NEWEST, later_migrations, later_schemas
 from tests.support.node import HORIZOND, Node, Shell, run_horizond
 
 from horizon_server.db.database import migrate
-from horizon_server.db.database_file import known_schemas, opened_file
+from horizon_server.db.database_file import opened_file
 
 
 def refused(state: Path, *flags: str, code: int = 2) -> str:
@@ -149,17 +150,18 @@ def test_the_state_folder_that_a_daemon_makes_is_private(tmp_path: Path) -> None
 def test_a_daemon_copies_the_database_before_it_migrates_it(tmp_path: Path) -> None:
     """The copy, in the place of the database, is the way back to the version before."""
     state = tmp_path / "state"
-    state.mkdir()
-    newest = known_schemas()[-1]
-    migrate(state / "horizon.db", known_schemas()[-2])
+    migrate(state / "horizon.db")
     daemon = DaemonProcess(state)
+    daemon.program = ("-c", LATER_HORIZOND, str(later_migrations(tmp_path)))
     daemon.start()
     try:
-        copy = state / f"before-migration-{known_schemas()[-2]}.db"
+        copy = state / f"before-migration-{NEWEST}.db"
         assert f"copy={copy}" in daemon.log()
-        for path, schema in ((copy, known_schemas()[-2]), (state / "horizon.db", newest)):
-            with opened_file(path) as file:
-                assert (file.schema, file.damage()) == (schema, [])
+        with opened_file(copy) as file:
+            assert (file.schema, file.damage()) == (NEWEST, [])
+        with sqlite3.connect(state / "horizon.db") as connection:
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [(later_schemas()[0],)]
+        connection.close()
         daemon.terminate()
         daemon.start()
         assert daemon.log().count("copy=") == 1

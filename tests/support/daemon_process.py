@@ -42,6 +42,8 @@ class DaemonProcess:
         self._settings = {"on_sigterm": "drain", **settings}
         self.environment: dict[str, str] = {}
         """Variables of the daemon and of all its children, besides the test's own."""
+        self.program: tuple[str, ...] = ("-m", "horizon_server")
+        """What Python runs."""
         self.process: subprocess.Popen[bytes] | None = None
         self.endpoints: dict[str, Any] = {}
 
@@ -63,7 +65,7 @@ class DaemonProcess:
         flags += self._flags
         with (self.state_dir / "test.log").open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-ISc", _ENDS_WITH_ITS_PARENT, "-m", "horizon_server", "serve", *flags],
+                [sys.executable, "-ISc", _ENDS_WITH_ITS_PARENT, *self.program, "serve", *flags],
                 stdout=output,
                 stderr=output,
                 env=os.environ | self.environment,

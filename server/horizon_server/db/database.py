@@ -296,16 +296,21 @@ def _begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("immediate") else "BEGIN")
 
 
-def migrate(path: Path, revision: str = "head") -> None:
-    """Bring the file at `path` to the newest schema, or to the named one. Of two processes that do so at the same time one waits.
+def migrations() -> alembic.config.Config:
+    """Where Alembic finds the migrations."""
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    return config
+
+
+def migrate(path: Path) -> None:
+    """Bring the file at `path` to the newest schema. Of two processes that do so at the same time one waits.
 
     Raises:
         BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
         DiskFull: when there is no space for it.
     """
-    engine = _plain_engine(path, poolclass=NullPool)
-    config = alembic.config.Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
+    engine, config = _plain_engine(path, poolclass=NullPool), migrations()
     try:
         with _explained():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -314,7 +319,7 @@ def migrate(path: Path, revision: str = "head") -> None:
             with engine.connect().execution_options(immediate=True) as connection, connection.begin():
                 attributes: dict[str, Any] = config.attributes
                 attributes["connection"] = connection
-                alembic.command.upgrade(config, revision)
+                alembic.command.upgrade(config, "head")
     except CommandError as error:
         newest = ScriptDirectory.from_config(config).get_current_head()
         raise BadSetting(

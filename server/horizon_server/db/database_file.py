@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import alembic.config
 from alembic.script import ScriptDirectory
 
 from horizon_server.codec import from_json
-from horizon_server.db.database import BUSY_TIMEOUT_MS, MIGRATIONS
+from horizon_server.db.database import BUSY_TIMEOUT_MS, migrations
 from horizon_server.errors import BadSetting
 from horizon_server.events import StateChanged, encode
 from horizon_server.records.blob import BlobFile
@@ -44,9 +43,8 @@ class PushedFiles:
 
 def known_schemas() -> tuple[str, ...]:
     """Return the schemas that this version can read and migrate, oldest first."""
-    config = alembic.config.Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    return tuple(script.revision for script in reversed(list(ScriptDirectory.from_config(config).walk_revisions())))
+    newest_first = ScriptDirectory.from_config(migrations()).walk_revisions()
+    return tuple(script.revision for script in newest_first)[::-1]
 
 
 def copy_database(source: Path, target: Path) -> None:
@@ -108,14 +106,12 @@ class DatabaseFile:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._tables = {str(name) for (name,) in self._rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        self.schema: str = self._rows("SELECT version_num FROM alembic_version")[0][0] if self._tables else ""
+        is_empty = not self._rows("SELECT 1 FROM sqlite_master LIMIT 1")
+        self.schema: str = "" if is_empty else self._rows("SELECT version_num FROM alembic_version")[0][0]
 
     @property
-    def identity(self) -> tuple[str, int] | None:
-        """The id of the state folder it belongs to and its number of checks, see `db.pairing`; None before there was such a thing."""
-        if "state_folder" not in self._tables:
-            return None
+    def identity(self) -> tuple[str, int]:
+        """The id of the state folder it belongs to and its number of checks, see `db.pairing`."""
         [(state_id, num_checks)] = self._rows("SELECT state_id, num_checks FROM state_folder")
         return state_id, num_checks
 
@@ -152,13 +148,10 @@ class DatabaseFile:
             "GROUP BY jobs.job_id HAVING count(sequence) <> last_sequence OR coalesce(max(sequence), 0) <> last_sequence"
         )
         found = [f"job {job_id} has {count} events, but numbered {last} of them" for job_id, last, count in gaps]
-        if "blob_references" in self._tables:
-            listed = {(file.sha256, pushed.resource_id) for pushed in self.pushed() for file in pushed.files}
-            referred = set(self._rows("SELECT sha256, resource_id FROM blob_references"))
-            found += [
-                f"{resource_id} contains {sha256}, without a reference" for sha256, resource_id in listed - referred
-            ]
-            found += [f"a reference to {sha256} is left of {resource_id}" for sha256, resource_id in referred - listed]
+        listed = {(file.sha256, pushed.resource_id) for pushed in self.pushed() for file in pushed.files}
+        referred = set(self._rows("SELECT sha256, resource_id FROM blob_references"))
+        found += [f"{resource_id} contains {sha256}, without a reference" for sha256, resource_id in listed - referred]
+        found += [f"a reference to {sha256} is left of {resource_id}" for sha256, resource_id in referred - listed]
         return found
 
     def jobs_without_data(self) -> list[str]:
@@ -172,12 +165,11 @@ class DatabaseFile:
                 f"AND {column} NOT IN (SELECT {kind}_id FROM {kind}s)"
             )
             found += [f"job {job_id} needs {kind} {needed}, which is deleted" for job_id, needed in self._rows(query)]
-        if "eval_set_ids" in {name for _, name, *_ in self._rows("PRAGMA table_info(jobs)")}:
-            query = (
-                f"SELECT job_id, value FROM jobs, json_each(jobs.eval_set_ids) WHERE job_state NOT IN ({ended}) "
-                "AND value NOT IN (SELECT dataset_id FROM datasets)"
-            )
-            found += [f"job {job_id} needs dataset {needed}, which is deleted" for job_id, needed in self._rows(query)]
+        query = (
+            f"SELECT job_id, value FROM jobs, json_each(jobs.eval_set_ids) WHERE job_state NOT IN ({ended}) "
+            "AND value NOT IN (SELECT dataset_id FROM datasets)"
+        )
+        found += [f"job {job_id} needs dataset {needed}, which is deleted" for job_id, needed in self._rows(query)]
         return found
 
     def _rows(self, query: str) -> list[Any]:

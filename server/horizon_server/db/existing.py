@@ -108,7 +108,7 @@ def keep_before_migration(path: Path) -> Path | None:
 
 
 def insert_entry(path: Path, entry: AuditEntry, *, is_in_place: bool = True) -> int:
-    """Add an entry to the audit log of a database of any version; return its number, or 0 where it has no audit log."""
+    """Add an entry to the audit log of a database of any version; return its number, or 0 where there is no database."""
     values = printable(dataclasses.asdict(entry))
     del values["number"]
     names = ", ".join(f'"{name}"' for name in values)
@@ -133,14 +133,13 @@ def complete_entry(path: Path, entry: AuditEntry) -> None:
 
 @contextmanager
 def _audit_of(path: Path, entry: AuditEntry) -> Iterator[sqlite3.Connection | None]:
-    """A connection for the block, which is committed at its end; None where the database is missing, or too old to have an audit log."""
+    """A connection for the block, which is committed at its end; None where the database is missing."""
     if not path.exists():
         yield None
         return
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_MS / 1000)) as database, database:
-            is_there = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'audit'").fetchone()
-            yield database if is_there else None
+            yield database
     except sqlite3.Error as error:
         _log.error("the audit log cannot be written (%s): %s", error, entry)
 

@@ -78,8 +78,7 @@ class JobStore:
         async with self._database.session() as session:
 
             async def is_made_of(job_id: str) -> bool:
-                # Earlier versions stored the hash of all fields with their own defaults, which cannot be computed again once there are
-                # more fields. And a client may give a default now that it left out before.
+                # The repeated call may give a default that the first one left out.
                 made = await session.scalar(select(JobRow.spec).where(JobRow.job_id == job_id))
                 return made is not None and parse_job_spec(made).to_mapping() == body
 

@@ -54,7 +54,7 @@ def doubt(state_dir: Path, state_id: str, num_checks: int, *, is_empty: bool) ->
     try:
         seen_id, _, number = file.read_text("ascii").strip().partition(" ")
         num_seen = int(number)
-    except FileNotFoundError:  # a new folder, or one of a version that wrote no such file
+    except FileNotFoundError:  # a new folder
         if is_empty and any((state_dir / "blobs").glob("*/*")):
             return f"the database is new, but {state_dir / 'blobs'} holds contents"
         return None

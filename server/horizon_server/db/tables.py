@@ -228,7 +228,7 @@ class JobRow(Table):
     num_tokens: Mapped[int] = mapped_column(BigInteger)
     last_step: Mapped[str] = mapped_column(Text)
     plan: Mapped[dict[str, object] | None] = mapped_column(JSON)
-    # Null until the data is prepared, and for jobs of before there was a report.
+    # Null until the data is prepared.
     data_report: Mapped[dict[str, int] | None] = mapped_column(JSON)
     last_sequence: Mapped[int] = mapped_column(BigInteger)
     # Automatic restarts since the job last made progress, the furthest step that it failed at, and the last failure.

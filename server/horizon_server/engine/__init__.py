@@ -6,8 +6,8 @@ Weights, moments and gradients live in a host store; a device computes with one 
     store = HostStore.allocate(template.layout)                    # 12 bytes a parameter, and 4 for gradients
     load_model(store, folder)                                      # store.model_load: safetensors into the store
     device = HostDevice(num_threads=2)
-    config = TrainConfig(num_steps=plan.num_steps, learning_rate=1e-5, warmup_steps=10)
-    trainer = Trainer(template, store, device, config)
+    recipe = Recipe(learning_rate=1e-5, warmup_steps=10)           # what changes the result; Execution: what does not
+    trainer = Trainer(template, store, device, recipe, Execution(), num_steps=plan.num_steps)
     for index in range(plan.num_steps):                            # plan: engine.data.StepPlan, or lists of MicroBatch
         report = trainer.train_step(plan.step(index))
     trainer.close()                                                # waits for the last update; then save_checkpoint

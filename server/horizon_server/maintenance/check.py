@@ -123,10 +123,9 @@ def _check_database(report: Report, database: DatabaseFile, state_dir: Path) -> 
         report.error(DATABASE_ENTRY, text)
     for text in database.jobs_without_data():
         report.note(DATABASE_ENTRY, text, "push it again or cancel the job")
-    if database.identity is not None:
-        why = doubt(state_dir, *database.identity, is_empty=not database.pushed())
-        if why is not None:
-            report.error(DATABASE_ENTRY, why, "put the right horizon.db back; until then the daemon removes nothing")
+    why = doubt(state_dir, *database.identity, is_empty=not database.pushed())
+    if why is not None:
+        report.error(DATABASE_ENTRY, why, "put the right horizon.db back; until then the daemon removes nothing")
 
 
 def _check_contents(report: Report, state_dir: Path, pushed: list[PushedFiles], *, full: bool) -> None:

@@ -241,9 +241,9 @@ class RateBook:
         """Return what was measured on this very machine; nothing where that is missing, stale or unreadable."""
         try:
             stored = from_json(_Stored, self.path.read_bytes())
-            return (
-                {name: stored.devices[name] for name in self.machine.measured} if stored.machine == self.machine else {}
-            )
+            if stored.machine != self.machine:
+                return {}
+            return {name: stored.devices[name].checked() for name in self.machine.measured}
         except (OSError, ValueError, KeyError):
             return {}
 
@@ -310,7 +310,7 @@ async def measure_rates(
         )
         answer = await task.run(request)
         try:
-            rates[name] = from_plain(DeviceRates, answer)
+            rates[name] = from_plain(DeviceRates, answer).checked()
         except ValueError as error:
             raise WorkerFailed(f"{who} answered with something that is not a rate: {error!r}") from error
     return rates

@@ -71,10 +71,11 @@ class DeviceRates:
     ends_launch_s: float = 0.0
     submit_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Raises: ValueError: a rate is not above zero, or there is no width."""
+    def checked(self) -> DeviceRates:
+        """Return these rates, which came from a file or another process. Raises ValueError: one is not above zero, or there is no width."""
         if not self.widths or not all(math.isfinite(number) and number > 0 for number in self.numbers()):
             raise ValueError("every rate must be above zero, and there must be at least one width")
+        return self
 
     def numbers(self) -> Iterator[float]:
         """Every rate, those of curves and widths included."""

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.later_schemas import NEWEST, later_migrations, later_schemas
 
 from horizon_server.cli import run
-from horizon_server.db.database import migrate
-from horizon_server.db.database_file import known_schemas, opened_file
+from horizon_server.db import database as database_module
+from horizon_server.db.database import Database, migrate
+from horizon_server.db.database_file import opened_file
 from horizon_server.db.existing import (
     MAX_COPIES,
     database_to_read,
@@ -26,6 +28,7 @@ from horizon_server.db.existing import (
     remove_left_copies,
 )
 from horizon_server.records.audit import UNKNOWN, AuditEntry
+from horizon_server.services.accounts import Accounts
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -49,14 +52,18 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return invoke
 
 
-def earlier(schema: str, path: Path) -> None:
-    """Make the database of an earlier version."""
-    dump = Path(__file__).parents[1] / "db" / "schemas" / f"v{schema}.sql"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with sqlite3.connect(path) as connection:
-        connection.executescript(dump.read_text("utf-8"))
-        connection.execute("PRAGMA journal_mode=WAL")
-    connection.close()
+@pytest.fixture
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A database with a user, and commands of a later version for which it is of an earlier one."""
+    path = tmp_path / "state" / "horizon.db"
+
+    async def make() -> None:
+        async with Database.opened(path) as database:
+            await Accounts(database).add_user("ada")
+
+    asyncio.run(make())
+    monkeypatch.setattr("horizon_server.db.database.MIGRATIONS", later_migrations(tmp_path))
+    return path
 
 
 def schema_of(path: Path) -> str:
@@ -83,11 +90,9 @@ def test_a_folder_that_holds_no_daemons_state_is_refused_and_not_made(
 
 
 @pytest.mark.parametrize("words", READING, ids=" ".join)
-@pytest.mark.parametrize("schema", ["0002", "0006"])
 def test_a_command_that_reads_reads_an_earlier_database_and_changes_nothing(
-    command: Command, tmp_path: Path, schema: str, words: tuple[str, ...]
+    command: Command, earlier: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    earlier(schema, tmp_path / "state" / "horizon.db")
     (tmp_path / "state").chmod(0o700)
     (tmp_path / "state" / "horizon.db").chmod(0o600)
     (tmp_path / "state" / "prepared" / ".half.partial").mkdir(parents=True)
@@ -99,31 +104,29 @@ def test_a_command_that_reads_reads_an_earlier_database_and_changes_nothing(
     assert tree(tmp_path / "state") == before
 
 
-def test_users_of_an_earlier_database_are_listed(command: Command, tmp_path: Path) -> None:
-    earlier("0002", tmp_path / "state" / "horizon.db")
+def test_users_of_an_earlier_database_are_listed(command: Command, earlier: Path) -> None:
     assert "ada" in command("user", "list", "-o", "name")[1].split()
 
 
 @pytest.mark.parametrize("words", CHANGING, ids=" ".join)
 def test_a_command_that_changes_something_leaves_an_earlier_database_to_serve(
-    command: Command, tmp_path: Path, words: tuple[str, ...]
+    command: Command, earlier: Path, words: tuple[str, ...]
 ) -> None:
-    database = tmp_path / "state" / "horizon.db"
-    earlier("0006", database)
     code, _, said = command(*words)
     assert (code, said.count("\n")) == (2, 1), said
-    assert "format 0006" in said and "horizond serve" in said
-    assert schema_of(database) == "0006"
+    assert f"format {NEWEST}" in said and "horizond serve" in said
+    assert schema_of(earlier) == NEWEST
 
 
-def test_a_backup_and_its_restore_leave_an_earlier_database_as_it_is(command: Command, tmp_path: Path) -> None:
+def test_a_backup_and_its_restore_leave_an_earlier_database_as_it_is(
+    command: Command, earlier: Path, tmp_path: Path
+) -> None:
     state, backup = tmp_path / "state", tmp_path / "backup"
-    earlier("0006", state / "horizon.db")
-    assert command("backup", backup)[0] == 1, "the contents that the dump names are not here"
-    assert schema_of(state / "horizon.db") == "0006"
+    assert command("backup", backup)[0] == 0
+    assert schema_of(earlier) == NEWEST
     code, _, said = command("restore", backup, "--replace")
     assert code == 0, said
-    assert schema_of(state / "horizon.db") == "0006"
+    assert schema_of(earlier) == NEWEST
     [kept] = state.glob("before-restore-*.db")
     assert [
         (row["action"], row["outcome"]) for row in json.loads(command("audit", "-o", "json", "--since", "1d")[1])
@@ -134,46 +137,54 @@ def test_a_backup_and_its_restore_leave_an_earlier_database_as_it_is(command: Co
     assert rows == [("horizond restore", "OK"), ("horizond backup", "OK")]
 
 
-def test_a_database_is_copied_before_it_is_migrated_and_few_copies_stay(tmp_path: Path) -> None:
+def test_a_database_is_copied_before_it_is_migrated_and_few_copies_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     database = tmp_path / "horizon.db"
     assert keep_before_migration(database) is None
-    schemas = known_schemas()[:-1]
-    assert len(schemas) > MAX_COPIES
-    for schema in schemas:
-        for file in tmp_path.glob("horizon.db*"):
-            file.unlink()
-        earlier(schema, database)
-        copy = keep_before_migration(database)
-        assert copy == tmp_path / f"before-migration-{schema}.db"
-        migrate(database)
-        assert (schema_of(copy), schema_of(database)) == (schema, known_schemas()[-1])
+    migrate(database)
     assert keep_before_migration(database) is None
-    names = [f"before-migration-{schema}.db" for schema in schemas[-MAX_COPIES:]]
+    schemas = [NEWEST, *later_schemas(MAX_COPIES + 1)]
+    for count, schema in enumerate(schemas[1:], start=1):
+        monkeypatch.setattr("horizon_server.db.database.MIGRATIONS", later_migrations(tmp_path, count))
+        copy = keep_before_migration(database)
+        assert copy == tmp_path / f"before-migration-{schemas[count - 1]}.db"
+        migrate(database)
+        assert (schema_of(copy), schema_of(database)) == (schemas[count - 1], schema)
+    assert keep_before_migration(database) is None
+    names = [f"before-migration-{schema}.db" for schema in schemas[:-1][-MAX_COPIES:]]
     assert sorted(path.name for path in tmp_path.glob("before-*")) == names
 
 
 def test_the_copy_of_a_database_that_a_killed_command_has_left_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    earlier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database, others = tmp_path / "horizon.db", tmp_path / "tmp"
-    earlier("0006", database)
+    others = tmp_path / "tmp"
     others.mkdir()
     (others / "horizond-a-note").mkdir()  # nobody's copy
     program = (
-        "import asyncio, os, pathlib, sys; from horizon_server.db.existing import database_to_read\n"
+        "import asyncio, os, pathlib, sys\n"
+        "from horizon_server.db import database\n"
+        "from horizon_server.db.existing import database_to_read\n"
+        "database.MIGRATIONS = pathlib.Path(sys.argv[2])\n"
         "async def read():\n"
         "    async with database_to_read(pathlib.Path(sys.argv[1])):\n"
         "        os.kill(os.getpid(), 9)\n"
         "asyncio.run(read())"
     )
     environment = {**os.environ, "TMPDIR": str(others)}
-    killed = subprocess.run([sys.executable, "-c", program, str(database)], env=environment, timeout=120, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(earlier), str(database_module.MIGRATIONS)],
+        env=environment,
+        timeout=120,
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
     assert len(list(others.glob("*/horizon.db"))) == 1
     monkeypatch.setattr(tempfile, "tempdir", str(others))
 
     async def read() -> None:
-        async with database_to_read(database):
+        async with database_to_read(earlier):
             assert len(list(others.glob("*/horizon.db"))) == 1, "its own"
             remove_left_copies()
             assert len(list(others.glob("*/horizon.db"))) == 1, "which is in use"
@@ -200,9 +211,7 @@ def test_a_command_that_is_cut_has_an_entry(command: Command, tmp_path: Path, mo
     assert (entry["action"], entry["resource"], entry["outcome"]) == ("horizond user add", "ada", UNKNOWN)
 
 
-def test_a_database_without_an_audit_log_gets_no_entry(tmp_path: Path) -> None:
+def test_a_database_that_is_missing_gets_no_entry(tmp_path: Path) -> None:
     entry = AuditEntry(time_s=1.0, user="u", token_id="", origin="o", action="a", resource="r", outcome="OK", detail="")
-    earlier("0002", tmp_path / "old.db")
-    assert insert_entry(tmp_path / "old.db", entry) == 0
     assert insert_entry(tmp_path / "none.db", entry) == 0
     assert not (tmp_path / "none.db").exists()

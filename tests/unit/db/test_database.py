@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import subprocess
 import sys
 import uuid
@@ -16,7 +15,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, select, text
 from sqlalchemy.pool import AsyncAdaptedQueuePool
 
-from horizon_server.db.database import NUM_READERS, Database, migrate
+from horizon_server.db.database import NUM_READERS, Database
 from horizon_server.db.tables import RequestRow, Table, UserRow
 from horizon_server.errors import BadSetting, InvalidSpec, RequestIdReused
 
@@ -149,59 +148,3 @@ async def test_reads_wait_for_their_turn_however_long(database: Database) -> Non
             await taken.acquire()
         over.set()
         assert await asyncio.gather(*readers) == [1] * len(readers)
-
-
-def test_an_older_database_keeps_its_queue(tmp_path: Path) -> None:
-    path = tmp_path / "horizon.db"
-    migrate(path, "0002")
-    with sqlite3.connect(path) as connection:
-        columns = (
-            "job_id, owner, name, spec, model_id, dataset_id, eval_dataset_id, job_state, reason, message, wanted, step"
-        )
-        columns += ", num_steps, attempt, created_s, queued_s, started_s, ended_s, last_step, last_sequence"
-        for number in range(3):
-            values = f"'j{number}','ada','n','{{}}','m','d','','QUEUED','','','',0,0,0,0,0,0,0,'',1"
-            connection.execute(f"INSERT INTO jobs ({columns}) VALUES ({values})")
-            connection.execute(f"INSERT INTO events VALUES ('j{number}', 1, 0, '{{}}')")
-    migrate(path)
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT job_id, queue_order FROM jobs ORDER BY queue_order").fetchall() == [
-            ("j0", 1), ("j1", 2), ("j2", 3),
-        ]  # fmt: skip
-        assert connection.execute("SELECT count(*) FROM events").fetchone() == (3,)
-        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-
-
-def test_jobs_of_the_last_version_know_what_sharing_needs(tmp_path: Path) -> None:
-    path = tmp_path / "horizon.db"
-    migrate(path, "0004")
-    columns = (
-        "job_id, owner, name, spec, model_id, dataset_id, eval_dataset_id, job_state, reason, message, wanted, step"
-    )
-    columns += ", num_steps, attempt, queue_order, created_s, started_s, ended_s, last_step, last_sequence"
-    # Two wait, the one that was submitted first after a resume; one has ended; one is of a version whose specs had neither field.
-    jobs = [
-        ("j1", '{"project": "lab", "priority": 0}', "QUEUED", 5, 0, 2),
-        ("j2", '{"project": "", "priority": -7}', "QUEUED", 2, 0, 1),
-        ("j3", '{"project": "lab", "priority": 0}', "SUCCEEDED", 3, 90, 1),
-        ("j4", "{}", "PAUSED", 4, 0, 1),
-    ]
-    with sqlite3.connect(path) as connection:
-        for job_id, spec, state, order, ended_s, num_events in jobs:
-            values = f"'{job_id}','ada','n','{spec}','m','d','','{state}','r','','',3,9,1,{order},10,20,{ended_s},'',{num_events}"
-            connection.execute(f"INSERT INTO jobs ({columns}) VALUES ({values})")
-            for sequence in range(1, num_events + 1):
-                connection.execute(f"INSERT INTO events VALUES ('{job_id}', {sequence}, {sequence * 30}, '{{}}')")
-        before = connection.execute(f"SELECT {columns} FROM jobs ORDER BY job_id").fetchall()
-    migrate(path)
-    with sqlite3.connect(path) as connection:
-        assert connection.execute(f"SELECT {columns} FROM jobs ORDER BY job_id").fetchall() == before
-        found = "SELECT job_id, project, priority, queued_s, device_s, num_tokens FROM jobs ORDER BY queue_order"
-        assert connection.execute(found).fetchall() == [
-            ("j2", "ada", -7, 30.0, 0.0, 0),
-            ("j3", "lab", 0, 10.0, 0.0, 0),
-            ("j4", "ada", 0, 10.0, 0.0, 0),
-            ("j1", "lab", 0, 60.0, 0.0, 0),
-        ]
-        assert connection.execute("SELECT count(*) FROM events").fetchone() == (5,)
-        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []

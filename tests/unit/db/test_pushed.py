@@ -1,4 +1,4 @@
-"""Pushed resources in the database: their contents are found by an index, and databases of before get it."""
+"""Pushed resources in the database: their contents are found by an index."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import alembic.command
-import alembic.config
 import pytest
-from sqlalchemy import create_engine
 
-from horizon_server.db import database as database_module
 from horizon_server.db.database import Database
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.errors import AlreadyExists
@@ -99,26 +95,3 @@ async def test_references_are_found_among_200_000_without_reading_them_all(datab
         assert await references.of_ready("ada", [sha(f"{i}-7")]) == {sha(f"{i}-7")}
         assert await references.of_any([sha(f"{i}-7"), sha("none")]) == {sha(f"{i}-7")}
     assert (time.process_time() - started_s) / 40 < 0.05, "it was 276 ms of JSON for each"
-
-
-def test_a_database_of_before_learns_its_references(tmp_path: Path) -> None:
-    path = tmp_path / "horizon.db"
-    config = alembic.config.Config()
-    config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
-    engine = create_engine(f"sqlite:///{path}")
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        alembic.command.upgrade(config, "0003")
-    twice = json.dumps([{"path": p, "sha256": sha("x"), "size_bytes": 1} for p in "ab"])
-    with sqlite3.connect(path) as connection:
-        connection.execute(
-            "INSERT INTO datasets VALUES ('dataset_1', 'ada', 'a', 'text', '{}', ?, 1, 1, 'd', 1.0)", [twice]
-        )
-        connection.execute("INSERT INTO models VALUES ('model_1', 'ada', 'm', ?, 0, '', 0, 'd', 1.0)", [twice])
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        alembic.command.upgrade(config, "head")
-    with sqlite3.connect(path) as connection:
-        found = connection.execute("SELECT resource_id, sha256 FROM blob_references ORDER BY resource_id").fetchall()
-    assert found == [("dataset_1", sha("x")), ("model_1", sha("x"))]
-    engine.dispose()

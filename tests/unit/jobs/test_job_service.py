@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
-import json
-import sqlite3
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -82,22 +79,6 @@ async def test_a_request_is_the_same_for_a_version_with_more_fields(daemon: Daem
     assert again.job_id == first.job_id
     with pytest.raises(RequestIdReused):
         await jobs.submit(ada, request_id=request_id, spec=NewerSpec.model_validate({**given, "smoothing": 0.1}))
-
-
-async def test_a_request_is_the_same_that_an_earlier_version_stored(daemon: DaemonParts, ada: Principal) -> None:
-    """It hashed every field that it knew, with its defaults; `limits` was not among them."""
-    request_id, jobs = str(uuid.uuid4()), daemon.services.jobs
-    first = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
-    known = {name: value for name, value in first.spec.to_mapping().items() if name != "limits"}
-    sha256 = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-    with sqlite3.connect(daemon.state_dir / "horizon.db") as database:
-        database.execute("UPDATE requests SET body_sha256 = ? WHERE request_id = ?", (sha256, request_id))
-        database.execute("UPDATE jobs SET spec = ? WHERE job_id = ?", (json.dumps(known), first.job_id))
-    database.close()
-    again = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
-    assert again.job_id == first.job_id
-    with pytest.raises(RequestIdReused):
-        await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once", limits={"max_steps": 7}))
 
 
 async def test_a_default_that_is_given_makes_no_other_request(daemon: DaemonParts, ada: Principal) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, chat_rows
+from tests.support.later_schemas import NEWEST, later_migrations
 
 from horizon_server.errors import BadSetting, DiskFull, InUse, NotFound
 from horizon_server.maintenance.backup import BackupResult, make_backup
@@ -303,20 +304,17 @@ async def test_a_backup_of_a_newer_version_is_refused(daemon: DaemonParts, tmp_p
     assert not (tmp_path / "restored").exists()
 
 
-async def test_a_backup_of_an_older_version_is_migrated(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+async def test_a_backup_of_an_older_version_is_migrated(
+    daemon: DaemonParts, make_daemon: MakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backups are made before an upgrade; the newer version restores them."""
-    (tmp_path / "state").mkdir()
-    dump = Path(__file__).parents[1] / "db" / "schemas" / "v0002.sql"
-    with sqlite3.connect(tmp_path / "state" / "horizon.db") as connection:
-        connection.executescript(dump.read_text("utf-8"))
-    connection.close()
-    result = make_backup(tmp_path / "state", tmp_path / "backup")
-    assert result.backup.schema == "0002"
-    assert len(result.backup.problems) == 4  # the dump has no contents
-    restore(tmp_path / "backup", tmp_path / "restored")
-    async with make_daemon(tmp_path / "restored") as daemon:
-        assert (await daemon.job("job_1")).job_state is JobState.SUCCEEDED
-        assert await daemon.parts.pairing.problem() is None
+    _, job = await filled(daemon)
+    make_backup(daemon.state_dir, tmp_path / "backup")
+    monkeypatch.setattr("horizon_server.db.database.MIGRATIONS", later_migrations(tmp_path))
+    assert restore(tmp_path / "backup", tmp_path / "restored").backup.schema == NEWEST
+    async with make_daemon(tmp_path / "restored") as later:
+        assert (await later.job(job.job_id)).job_state is JobState.SUCCEEDED
+        assert await later.parts.pairing.problem() is None
 
 
 _KILLED = """

@@ -24,7 +24,7 @@ def test_the_nearest_width_speaks_for_a_model() -> None:
 
 
 def test_rates_survive_a_file_and_nonsense_is_refused() -> None:
-    assert from_json(DeviceRates, to_json(RATES)) == RATES
+    assert from_json(DeviceRates, to_json(RATES)).checked() == RATES
     plain = to_plain(RATES)
     for broken in (
         {**plain, "h2d_bytes_per_s": 0.0},
@@ -35,4 +35,4 @@ def test_rates_survive_a_file_and_nonsense_is_refused() -> None:
         {**plain, "widths": [{**plain["widths"][0], "elementwise_bytes_per_s": -1.0}]},
     ):
         with pytest.raises(ValueError, match="above zero"):
-            from_plain(DeviceRates, broken)
+            from_plain(DeviceRates, broken).checked()
