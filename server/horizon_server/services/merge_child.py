@@ -13,13 +13,13 @@ from typing import Any
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import from_plain
 from horizon_server.durable import durable_folder
-from horizon_server.errors import InvalidModel, naming
+from horizon_server.errors import naming
 from horizon_server.events import MergeProgress
 from horizon_server.planning.lora import packed_base
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.services.merge_request import MergeRequest
 from horizon_server.store.adapter_files import read_adapter_folder
-from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.base_digest import DigestBook, check_base
 from horizon_server.store.generation_config import listed_ends, text_with_ends
 from horizon_server.store.merging import MergeOrigin, base_format, merged_bytes, write_merged
 from horizon_server.store.safetensors_files import read_safetensors_headers
@@ -44,11 +44,8 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
 
 def _merged(request: MergeRequest, events: EventWriter) -> dict[str, Any]:
     base, of_base = request.base, request.base_model
-    if (found := DigestBook(request.digests).digest(base)) != of_base.sha256:
-        raise InvalidModel(
-            f"the model {of_base.model} is not the one that the adapter was trained on: its digest is {found[:12]}, not "
-            f"{of_base.sha256[:12]}; restore the model's files on the node"
-        )
+    found = DigestBook(request.digests).digest(base)
+    check_base("the checkpoint's adapter", of_base.sha256, found, model=of_base.model)
     total_bytes = sum(header.end - header.start for header in read_safetensors_headers(base).values())
     done_bytes, reported_s = 0, float("-inf")
 

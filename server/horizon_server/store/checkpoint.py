@@ -43,6 +43,7 @@ from horizon_server.store.adapter_files import (
     read_adapter_folder,
 )
 from horizon_server.store.adapter_load import rounding_of, weight_change
+from horizon_server.store.base_digest import check_base
 from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, MergeBase, adapter_part
 from horizon_server.store.generation_config import text_with_ends
 from horizon_server.store.host_store import HostStore, merge_master, split_master
@@ -228,13 +229,7 @@ def load_checkpoint(
         )
     if manifest.base is not None:
         assert base is not None and base_sha256 is not None, "adapters have a base"
-        if (found := base_sha256()) != manifest.base.sha256:
-            raise InvalidModel(
-                f"the model {manifest.base.model} is not the one that the checkpoint's adapters were trained on: its digest is "
-                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job. Versions before this "
-                "one made the digest in another way: where the model is surely the same, pull the checkpoint, push it without its file "
-                "base.sha256 and start a new job from it (init_from)"
-            )
+        check_base("the checkpoint's adapter", manifest.base.sha256, base_sha256(), model=manifest.base.model)
     for name, record in manifest.files.items():
         if not (folder / name).is_file():
             raise InvalidModel("is missing from the checkpoint; use another checkpoint", file=folder / name)

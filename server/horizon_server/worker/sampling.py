@@ -37,7 +37,7 @@ from horizon_server.records.sample import (
 )
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
-from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.base_digest import DigestBook, check_base
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
@@ -146,11 +146,7 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
 
 
 def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:
-    if (found := DigestBook(asked.digests).digest(base)) != asked.base_sha256:
-        raise InvalidModel(
-            f"the model is not the one that the checkpoint's adapter was trained on: its digest is {found[:12]}, not "
-            f"{asked.base_sha256[:12]}; restore the model's files on the node"
-        )
+    check_base("the checkpoint's adapter", asked.base_sha256, DigestBook(asked.digests).digest(base))
     return read_adapter_folder(asked.folder)
 
 
