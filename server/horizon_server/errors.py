@@ -7,8 +7,8 @@ them. Programmer errors are `assert`, never a HorizonError.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -29,12 +29,38 @@ class HorizonError(Exception):
             cls.status, cls.reason = status, status.reason
 
     def __init__(
-        self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        file: Path | None = None,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        """With `file`, the message is what is wrong with that file or folder, and goes on after its name: "is empty", ": x is negative".
+
+        The message shows the last part of the path alone; `with_names` puts the name there that the reader knows.
+        """
+        self.problem, self.file = message, file
+        self.message = message if file is None else _after(file.name, message)
+        super().__init__(self.message)
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+
+    def with_names(self, names: Mapping[Path, str]) -> HorizonError:
+        """Return the error with its file under the name that its reader knows, itself where no folder of `names` has the file.
+
+        A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are meant, `FILE`.
+        """
+        folders = [folder for folder in names if self.file is not None and self.file.is_relative_to(folder)]
+        if self.file is None or not folders:
+            return self
+        # The innermost: a folder may be inside another one that has a name too.
+        folder = max(folders, key=lambda folder: len(folder.parts))
+        name, inside = names[folder], str(self.file.relative_to(folder))
+        if inside != ".":
+            name = f"{inside} of {name}" if name else inside
+        called = name or "the folder"
+        return type(self)(_after(called, self.problem), violations=self.violations, retry_after_s=self.retry_after_s)
 
     @classmethod
     def of(cls, field: str, message: str, *, retry_after_s: float | None = None) -> Self:
@@ -43,8 +69,8 @@ class HorizonError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # By default an exception is rebuilt from its positional arguments alone.
-        rebuild = partial(type(self), violations=self.violations, retry_after_s=self.retry_after_s)
-        return (rebuild, (self.message,))
+        rebuild = partial(type(self), file=self.file, violations=self.violations, retry_after_s=self.retry_after_s)
+        return (rebuild, (self.problem,))
 
 
 class InvalidSpec(HorizonError, ValueError):
@@ -176,17 +202,22 @@ class BadSetting(HorizonError, ValueError):
     """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
 
 
-def in_words(message: str, names: Mapping[Path, str]) -> str:
-    """Return a message with folders of the node under the names that its reader knows: where the daemon keeps them is not their concern.
+@contextmanager
+def naming(names: Mapping[Path, str]) -> Iterator[None]:
+    """Raise what the block raises with its file under the name that the reader knows: see `HorizonError.with_names`."""
+    try:
+        yield
+    except HorizonError as error:
+        if (named := error.with_names(names)) is error:
+            raise
+        raise named from error
 
-    A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are meant, `FILE`.
-    """
-    # The innermost first: a folder may be inside another one that has a name too.
-    for folder in sorted(names, key=lambda folder: len(str(folder)), reverse=True):
-        name = names[folder].replace("\\", r"\\")
-        # The whole folder, not one whose name begins alike.
-        message = re.sub(
-            rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])", rf"\1 of {name}" if name else r"\1", message
-        )
-        message = re.sub(rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", name or "the folder", message)
-    return message
+
+def os_problem(error: OSError) -> str:
+    """Return what the system says, and of the file the name alone: where the daemon keeps its files is not the user's concern."""
+    name = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+    return f"{error.strerror or error}{name}"
+
+
+def _after(name: str, problem: str) -> str:
+    return f"{name}{problem}" if problem.startswith(":") else f"{name} {problem}"

@@ -328,6 +328,8 @@ class Attempt:
         )
 
     def _judge(self, error: Exception) -> Verdict:
+        if isinstance(error, HorizonError):
+            error = self.runtime.folders.named(self.job, error)
         failure = Failure.of(error, step=self._reports.reached)
         return judge(self.job, failure, max_restarts=self.runtime.settings.max_restarts, now_s=time.time())
 
@@ -490,7 +492,6 @@ class Attempt:
             target, reason, message = self._wanted.end(self.job.spec.name)
         else:
             target = JobState.QUEUED
-        message = await asyncio.to_thread(self.runtime.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is StopRequest.DISPLACE
         self.job = await self.runtime.journal.patiently(

@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InUse, InvalidModel, NotFound, in_words
+from horizon_server.errors import HorizonError, InUse, InvalidModel, NotFound
 from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord
 from horizon_server.store.checkpoint_parts import MERGED_FOLDER, NEW_MERGED_FOLDER
 from horizon_server.store.manifest import (
@@ -83,16 +83,18 @@ class JobFolders:
         """Return the model folder that a job with `init_from` starts from, whether or not it exists."""
         return self._jobs / job_id / "start"
 
-    def in_words(self, job: JobRecord, message: str) -> str:
-        """Return a message about a job with the names that its owner knows instead of the state folder's. Blocking."""
+    def named(self, job: JobRecord, error: HorizonError) -> HorizonError:
+        """Return an error about a job with the names of its inputs and checkpoints that its owner knows."""
         checkpoints = self.checkpoints(job.job_id)
         names = {
             self.state_dir / "models" / job.model_id: f"the model {job.spec.model}",
             self.start(job.job_id): f"init_from ({job.spec.init_from})",
             checkpoints.path: "the job's checkpoints",
-            **{checkpoints.of_step(step): f"the checkpoint of step {step}" for step in checkpoints.steps()},
         }
-        return in_words(message, names).replace(f"{self.state_dir}/", "")
+        for folder in () if error.file is None else (error.file, *error.file.parents):
+            if folder.parent == checkpoints.path and _STEP_FOLDER.fullmatch(folder.name):
+                names[folder] = f"the checkpoint of step {checkpoints.step_of(folder)}"
+        return error.with_names(names)
 
     def unfinished_references(self, job_id: str) -> Path:
         """Return where a job's unfinished reference log-probabilities are, whether or not there are any."""

@@ -68,13 +68,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     if not file.is_file():
-        raise InvalidModel(f"{folder} is not a checkpoint: it has no {MANIFEST_FILE}")
+        raise InvalidModel(f"is not a checkpoint: it has no {MANIFEST_FILE}", file=folder)
     try:
         document: dict[str, Any] = json.loads(file.read_bytes())
         version = document["format_version"]
         if type(version) is not int or version > FORMAT_VERSION:
             raise InvalidModel(
-                f"{file} has format_version {version!r}, this version reads up to {FORMAT_VERSION}; update horizon-train"
+                f"has format_version {version!r}, this version reads up to {FORMAT_VERSION}; update horizon-train",
+                file=file,
             )
         files = {
             name: FileRecord(size_bytes=int(entry["size_bytes"]), sha256=str(entry["sha256"]))
@@ -86,10 +87,12 @@ def read_manifest(folder: Path) -> Manifest:
     except InvalidModel:
         raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidModel(f"{file} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+        raise InvalidModel(
+            f"is damaged ({type(error).__name__}: {error}); use another checkpoint", file=file
+        ) from error
     # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise InvalidModel(f"{file} names {outside[0]}, which is outside the checkpoint; use another checkpoint")
+        raise InvalidModel(f"names {outside[0]}, which is outside the checkpoint; use another checkpoint", file=file)
     return Manifest(files=files, versions=versions, base=base)
 
 

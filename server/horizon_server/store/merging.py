@@ -251,7 +251,7 @@ def read_floats(header: TensorHeader) -> Floats:
         stream.seek(header.start)
         values = _as_floats(stream.read(header.end - header.start), header.dtype)
     if not np.isfinite(values).all():
-        raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the adapter is broken")
+        raise InvalidModel(f": {header.name} holds NaN or infinite values; the adapter is broken", file=header.file)
     return values.reshape(header.shape)
 
 
@@ -300,7 +300,9 @@ def _pieces(
                 while done < len(raw):
                     count = stream.readinto(memoryview(raw)[done:])
                     if not count:
-                        raise InvalidModel(f"{header.file} became shorter while it was read; copy or download it again")
+                        raise InvalidModel(
+                            "became shorter while it was read; copy or download it again", file=header.file
+                        )
                     done += count
                 yield start, end, raw
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.records.execution import ComputeDtype
 from horizon_server.store.adapter_files import read_adapter_folder, read_base_sha256
-from horizon_server.store.base_digest import other_base
+from horizon_server.store.base_digest import INIT_ADAPTER, check_base
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState
 from horizon_server.store.host_store import HostStore
@@ -110,15 +110,10 @@ def load(
     adapters = None
     if adapter is not None:
         assert base_sha256 is not None, "a job that starts with an adapter trains adapters"
-        _check_base(adapter, base_sha256)
+        # The model's files may have changed since the job was submitted, when this was compared.
+        if wanted := read_base_sha256(adapter):
+            check_base(INIT_ADAPTER, wanted, base_sha256())
         names = {place.name for _, place in store.layout.tensors() if place.adapts}
         adapters = read_adapter_folder(adapter).tensors(names)
     load_model(store, model, seed=seed, adapters=adapters)
     return Continuation(state=None, refusal=refusal)
-
-
-def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
-    """Refuse an adapter that was trained on another model: its files have changed since the job was submitted, when this was compared."""
-    wanted = read_base_sha256(adapter)
-    if wanted and (found := base_sha256()) != wanted:
-        raise InvalidModel(other_base("init_from: the adapter", wanted, found))

@@ -188,7 +188,7 @@ def test_a_job_of_adapters_is_not_continued_on_another_base(tmp_path: Path) -> N
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(InvalidModel, match="the model m is not the one that the checkpoint's adapters were trained on"):
+    with pytest.raises(InvalidModel, match="the model m is not the one that the checkpoint's adapter was trained on"):
         train(tmp_path, resume=True, **LORA)
 
 
@@ -210,7 +210,7 @@ def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, ex
     found = load_file(second / "checkpoints/step-00000001/adapter_model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     (second / "start" / "base.sha256").write_text("0" * 64)
-    with pytest.raises(InvalidModel, match="the adapter was trained on other weights than those of model"):
+    with pytest.raises(InvalidModel, match="the model is not the one that the adapter of init_from was trained on"):
         train(second, **how)
 
 
