@@ -243,7 +243,8 @@ class DaemonParts:
     ) -> Path:
         """Write a checkpoint of the job."""
         folder = self.state_dir / "jobs" / job.job_id / "checkpoints" / f"step-{step:08d}"
-        state = b"{}" if eval_loss is None else json.dumps({"last_eval": [step, eval_loss]}).encode()
+        last_eval = None if eval_loss is None else [step, eval_loss, eval_loss, False]
+        state = json.dumps({"last_eval": last_eval}).encode()
         for path, content in {"trainer/trainer_state.json": state, **files}.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)

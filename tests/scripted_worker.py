@@ -191,7 +191,7 @@ class ScriptedWorker:
         folder = Path(self.request["checkpoints"]) / f"step-{step:08d}"
         (folder / TRAINER_FOLDER).mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").write_bytes(f"weights after step {step}".encode())
-        (folder / TRAINER_FOLDER / "trainer_state.json").write_text(json.dumps({"step": step}))
+        (folder / TRAINER_FOLDER / "trainer_state.json").write_text(json.dumps({"step": step, "last_eval": None}))
         names = ["model.safetensors", f"{TRAINER_FOLDER}/trainer_state.json"]
         write_manifest(folder, Manifest(files={name: record_file(folder / name) for name in names}, versions={}))
         size_bytes = self.script.get("checkpoint_bytes", 24)

@@ -1,12 +1,8 @@
 """Everything that can go wrong, as one tree of errors, and the similar names that a message suggests.
 
 An error that the server answers has the server's own name and `reason` (`DoesNotFit`, DOES_NOT_FIT). Every error has a message for
-people, the refused fields (`violations`) and the exit code of the `horizon` command:
-
-    2  the request cannot be carried out as it is: malformed, name taken, wrong state, does not fit, not supported by this server
-    3  not authenticated or not allowed
-    4  not found
-    5  the server cannot be reached, did not answer in time, or failed
+people, the refused fields (`violations`) and the exit code of the `horizon` command. The reasons and exit codes of what the server answers
+are in `horizon_formats.error_table`, which says what the codes mean.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Self
 
+from horizon_formats.error_table import ERRORS
 from horizon_formats.problems import FieldViolation as FieldViolation
 
 __all__ = [
@@ -72,6 +69,10 @@ class HorizonClientError(Exception):
     reason = "CLIENT_ERROR"
     exit_code = 5
 
+    def __init_subclass__(cls) -> None:
+        if (status := ERRORS.get(cls.__name__)) is not None:
+            cls.reason, cls.exit_code = status.reason, status.exit_code
+
     def __init__(
         self,
         message: str,
@@ -102,37 +103,25 @@ class InvalidRequest(HorizonClientError, ValueError):
 class InvalidSpec(InvalidRequest):
     """A job spec or a request field is malformed."""
 
-    reason = "INVALID_SPEC"
-
 
 class InvalidData(InvalidRequest):
     """A dataset file cannot be used as it is; `violations` name file, line and field."""
-
-    reason = "INVALID_DATA"
 
 
 class InvalidModel(InvalidRequest):
     """A model folder cannot be used as it is."""
 
-    reason = "INVALID_MODEL"
-
 
 class InvalidUpload(InvalidRequest):
     """The bytes that arrived do not match the announced size, offset or sha256."""
-
-    reason = "INVALID_UPLOAD"
 
 
 class RequestIdReused(InvalidRequest):
     """The same request_id was sent before with another body."""
 
-    reason = "REQUEST_ID_REUSED"
-
 
 class TooLarge(InvalidRequest):
     """A message, file or wait exceeds its limit."""
-
-    reason = "TOO_LARGE"
 
 
 class BadFile(InvalidRequest):
@@ -156,43 +145,25 @@ class FileConflict(InvalidRequest):
 class AlreadyExists(HorizonClientError, ValueError):
     """The name is taken by something with other content."""
 
-    reason = "ALREADY_EXISTS"
-    exit_code = 2
-
 
 class WrongJobState(HorizonClientError, RuntimeError):
     """The job is in a state that does not allow the call."""
-
-    reason = "WRONG_JOB_STATE"
-    exit_code = 2
 
 
 class InUse(HorizonClientError, RuntimeError):
     """A job that has not ended needs it."""
 
-    reason = "IN_USE"
-    exit_code = 2
-
 
 class DoesNotFit(HorizonClientError, MemoryError):
     """The memory plan exceeds the node's limit; the message has the numbers and the smallest change that would fit."""
-
-    reason = "DOES_NOT_FIT"
-    exit_code = 2
 
 
 class QuotaExceeded(HorizonClientError, RuntimeError):
     """The user or project has what an admin allows them; the message has the numbers and what makes room."""
 
-    reason = "QUOTA_EXCEEDED"
-    exit_code = 2
-
 
 class DiskFull(HorizonClientError, OSError):
     """The server's disk is full."""
-
-    reason = "DISK_FULL"
-    exit_code = 2
 
 
 class NotAvailableYet(HorizonClientError, NotImplementedError):
@@ -205,22 +176,14 @@ class NotAvailableYet(HorizonClientError, NotImplementedError):
 class Unauthenticated(HorizonClientError, PermissionError):
     """No token, or one that is wrong, expired or revoked."""
 
-    reason = "UNAUTHENTICATED"
-    exit_code = 3
-
 
 class NotAllowed(HorizonClientError, PermissionError):
     """The token is valid, but its owner may not do this."""
-
-    reason = "NOT_ALLOWED"
-    exit_code = 3
 
 
 class NotFound(HorizonClientError, LookupError):
     """It does not exist, or is not the caller's. `kind` and `name` say what, where the caller named a job, dataset or model."""
 
-    reason = "NOT_FOUND"
-    exit_code = 4
     kind = name = ""
 
 
@@ -233,31 +196,21 @@ class Unavailable(HorizonClientError, ConnectionError):
 class Draining(Unavailable):
     """The server is shutting down and takes no new work."""
 
-    reason = "DRAINING"
-
 
 class TooManyCalls(Unavailable):
     """The caller has too many calls in progress."""
-
-    reason = "TOO_MANY_CALLS"
 
 
 class DatabaseUnavailable(Unavailable):
     """The server cannot use its database at the moment."""
 
-    reason = "DATABASE_UNAVAILABLE"
-
 
 class WorkerDied(Unavailable):
     """A child process of the server ended without an answer; the same call may succeed later."""
 
-    reason = "WORKER_DIED"
-
 
 class UploadInProgress(Unavailable):
     """Another connection of the same user is sending the same content right now."""
-
-    reason = "UPLOAD_IN_PROGRESS"
 
 
 class BadEndpoint(Unavailable):
@@ -275,8 +228,6 @@ class DeadlineExceeded(HorizonClientError, TimeoutError):
 class Stalled(DeadlineExceeded):
     """The server waited too long for data, or the work took too long."""
 
-    reason = "STALLED"
-
 
 class ServerFailed(HorizonClientError, RuntimeError):
     """The server met an error of its own."""
@@ -287,49 +238,33 @@ class ServerFailed(HorizonClientError, RuntimeError):
 class WorkerFailed(ServerFailed):
     """A child process of the server failed; the message says why."""
 
-    reason = "WORKER_FAILED"
-
 
 class WorkerCrashed(ServerFailed):
     """A child process of the server crashed; the same call will most likely crash it again."""
-
-    reason = "WORKER_CRASHED"
 
 
 class TurnOverrun(ServerFailed):
     """The worker of a job did not give the device back when it was asked to, and was killed."""
 
-    reason = "TURN_OVERRUN"
-
 
 class WorkerSilent(ServerFailed):
     """The worker of a job made no progress for too long, and was killed."""
-
-    reason = "WORKER_SILENT"
 
 
 class OutOfMemory(ServerFailed):
     """A child process of the server needed more memory than it may use."""
 
-    reason = "OUT_OF_MEMORY"
-
 
 class IoFailed(ServerFailed):
     """A child process of the server could not read or write a file."""
-
-    reason = "IO_ERROR"
 
 
 class Diverged(ServerFailed):
     """Training was stopped because the loss or the gradients were not finite for too many steps in a row."""
 
-    reason = "DIVERGED"
-
 
 class BadSetting(ServerFailed):
     """A setting of the server is unusable."""
-
-    reason = "BAD_SETTING"
 
 
 class CorruptDownload(ServerFailed):

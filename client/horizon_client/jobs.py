@@ -10,13 +10,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from horizon_client.choices import ENDED_STATES
 from horizon_client.connection import Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
 from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import SpecLike, spec_to_send, without_data
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
+from horizon_client.resources import Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
 from horizon_proto.v1 import job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
@@ -157,10 +158,10 @@ class AsyncJobs:
         # Not repeatable: a job that is resumed already is refused, although the first call has done what was asked
         return await self._answered(self._connection.calls.jobs.ResumeJob, request, repeatable=False)
 
-    async def update(self, job: str, *, priority: int) -> Job:
-        """Change a job that has not ended.
+    async def set_priority(self, job: str, priority: int) -> Job:
+        """Change the priority of a job that has not ended.
 
-        `priority` is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
+        It is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
         before the jobs of all users.
 
         Raises:
@@ -168,10 +169,6 @@ class AsyncJobs:
         """
         request = job_pb2.UpdateJobRequest(job_id=job, priority=priority)
         return await self._answered(self._connection.calls.jobs.UpdateJob, request)
-
-    async def set_priority(self, job: str, priority: int) -> Job:
-        """Change a job's priority, as `update` does."""
-        return await self.update(job, priority=priority)
 
     async def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> AsyncIterator[JobEvent]:
         """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a reconnect.

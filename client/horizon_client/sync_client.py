@@ -337,19 +337,15 @@ class Jobs:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         return self._loop.run(lambda: self._inner.resume(job))
 
-    def update(self, job: str, *, priority: int) -> Job:
-        """Change a job that has not ended.
+    def set_priority(self, job: str, priority: int) -> Job:
+        """Change the priority of a job that has not ended.
 
-        `priority` is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
+        It is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
         before the jobs of all users.
 
         Raises:
             NotAllowed: for the job of another user, or a priority that only admins may set.
         """
-        return self._loop.run(lambda: self._inner.update(job, priority=priority))
-
-    def set_priority(self, job: str, priority: int) -> Job:
-        """Change a job's priority, as `update` does."""
         return self._loop.run(lambda: self._inner.set_priority(job, priority))
 
     def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> Iterator[JobEvent]:

@@ -90,14 +90,15 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
         DiskFull: fewer than `needed_bytes` are free besides `min_free_bytes` (None: `kept_free_bytes`), or the space ran out while writing.
     """
     if target.exists():
-        raise AlreadyExists(f"{target} exists already; choose another name or delete it first")
+        raise AlreadyExists("exists already; choose another name or delete it first", file=target)
     target.parent.mkdir(parents=True, exist_ok=True)
     kept_bytes = kept_free_bytes(target.parent) if min_free_bytes is None else min_free_bytes
     free_bytes = max(0, shutil.disk_usage(target.parent).free - kept_bytes)
     if free_bytes < needed_bytes:
         raise DiskFull(
-            f"{target.name} needs {needed_bytes} bytes, but {target.parent} has {free_bytes} free besides {kept_bytes} that are kept "
-            f"for the daemon; delete old checkpoints or lower checkpoint.keep_last"
+            f"needs {needed_bytes} bytes, but its disk has {free_bytes} free besides {kept_bytes} that are kept for the daemon; "
+            f"delete old checkpoints or lower checkpoint.keep_last",
+            file=target,
         )
     # In the same folder, because a rename works within one file system only.
     partial = target.parent / f".{target.name}{PARTIAL_SUFFIX}"
@@ -120,8 +121,9 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
         if not is_out_of_space(error):
             raise
         raise DiskFull(
-            f"the disk of {target.parent} ran full while {target.name} was written ({error.strerror}); what was written "
-            f"has been removed; free at least {needed_bytes} bytes and retry"
+            f"is not complete, because its disk ran full ({error.strerror}); what was written has been removed; "
+            f"free at least {needed_bytes} bytes and retry",
+            file=target,
         ) from error
 
 

@@ -1,38 +1,66 @@
-"""One tree of errors for users, picklable, each leaf with a stable `reason`.
+"""One tree of errors for users, picklable.
 
-A leaf says what went wrong and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
-also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch them. Programmer errors are
-`assert`, never a HorizonError.
+A leaf says what went wrong and what to do; the table that the client reads too (`horizon_formats.error_table`) has its stable `reason`, its
+gRPC status and its HTTP code. Leaves also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch
+them. Programmer errors are `assert`, never a HorizonError.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from horizon_formats.error_table import ERRORS, UNEXPECTED
 from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonError(Exception):
     """Root of every error that is shown to a user. `reason` is stable: scripts may match it."""
 
-    reason = "INTERNAL"
+    status = UNEXPECTED
+    reason = status.reason
 
-    def __init_subclass__(cls, *, reason: str | None = None) -> None:
-        # A private refinement names none: it is reported as what it refines.
-        if reason is not None:
-            cls.reason = reason
+    def __init_subclass__(cls) -> None:
+        # A private refinement has no row: it is reported as what it refines.
+        if (status := ERRORS.get(cls.__name__)) is not None:
+            cls.status, cls.reason = status, status.reason
 
     def __init__(
-        self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        file: Path | None = None,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        """With `file`, the message is what is wrong with that file or folder, and goes on after its name: "is empty", ": x is negative".
+
+        The message shows the last part of the path alone; `with_names` puts the name there that the reader knows.
+        """
+        self.problem, self.file = message, file
+        self.message = message if file is None else _after(file.name, message)
+        super().__init__(self.message)
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+
+    def with_names(self, names: Mapping[Path, str]) -> HorizonError:
+        """Return the error with its file under the name that its reader knows, itself where no folder of `names` has the file.
+
+        A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are meant, `FILE`.
+        """
+        folders = [folder for folder in names if self.file is not None and self.file.is_relative_to(folder)]
+        if self.file is None or not folders:
+            return self
+        # The innermost: a folder may be inside another one that has a name too.
+        folder = max(folders, key=lambda folder: len(folder.parts))
+        name, inside = names[folder], str(self.file.relative_to(folder))
+        if inside != ".":
+            name = f"{inside} of {name}" if name else inside
+        called = name or "the folder"
+        return type(self)(_after(called, self.problem), violations=self.violations, retry_after_s=self.retry_after_s)
 
     @classmethod
     def of(cls, field: str, message: str, *, retry_after_s: float | None = None) -> Self:
@@ -41,39 +69,39 @@ class HorizonError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # By default an exception is rebuilt from its positional arguments alone.
-        rebuild = partial(type(self), violations=self.violations, retry_after_s=self.retry_after_s)
-        return (rebuild, (self.message,))
+        rebuild = partial(type(self), file=self.file, violations=self.violations, retry_after_s=self.retry_after_s)
+        return (rebuild, (self.problem,))
 
 
-class InvalidSpec(HorizonError, ValueError, reason="INVALID_SPEC"):
+class InvalidSpec(HorizonError, ValueError):
     """A job spec or a request field is malformed; `violations` name the fields."""
 
 
-class InvalidData(HorizonError, ValueError, reason="INVALID_DATA"):
+class InvalidData(HorizonError, ValueError):
     """A dataset file cannot be used as it is; `violations` name file, line and field."""
 
 
-class InvalidModel(HorizonError, ValueError, reason="INVALID_MODEL"):
+class InvalidModel(HorizonError, ValueError):
     """A model folder cannot be used as it is: not safetensors, truncated, a tensor missing or misshapen."""
 
 
-class InvalidUpload(HorizonError, ValueError, reason="INVALID_UPLOAD"):
+class InvalidUpload(HorizonError, ValueError):
     """The bytes received do not match the announced size, offset or sha256."""
 
 
-class UploadInProgress(HorizonError, RuntimeError, reason="UPLOAD_IN_PROGRESS"):
+class UploadInProgress(HorizonError, RuntimeError):
     """Another connection of the same user is sending the same content right now; a retry after a while continues from there."""
 
 
-class Stalled(HorizonError, TimeoutError, reason="STALLED"):
+class Stalled(HorizonError, TimeoutError):
     """The caller sent nothing for too long, or what was asked for took too long."""
 
 
-class RequestIdReused(HorizonError, ValueError, reason="REQUEST_ID_REUSED"):
+class RequestIdReused(HorizonError, ValueError):
     """The same request_id came with another body."""
 
 
-class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
+class NotFound(HorizonError, LookupError):
     """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has named, where
     that is a job, dataset or model; else both are empty."""
 
@@ -90,101 +118,106 @@ class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
         return (partial(type(self).named, self.kind, self.name), ()) if self.kind else super().__reduce__()
 
 
-class AlreadyExists(HorizonError, ValueError, reason="ALREADY_EXISTS"):
+class AlreadyExists(HorizonError, ValueError):
     """The name is taken by a resource with other content."""
 
 
-class Unauthenticated(HorizonError, PermissionError, reason="UNAUTHENTICATED"):
+class Unauthenticated(HorizonError, PermissionError):
     """No token, or one that is wrong, expired or revoked."""
 
 
-class NotAllowed(HorizonError, PermissionError, reason="NOT_ALLOWED"):
+class NotAllowed(HorizonError, PermissionError):
     """The caller is known but may not do this."""
 
 
-class WrongJobState(HorizonError, RuntimeError, reason="WRONG_JOB_STATE"):
+class WrongJobState(HorizonError, RuntimeError):
     """The job is in a state that does not allow the call."""
 
 
-class InUse(HorizonError, RuntimeError, reason="IN_USE"):
+class InUse(HorizonError, RuntimeError):
     """The resource is held by a job that has not ended, or the state folder by another daemon."""
 
 
-class DoesNotFit(HorizonError, MemoryError, reason="DOES_NOT_FIT"):
+class DoesNotFit(HorizonError, MemoryError):
     """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would fit."""
 
 
-class QuotaExceeded(HorizonError, RuntimeError, reason="QUOTA_EXCEEDED"):
+class QuotaExceeded(HorizonError, RuntimeError):
     """The user or project has what an admin allows them; the message carries the numbers and what makes room."""
 
 
-class DiskFull(HorizonError, OSError, reason="DISK_FULL"):
+class DiskFull(HorizonError, OSError):
     """A write failed for lack of space; what was partially written is gone."""
 
 
-class DatabaseUnavailable(HorizonError, RuntimeError, reason="DATABASE_UNAVAILABLE"):
+class DatabaseUnavailable(HorizonError, RuntimeError):
     """The daemon cannot use its database for a reason that may pass, such as another process that writes for long."""
 
 
-class TooManyCalls(HorizonError, RuntimeError, reason="TOO_MANY_CALLS"):
+class TooManyCalls(HorizonError, RuntimeError):
     """The caller has too many calls under way; a retry after a moment is served."""
 
 
-class TooLarge(HorizonError, ValueError, reason="TOO_LARGE"):
+class TooLarge(HorizonError, ValueError):
     """A message, file or wait exceeds its bound."""
 
 
-class Draining(HorizonError, RuntimeError, reason="DRAINING"):
+class Draining(HorizonError, RuntimeError):
     """The daemon is shutting down and takes no new work."""
 
 
-class WorkerFailed(HorizonError, RuntimeError, reason="WORKER_FAILED"):
+class WorkerFailed(HorizonError, RuntimeError):
     """A child process failed by a defect, or broke the protocol; the message carries the true reason."""
 
 
-class WorkerDied(HorizonError, RuntimeError, reason="WORKER_DIED"):
+class WorkerDied(HorizonError, RuntimeError):
     """A child process ended without an answer, such as when it is killed by a signal. The same call may work when repeated."""
 
 
-class WorkerCrashed(HorizonError, RuntimeError, reason="WORKER_CRASHED"):
+class WorkerCrashed(HorizonError, RuntimeError):
     """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
 
 
-class TurnOverrun(HorizonError, RuntimeError, reason="TURN_OVERRUN"):
+class TurnOverrun(HorizonError, RuntimeError):
     """A worker did not give the device back when it was asked to, and was killed so that others get it."""
 
 
-class WorkerSilent(HorizonError, RuntimeError, reason="WORKER_SILENT"):
+class WorkerSilent(HorizonError, RuntimeError):
     """A worker that was to work made no progress for too long, and was killed."""
 
 
-class OutOfMemory(HorizonError, MemoryError, reason="OUT_OF_MEMORY"):
+class OutOfMemory(HorizonError, MemoryError):
     """A child process needed more memory than it may take, or than there is."""
 
 
-class IoFailed(HorizonError, OSError, reason="IO_ERROR"):
+class IoFailed(HorizonError, OSError):
     """A child process could not read or write a file."""
 
 
-class Diverged(HorizonError, RuntimeError, reason="DIVERGED"):
+class Diverged(HorizonError, RuntimeError):
     """Training was stopped because too many steps in a row could not be used: their loss or gradients were not finite."""
 
 
-class BadSetting(HorizonError, ValueError, reason="BAD_SETTING"):
+class BadSetting(HorizonError, ValueError):
     """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
 
 
-def in_words(message: str, names: Mapping[Path, str]) -> str:
-    """Return a message with folders of the node under the names that its reader knows: where the daemon keeps them is not their concern.
+@contextmanager
+def naming(names: Mapping[Path, str]) -> Iterator[None]:
+    """Raise what the block raises with its file under the name that the reader knows: see `HorizonError.with_names`."""
+    try:
+        yield
+    except HorizonError as error:
+        if (named := error.with_names(names)) is error:
+            raise
+        raise named from error
 
-    A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are meant, `FILE`.
-    """
-    # The innermost first: a folder may be inside another one that has a name too.
-    for folder in sorted(names, key=lambda folder: len(str(folder)), reverse=True):
-        name = names[folder].replace("\\", r"\\")
-        # The whole folder, not one whose name begins alike.
-        message = re.sub(
-            rf"{re.escape(str(folder))}/([^\s:;,]*[^\s:;,.])", rf"\1 of {name}" if name else r"\1", message
-        )
-        message = re.sub(rf"{re.escape(str(folder))}(?![\w-]|\.\w)/?", name or "the folder", message)
-    return message
+
+def os_problem(error: OSError) -> str:
+    """Return what the system says, and of the file the name alone: where the daemon keeps its files is not the user's concern."""
+    name = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+    return f"{error.strerror or error}{name}"
+
+
+def _after(name: str, problem: str) -> str:
+    return f"{name}{problem}" if problem.startswith(":") else f"{name} {problem}"

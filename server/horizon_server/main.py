@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import shutil
 import signal
@@ -38,6 +39,7 @@ from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.queue_view import QueueView
+from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
@@ -221,18 +223,53 @@ async def wire(
     uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders, trial)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
+    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
+    planner = Planner.of_node(settings, rates, usable)
     sampling = SamplingChild(
         environment=environment,
         free_bytes=lambda but: min(
-            jobs.planner.host_limit_bytes - scheduler.promised_bytes(but=but),
+            planner.host_limit_bytes - scheduler.promised_bytes(but=but),
             host_memory().available_bytes - settings.host_memory_reserve_bytes,
         ),
         keep_s=settings.sampling_keep_s,
     )
-    scheduler, jobs = _wire_jobs(
-        settings, journal, metrics, lifecycle, resources, usable, folders, quotas, space,
-        sharing=sharing, shares=shares, sampling=sampling, environment=environment, worker_module=worker_module,
-    )  # fmt: skip
+    view = QueueView(
+        jobs=store,
+        sharing=sharing,
+        shares=shares,
+        rules=Rules(**settings.model_dump(include={field.name for field in dataclasses.fields(Rules)})),
+        host_bytes=lambda: max(0, planner.host_limit_bytes - sampling.busy_bytes),
+        # On the host, what jobs hold on the device is part of their host memory.
+        devices={
+            "host": settings.arena_limit(host_memory().limit_bytes),
+            **{f"cuda:{gpu.index}": usable_device_bytes(gpu.memory_bytes) for gpu in usable},
+        },
+    )
+    runtime = Runtime(
+        settings=settings,
+        journal=journal,
+        metrics=metrics,
+        lifecycle=lifecycle,
+        folders=folders,
+        find_inputs=resources.of_job,
+        planner=planner,
+        meter=UsageMeter(sharing, shares),
+        view=view,
+        environment=environment,
+        worker_module=worker_module,
+    )
+    idle = IdleMeasurement(rates, environment=environment, gpu=next(iter(usable), None))
+    scheduler = _wire_scheduler(runtime, usable, space, sampling, idle)
+    jobs = JobService(
+        journal=journal,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        resources=resources,
+        planner=planner,
+        folders=folders,
+        turns=UserTurns(),
+        quotas=quotas,
+    )
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
     services = Services(
         accounts=accounts,
@@ -311,74 +348,48 @@ def _wire_data(
     return uploads, datasets, models
 
 
-def _wire_jobs(
-    settings: Settings, journal: Journal, metrics: Metrics, lifecycle: Lifecycle, resources: NodeResources,
-    usable: Sequence[Accelerator], folders: JobFolders, quotas: Quotas, space: Space, *, sharing: SharingStore, shares: Shares,
-    sampling: SamplingChild, environment: Mapping[str, str], worker_module: str,
-) -> tuple[Scheduler, JobService]:  # fmt: skip
-    """Make what plans, queues and runs jobs."""
-    num_threads = settings.num_threads or available_cpus()
-    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
-    planner = Planner.of_node(settings, rates, usable)
-    rules = Rules(
-        time_slice_s=settings.time_slice_s,
-        max_residence_s=settings.max_residence_s,
-        max_wait_s=settings.max_wait_s,
-        max_loading_jobs=settings.max_loading_jobs,
-        max_loading_jobs_of_user=settings.max_loading_jobs_of_user,
-        max_resident_jobs=settings.max_resident_jobs,
-    )
-    # On the host, what jobs hold on the device is part of their host memory.
+def _wire_scheduler(
+    runtime: Runtime, usable: Sequence[Accelerator], space: Space, sampling: SamplingChild, idle: IdleMeasurement
+) -> Scheduler:
+    """Make what queues and runs jobs: turns for each device, and an attempt for each job that gets memory."""
+    settings, metrics, view, preparing = runtime.settings, runtime.metrics, runtime.view, asyncio.Lock()
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
-    usable_bytes = {name: usable_device_bytes(gpu.memory_bytes) for name, gpu in gpus.items()}
     turns = {
         device: DeviceTurns(
-            device, usable_bytes=usable_bytes.get(device), shares=shares, rules=rules, grace_s=settings.turn_grace_s,
+            device,
+            usable_bytes=view.devices[device] if device in gpus else None,
+            shares=view.shares,
+            rules=view.rules,
+            grace_s=settings.turn_grace_s,
             metrics=metrics,
         )
-        for device in ("host", *gpus)
-    }  # fmt: skip
-    arena_bytes = settings.arena_limit(host_memory().limit_bytes)
-    view = QueueView(
-        jobs=journal.store, sharing=sharing, shares=shares, rules=rules,
-        host_bytes=lambda: max(0, planner.host_limit_bytes - sampling.busy_bytes),
-        devices={"host": arena_bytes, **usable_bytes},
-    )  # fmt: skip
-    meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()
+        for device in view.devices
+    }
 
-    def on_loaded(job_id: str) -> None:
+    def on_asked(job_id: str) -> None:
         metrics.on_loaded(job_id)
         scheduler.wake()
 
     def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
-            job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(folders.prepared, preparing, space, ask=scheduler.wake),
-            environment=environment,
-            trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
-            turns=device, meter=meter, other_bytes=other_bytes,
-            on_checkpoint=view.on_checkpoint, on_loaded=view.on_loaded, max_restarts=settings.max_restarts,
-            stop_timeout_s=settings.drain_timeout_s, silence_limit_s=settings.silence_limit_s,
-            on_asked=functools.partial(on_loaded, job.job_id), make_room=functools.partial(sampling.make_room, job.job_id),
-        )  # fmt: skip
+            job=job,
+            runtime=runtime,
+            preparation=Preparation(runtime.folders.prepared, preparing, space, ask=scheduler.wake),
+            turns=device,
+            gpu=gpus.get(device.device),
+            other_bytes=other_bytes,
+            make_room=functools.partial(sampling.make_room, job.job_id),
+            on_asked=functools.partial(on_asked, job.job_id),
+        )
 
     scheduler = Scheduler(
-        journal=journal,
-        metrics=metrics,
-        lifecycle=lifecycle,
-        folders=folders,
+        runtime=runtime,
         turns=turns,
-        meter=meter,
-        view=view,
         make_attempt=make_attempt,
-        when_idle=IdleMeasurement(rates, environment=environment, gpu=next(iter(usable), None)),
+        when_idle=idle,
         held_bytes=lambda: sampling.held_bytes,
     )
-    jobs = JobService(
-        journal=journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner,
-        folders=folders, turns=UserTurns(), quotas=quotas,
-    )  # fmt: skip
-    return scheduler, jobs
+    return scheduler
 
 
 def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:

@@ -23,10 +23,12 @@ _SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", 
 
 # What was promised to users: a rename breaks dashboards that are not ours.
 PROMISED = """
-horizon_build_info{version} horizon_job_info{job_id,name,owner,project,model,dataset} horizon_disk_total_bytes{} horizon_disk_free_bytes{}
+horizon_build_info{version} horizon_job_info{job_id,name,owner,project,model,dataset} horizon_disk_total_bytes{}
+horizon_disk_free_bytes{}
 horizon_tls_certificate_expiry_timestamp_seconds{}
 horizon_jobs{state} horizon_job_queue_wait_seconds{} horizon_job_transitions_total{to,reason}
-horizon_host_memory_bytes{job_id,component} horizon_host_memory_planned_bytes{job_id,component} horizon_host_memory_limit_bytes{}
+horizon_host_memory_bytes{job_id,component} horizon_host_memory_planned_bytes{job_id,component}
+horizon_host_memory_limit_bytes{}
 horizon_host_memory_available_bytes{} horizon_device_memory_bytes{job_id,device,component}
 horizon_device_memory_planned_bytes{job_id,device,component} horizon_transfer_bytes_total{device,direction}
 horizon_transfer_seconds_total{device,direction} horizon_transfer_exposed_seconds_total{device,direction}
@@ -42,11 +44,14 @@ horizon_worker_restarts_total{reason} horizon_checkpoint_duration_seconds{}
 horizon_checkpoint_last_success_timestamp_seconds{job_id} horizon_upload_bytes_total{result}
 horizon_gpu_seconds_total{project,user} grpc_server_handled_total{grpc_service,grpc_method,grpc_code}
 grpc_server_handling_seconds{grpc_service,grpc_method} http_request_duration_seconds{method,route,code}
-horizon_device_seconds_total{project,user,device} horizon_device_turns_total{device} horizon_device_turn_wait_seconds{device}
+horizon_device_seconds_total{project,user,device} horizon_device_turns_total{device}
+horizon_device_turn_wait_seconds{device}
 horizon_device_handover_seconds{device} horizon_resident_jobs{device} horizon_job_share_ratio{job_id}
-horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user} horizon_turn_overruns_total{}
+horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user}
+horizon_turn_overruns_total{}
 horizon_job_loading_since_timestamp_seconds{job_id,state}
-horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{} horizon_node_open{}
+horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{}
+horizon_node_open{}
 """
 
 

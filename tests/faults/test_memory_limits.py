@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,16 +28,18 @@ from horizon_server import control_groups
 from horizon_server.control_groups import WorkerGroup
 from horizon_server.datasets import checking
 from horizon_server.datasets.preview import PreviewOptions
+from horizon_server.engine.compiled.library import CodeLibrary
 from horizon_server.errors import InvalidData, InvalidModel, OutOfMemory
 from horizon_server.events import StateChanged, StepDone
 from horizon_server.jobs import attempt, recovery
 from horizon_server.planning import machine
 from horizon_server.planning.machine import Gpu, IdleMeasurement, Machine, RateBook, measure_rates
 from horizon_server.records.account import Principal
-from horizon_server.records.job import JobRecord, JobState, StopRequest
+from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services import model_child, pushed
 from horizon_server.settings import child_environment
 from horizon_server.worker import compilation
+from horizon_server.worker_link.orders import Orders
 
 MIB = 2**20
 ADA = Principal(name="ada", role="user", project="ada")
@@ -178,29 +178,17 @@ async def test_the_search_for_gpus_at_its_limit(tmp_path: Path) -> None:
     assert await machine.usable_accelerators(gpus, tight) == (), "jobs run on the host"
 
 
-def test_a_compilation_at_its_limit_says_why(tmp_path: Path) -> None:
+def test_a_compilation_at_its_limit_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tight = limited(tmp_path / "limited", child_environment(), memory_bytes=200 * MIB)
-    request = {
-        "model": str(tmp_path),
-        "library": str(tmp_path),
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "num_tokens": 64,
-    }
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    waiting = cast(Any, SimpleNamespace(_orders=SimpleNamespace(current=StopRequest.NOTHING)))
-    command = [sys.executable, "-m", "horizon_server.worker.compilation", str(tmp_path / "request.json")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=tight) as child:
-        try:
-            refusals = compilation.Compilation._answer_of(waiting, child)
-        finally:
-            child.kill()
+    monkeypatch.setattr(compilation, "child_environment", lambda: tight)
+    request = compilation.CompileRequest(
+        model=str(tmp_path), library=str(tmp_path), dtype="float32", device="cpu", num_threads=1, num_tokens=64
+    )
+    waiting = cast(Any, SimpleNamespace(_request=request, _library=CodeLibrary(tmp_path), _orders=Orders()))
+    refusals = asyncio.run(compilation.Compilation._run_child(waiting))
     # The job then trains with eager layers, and reports this.
     assert refusals is not None
-    assert re.fullmatch(
-        "the compilation ran out of memory|the compiling process ended with status .*its last lines", refusals[0]
-    )
+    assert re.fullmatch("the compilation (ran out of memory|ended with exit code .*|was ended by .*)", refusals[0])
 
 
 # --- Workers ----------------------------------------------------------------------------------------------------------------------------

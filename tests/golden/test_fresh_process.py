@@ -55,7 +55,7 @@ def work(tmp_path: Path) -> Path:
     (folder / "data").mkdir()
     tensors = {"input_ids": ids, "trained": trained, "document_starts": starts}
     save_file(tensors, folder / "data" / "tokens.safetensors")
-    (folder / "data" / "report.json").write_text("{}")
+    (folder / "data" / "report.json").write_text('{"kind": "text"}')
     (folder / "checkpoints").mkdir()
     return folder
 

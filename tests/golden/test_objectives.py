@@ -138,12 +138,12 @@ CASES = {
         known={"pairs_P2": PAIRS},
     ),
     "hinge": Case(
-        objective=DPO(beta=0.3, kind="hinge"),
+        objective=DPO(beta=0.3, loss="hinge"),
         formula=lambda *both: torch.relu(1 - 0.3 * margins(*both)).mean(),
         known={"pairs_P2": PAIRS},
     ),
     "ipo": Case(
-        objective=DPO(beta=0.3, kind="ipo", length_normalised=True),
+        objective=DPO(beta=0.3, loss="ipo", length_normalised=True),
         formula=lambda policy, reference: (
             (
                 means(policy, CHOSEN)
@@ -167,7 +167,7 @@ CASES = {
         known={"labels_K": torch.tensor(LABELS)},
     ),
     "importance sampling": Case(
-        objective=PolicyGradient(),
+        objective=PolicyGradient(clip=False),
         formula=lambda *both: plain_policy(*both, grpo=False),
         known={"advantages_K": torch.tensor(ADVANTAGES)},
         is_recorded=True,

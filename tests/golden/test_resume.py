@@ -64,7 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained = torch.ones(num_tokens, dtype=torch.uint8)
     trained[starts[:-1]] = 0
     save_file({"input_ids": ids, "trained": trained, "document_starts": starts}, folder / "tokens.safetensors")
-    (folder / "report.json").write_text(json.dumps({}))
+    (folder / "report.json").write_text(json.dumps({"kind": "text"}))
     return folder
 
 

@@ -24,7 +24,7 @@ from horizon_formats.formats import DataKind
 from horizon_server.engine.data import StepPlan
 from horizon_server.engine.references import References
 from horizon_server.figures import StepFigures
-from horizon_server.spec import needs_references, parse_job_spec
+from horizon_server.spec import parse_job_spec
 from horizon_server.store.host_store import merge_master
 from horizon_server.store.prepared import DocumentColumns, PreparedFolder
 from horizon_server.worker.objective import MethodData
@@ -247,7 +247,7 @@ def test_steps_are_those_of_trl(
     plan = StepPlan(data.dataset, sequence_length=64, tokens_per_step=1024, max_steps=NUM_STEPS, group_size=2, seed=3)
     # The trainer's steps are the plan's, as in a job: then the references are computed in the same joined rows, and have the same bits.
     run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16, tokens_per_step=1024)
-    if needs_references(spec):
+    if spec.needs_references:
         data.references = References.computed(tmp_path / "prepared", plan, run.trainer, key="start")
     own: list[StepFigures] = []
     gradients: dict[str, Tensor] = {}

@@ -2,7 +2,8 @@
 
 On a machine with torch and pytest only::
 
-    PYTHONPATH=proto:server:. HORIZON_REQUIRE_GPU=1 python -m pytest -c /dev/null --rootdir . --import-mode=importlib tests/gpu
+    export PYTHONPATH=proto:server:. HORIZON_REQUIRE_GPU=1
+    python -m pytest -c /dev/null --rootdir . --import-mode=importlib tests/gpu
 """
 
 from __future__ import annotations

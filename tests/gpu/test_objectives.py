@@ -32,12 +32,12 @@ DEVICE = torch.device("cuda")
 OBJECTIVES: list[Objective] = [
     WeightedSFT(),
     DPO(label_smoothing=0.1),
-    DPO(kind="hinge"),
-    DPO(kind="ipo", length_normalised=True),
+    DPO(loss="hinge"),
+    DPO(loss="ipo", length_normalised=True),
     SimPO(),
     ORPO(),
     KTO(),
-    PolicyGradient(),
+    PolicyGradient(clip=False),
     PolicyGradient(clip_low=0.2, clip_high=0.2, kl_coefficient=0.04, mean="documents"),
 ]
 

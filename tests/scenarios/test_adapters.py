@@ -148,5 +148,5 @@ def test_after_training_on_fewer_bits_the_command_says_and_chooses_the_base(
         client.models.push(base, name="other-model")
         spec = {**demo_spec("second", **LORA), "init_from": "nf4-adapter", "model": "other-model"}
         # Said before anything waits in the queue.
-        with pytest.raises(InvalidSpec, match="was trained on other weights than those of model"):
+        with pytest.raises(InvalidSpec, match="is not the one that the adapter of init_from was trained on"):
             client.jobs.submit(spec)

@@ -21,6 +21,7 @@ from horizon_server.events import TurnWanted
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.records.execution import NOTHING_STAYS, Residency
+from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.planes import lent_memory
@@ -60,7 +61,7 @@ def write_inputs(folder: Path, model_type: str) -> None:
     tensors = {"input_ids": torch.randint(32, (len(trained),), dtype=torch.int32), "trained": trained}
     (folder / "prepared").mkdir()
     save_file({**tensors, "document_starts": starts}, folder / "prepared" / "tokens.safetensors")
-    (folder / "prepared" / "report.json").write_text("{}")
+    (folder / "prepared" / "report.json").write_text('{"kind": "text"}')
 
 
 @contextmanager
@@ -75,8 +76,9 @@ def worker_request(
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of that."""
     plan = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
-        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=GIB, num_threads=num_threads, accelerators=(),
+        num_threads=num_threads, accelerators=(),
     ).plan_to_start(spec, folder / "model")  # fmt: skip
     execution = dataclasses.replace(plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS)
     request = WorkerRequest(

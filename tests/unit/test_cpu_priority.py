@@ -18,7 +18,8 @@ needs_sessions = pytest.mark.skipif(
 _START = """
 import ctypes, os, threading, time
 from horizon_server import cpu_priority as p
-if os.getuid() == 0:  # as the daemon of a node, which is not root; the kernel then hides the own files unless told otherwise
+# As the daemon of a node, which is not root; the kernel then hides the own files unless told otherwise.
+if os.getuid() == 0:
     os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
     assert ctypes.CDLL(None).prctl(4, 1) == 0
 def show():

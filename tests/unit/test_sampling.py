@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from horizon_server.children.child import Child, Limits
+from horizon_server.children.child import Child, ChildTask, Limits
 from horizon_server.children.entry import MAX_REQUEST_BYTES
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.demo.recipe import write_demo_model
@@ -176,13 +176,13 @@ async def test_a_call_that_takes_too_long_is_ended(make: Any) -> None:
 async def test_a_caller_who_leaves_ends_the_child(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, child, _ = make()
     started: list[Child] = []
-    start = Child.start
+    start = ChildTask.start
 
     async def noted(*arguments: Any, **options: Any) -> Child:
         started.append(await start(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(Child, "start", noted)
+    monkeypatch.setattr(ChildTask, "start", noted)
     for is_loaded in (False, True):
         if is_loaded:
             await everything(samples)
@@ -202,11 +202,11 @@ async def test_the_child_has_the_planned_memory_as_limit(
     samples, _, _ = make()
     given: list[Limits] = []
 
-    async def refused(*_: Any, limits: Limits, **__: Any) -> Child:
-        given.append(limits)
+    async def refused(task: ChildTask, _: Any) -> Child:
+        given.append(task.limits)
         raise NotFound("enough")
 
-    monkeypatch.setattr(Child, "start", refused)
+    monkeypatch.setattr(ChildTask, "start", refused)
     with pytest.raises(NotFound, match="enough"):
         await everything(samples)
 

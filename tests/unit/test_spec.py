@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, needs_references, parse_job_spec
+from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
 from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LR_SCALE
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
@@ -225,4 +225,4 @@ def test_options_of_another_method_are_refused_with_what_to_do() -> None:
      ("policy", {}, False), ("policy", {"policy": {"kl_coefficient": 0.1}}, True)],
 )  # fmt: skip
 def test_which_methods_compare_with_the_starting_weights(method: str, options: dict[str, Any], needs: bool) -> None:
-    assert needs_references(parse_job_spec({**MINIMAL, "method": method, **options})) is needs
+    assert parse_job_spec({**MINIMAL, "method": method, **options}).needs_references is needs

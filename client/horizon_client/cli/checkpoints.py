@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from horizon_client.choices import CHECKPOINT_DTYPES, MERGE_BASES
 from horizon_client.cli.completion import job_names
 from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.output import (
@@ -130,12 +131,12 @@ the merged folder says which one it is."""
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["source", "bf16", "fp16", "fp32"]),
+    type=click.Choice(CHECKPOINT_DTYPES),
     help="Number format of the merged weights. Default: as it is there already, else the job's checkpoint.dtype.",
 )
 @click.option(
     "--base",
-    type=click.Choice(["trained", "source"]),
+    type=click.Choice(MERGE_BASES),
     help="Base to merge into. Default: as it is there already, else the job's checkpoint.merge_base (trained).",
 )
 @click.option(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from horizon_client.choices import ENDED_STATES, JOB_STATES
 from horizon_client.cli.completion import Completer
-from horizon_client.cli.output import bytes_text, clean, output_option, print_result
+from horizon_client.cli.output import bytes_text, clean, output_option, print_result, state_option
 from horizon_client.cli.root import Interrupted
 from horizon_client.cli.session import connected, find_job
 from horizon_client.cli.times import duration
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 # Keys in one call; a selection may be larger.
 _KEYS_AT_ONCE = 1000
-_ENDED = ["succeeded", "failed", "cancelled"]
-_ALL_STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", *_ENDED]
 _EPILOG = """\b
 Example:
   horizon {kind} delete {example}
@@ -87,11 +86,8 @@ def add_delete(group: click.Group, kind: str, complete: Completer, example: str)
         click.option("--yes", "-y", is_flag=True, help="Do not ask."),
     ]
     if of_jobs:
-        states_option = click.option(
-            "--state", "states", multiple=True, help="Select by the job's state (repeatable).",
-            type=click.Choice(_ENDED if kind == "job" else _ALL_STATES, case_sensitive=False),
-        )  # fmt: skip
-        options.insert(2, states_option)
+        ended = [state for state in JOB_STATES if state in ENDED_STATES]
+        options.insert(2, state_option(ended if kind == "job" else JOB_STATES))
     if kind == "checkpoint":
         options.insert(
             3, click.option("--all", "every", is_flag=True, help="All checkpoints of the jobs that are named.")

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
+from horizon_client.choices import JOB_STATES
 from horizon_client.cli.completion import job_names, spec_keys
 from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.job_file import SCHEMA_FILE, header_line, job_schema, template
@@ -24,7 +25,15 @@ from horizon_client.cli.job_views import (
     state_text,
     warning_lines,
 )
-from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
+from horizon_client.cli.output import (
+    clean,
+    limit_option,
+    output_option,
+    print_list,
+    print_one,
+    print_result,
+    state_option,
+)
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
 from horizon_client.errors import BadFile, InvalidRequest
@@ -33,7 +42,6 @@ if TYPE_CHECKING:
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
-_STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", "succeeded", "failed", "cancelled"]
 _JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
 SPEC_ARGUMENT = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
 SET_OPTION = click.option(
@@ -131,13 +139,7 @@ def submit(
 
 
 @job.command(name="list", epilog="\b\nExample:\n  horizon job list --state running --state queued")
-@click.option(
-    "--state",
-    "states",
-    multiple=True,
-    type=click.Choice(_STATES, case_sensitive=False),
-    help="Filter by state (repeatable).",
-)
+@state_option(JOB_STATES)
 @limit_option
 @output_option
 @connected
@@ -274,35 +276,23 @@ def resume(client: Client, job_id: str, output: str) -> None:
 
 
 @job.command(
-    epilog="""\b
-Example:
-  horizon job update JOB --priority 10
-
-\b
-Priorities order the jobs of one user; whose turn it is among users depends on
-what they have used. Only admins may set more than 100, up to 1000: such a job
-is served before the jobs of all users."""
-)
-@_JOB
-@click.option("--priority", type=int, required=True, metavar="N", help="From -100 to 100, higher first.")
-@output_option
-@connected
-def update(client: Client, job_id: str, priority: int, output: str) -> None:
-    """Change a job that has not ended."""
-    _print_changed(client.jobs.update(find_job(client, job_id).job_id, priority=priority), output)
-
-
-@job.command(
     name="set-priority",
     context_settings={"ignore_unknown_options": True},  # a negative priority looks like an option
-    epilog="\b\nExample:\n  horizon job set-priority JOB 10",
+    epilog="""\b
+Example:
+  horizon job set-priority JOB 10
+
+\b
+From -100 to 100, higher first. Priorities order the jobs of one user; whose
+turn it is among users depends on what they have used. Only admins may set more
+than 100, up to 1000: such a job is served before the jobs of all users.""",
 )
 @_JOB
 @click.argument("priority", type=int)
 @output_option
 @connected
 def set_priority(client: Client, job_id: str, priority: int, output: str) -> None:
-    """Change a job's priority, as 'update --priority' does."""
+    """Change the priority of a job that has not ended."""
     _print_changed(client.jobs.set_priority(find_job(client, job_id).job_id, priority), output)
 
 

@@ -52,6 +52,18 @@ def output_option(command: CommandT) -> CommandT:
     )(command)
 
 
+def state_option(states: Iterable[str]) -> Callable[[CommandT], CommandT]:
+    """Return what adds `--state` to a command, as the parameter `states`."""
+    choices = [state.lower() for state in states]
+    return click.option(
+        "--state",
+        "states",
+        multiple=True,
+        type=click.Choice(choices, case_sensitive=False),
+        help="Select by the job's state (repeatable).",
+    )
+
+
 def limit_option(command: CommandT) -> CommandT:
     """Add `--limit` to a command."""
     return click.option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from horizon_client.choices import DATASET_FORMATS, METHODS, TRAIN_ON
 from horizon_client.cli.access import add_share_commands
 from horizon_client.cli.completion import Completer, dataset_names, model_names
 from horizon_client.cli.deletion import add_delete
@@ -31,20 +32,6 @@ if TYPE_CHECKING:
     from horizon_client.pushed import DatasetPush, ModelPush
     from horizon_client.sync_client import Client
 
-_FORMATS = [
-    "auto",
-    "messages",
-    "prompt-completion",
-    "alpaca",
-    "sharegpt",
-    "text",
-    "tokens",
-    "preference",
-    "kto",
-    "samples",
-]
-METHODS = ["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy"]
-_TRAIN_ON = ["assistant", "last-assistant", "all"]
 _PUSH_INTERRUPTED = "interrupted; what the server has is kept: the same command continues from there"
 _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
 
@@ -185,7 +172,12 @@ already has is not sent again; after an interruption the same command continues.
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--name", help="Name of the dataset. Default: the first file's name without its endings.")
 @click.option(
-    "--format", "format_", type=click.Choice(_FORMATS), default="auto", show_default=True, help="Format of the rows."
+    "--format",
+    "format_",
+    type=click.Choice(DATASET_FORMATS),
+    default="auto",
+    show_default=True,
+    help="Format of the rows.",
 )
 @click.option(
     "--map", "mappings", multiple=True, metavar="FIELD=COLUMN", help="Use this column for a field (repeatable)."
@@ -268,7 +260,7 @@ a terminal of 100 columns, else one after the other."""
 )
 @click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Number of rows to skip.")
 @click.option(
-    "--train-on", type=click.Choice(_TRAIN_ON), default="assistant", show_default=True, help="As in the job spec."
+    "--train-on", type=click.Choice(TRAIN_ON), default="assistant", show_default=True, help="As in the job spec."
 )
 @click.option("--method", type=click.Choice(METHODS), default="sft", show_default=True, help="As in the job spec.")
 @click.option(

@@ -107,9 +107,7 @@ def answers(
                 f"{piece.num_tokens} tokens in {piece.duration_s:.1f} s ({piece.tokens_per_second:.1f} tokens/s)"
                 f"{', after ' if before else ''}{' and '.join(before)}"
             )
-            # A daemon of an earlier version does not say.
-            if piece.weights:
-                reporter.notice(f"answered with {piece.weights}")
+            reporter.notice(f"answered with {piece.weights}")
             continue
         texts[piece.prompt] = texts.get(piece.prompt, "") + piece.text
         if piece.ended:

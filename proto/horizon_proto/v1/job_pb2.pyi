@@ -1585,7 +1585,7 @@ class MemoryPlan(google.protobuf.message.Message):
     hint: builtins.str
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     num_trained_parameters: builtins.int
-    """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
+    """Parameters that are trained; the others are frozen."""
     num_steps: builtins.int
     """Steps of the whole job; unset while only its data decides and nothing is known of that."""
     steps_estimated: builtins.bool

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -104,11 +104,11 @@ class BlobStore:
                 return min(arrived, ref.size_bytes)
 
         if self.proved_by(owner, ref):
-            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+            return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
         is_written = not await self._turns.is_free((owner, ref), _UNWINDING_S)
         arrived = await in_thread(arrived_bytes)
         if arrived < ref.size_bytes or is_written:
-            return BlobStatus(ref=ref, committed_bytes=arrived, complete=False)
+            return BlobStatus(blob=ref, committed_bytes=arrived, complete=False)
         return await self.write(owner, ref, arrived, _nothing())
 
     async def write(self, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]) -> BlobStatus:
@@ -122,7 +122,7 @@ class BlobStore:
         """
         async with self._turns.take((owner, ref)) as turn:
             if self.proved_by(owner, ref):
-                return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+                return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
             with disk_full_reported():
                 self._space.require(ref.size_bytes - max(0, offset), "this upload")
                 part = Part(self._entry(owner, ref, _PART), disk=self._disk)
@@ -135,7 +135,7 @@ class BlobStore:
                         await in_thread(lambda: self._complete(owner, ref, part))
                 finally:
                     await in_thread(part.close)
-        return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
+        return BlobStatus(blob=ref, committed_bytes=part.committed_bytes, complete=whole)
 
     async def write_whole(self, owner: str, blobs: Sequence[WholeBlob], *, ready: frozenset[str] = frozenset()) -> None:
         """Store contents that came in one message: all of them, or none where one is wrong. Those of `ready` are the owner's already.
@@ -324,15 +324,18 @@ class BlobStore:
         return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
 
 
-def link_folder(store: BlobStore, files: Iterable[BlobFile], target: Path) -> None:
-    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their users' names."""
+def link_folder(path_of: Callable[[str], Path], files: Iterable[BlobFile], target: Path) -> None:
+    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their users' names.
+
+    `path_of` gives the place of a content by its sha256.
+    """
     # An earlier check may have left one.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(mode=0o700, parents=True)
     for file in files:
         place = target / file.path
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.link(store.path(file.sha256), place)
+        os.link(path_of(file.sha256), place)
     for folder in {target.parent, target, *(path for path in target.rglob("*") if path.is_dir())}:
         sync_folder(folder)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ _LONG_LINE_BYTES = 64 * 1024
 OUT_OF_MEMORY_KILLER = "the kernel's out-of-memory killer"
 # How long a child that has answered, or has closed its pipe, may take to exit.
 _EXIT_S = 10.0
+# Events that wait for a reader who is slow.
+_WAITING_LINES = 256
 
 log = structlog.get_logger(__name__)
 
@@ -52,42 +55,35 @@ class Limits:
     oom_score_adj: int = 500
 
 
-class Child:
-    """One running child. Thread: belongs to one event loop."""
+@dataclass(frozen=True, kw_only=True)
+class ChildTask:
+    """What a child is started for: `python -m MODULE`, with these limits. `who` names it in error messages: "the preview".
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        *,
-        who: str,
-        limits: Limits,
-        events: asyncio.StreamReader,
-        resources: contextlib.ExitStack,
-        log_file: Path,
-    ) -> None:
-        self.log = log_file
-        self.pid = process.pid
-        self._process = process
-        self._who = who
-        self._limits = limits
-        self._events = events
-        self._resources = resources
-        self._oom_kills_before = oom_kills()
+    `meanings` says what a bad end means for whoever asked: instead of an error of one of these classes, such as WorkerCrashed, `run`,
+    `stream`, `Child.answer` and `Child.ask` raise the error that stands here.
+    """
 
-    @classmethod
+    module: str
+    who: str
+    environment: Mapping[str, str]
+    limits: Limits = Limits()
+    meanings: Mapping[type[HorizonError], HorizonError] = field(default_factory=dict)
+
+    async def run(
+        self, request: Mapping[str, Any], on_event: OnEvent | None = None, *, log_file: Path | None = None
+    ) -> Any:
+        """Return the answer of a child. A caller who is cancelled ends it. Raises as `Child.answer` does."""
+        child = await self.start(request, log_file=log_file)
+        return await child.answer(on_event)
+
+    def stream(self, request: Mapping[str, Any]) -> AsyncGenerator[WorkerLine | Answer, None]:
+        """Yield the events of a child as they come, and then its answer. Closing the generator ends it. Raises as `run` does."""
+        return streamed(lambda on_event: self.run(request, on_event))
+
     async def start(
-        cls,
-        module: str,
-        request: Mapping[str, Any],
-        *,
-        who: str,
-        environment: Mapping[str, str],
-        limits: Limits = Limits(),
-        request_file: Path | None = None,
-        log_file: Path | None = None,
-        pass_fds: Sequence[int] = (),
+        self, request: Mapping[str, Any], *, request_file: Path | None = None, log_file: Path | None = None
     ) -> Child:
-        """Start `module` in a process group of its own. `who` names the child in error messages: "the worker"."""
+        """Start a child in a process group of its own."""
         with contextlib.ExitStack() as resources:
             # Request and log are kept in the two files where these are given, else in memory for as long as the child lives.
             request_fd = _open(request_file, resources)
@@ -104,15 +100,36 @@ class Child:
             resources.callback(transport.close)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", module, request_file or f"/proc/self/fd/{request_fd}", "--events-fd", str(write_fd),
-                    stdin=asyncio.subprocess.PIPE, stdout=log_fd, stderr=log_fd, env=dict(environment),
-                    pass_fds=(write_fd, request_fd, *pass_fds), start_new_session=True,
+                    sys.executable, "-m", self.module, request_file or f"/proc/self/fd/{request_fd}", "--events-fd", str(write_fd),
+                    stdin=asyncio.subprocess.PIPE, stdout=log_fd, stderr=log_fd, env=dict(self.environment),
+                    pass_fds=(write_fd, request_fd), start_new_session=True,
                 )  # fmt: skip
             finally:
                 os.close(write_fd)  # the child has its own; while any is open, the pipe does not end with the child
-            limit(process.pid, limits)
+            limit(process.pid, self.limits)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
-            return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
+            return Child(process, self, events=events, resources=resources.pop_all(), log_file=log_file)
+
+
+class Child:
+    """One running child of a task. Thread: belongs to one event loop."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        task: ChildTask,
+        *,
+        events: asyncio.StreamReader,
+        resources: contextlib.ExitStack,
+        log_file: Path,
+    ) -> None:
+        self.log = log_file
+        self.pid = process.pid
+        self._process = process
+        self._task = task
+        self._events = events
+        self._resources = resources
+        self._oom_kills_before = oom_kills()
 
     @property
     def is_running(self) -> bool:
@@ -125,7 +142,7 @@ class Child:
         With `stays`, for a module that serves so, a child that has answered stays: `ask` or `end` it.
 
         Raises:
-            HorizonError: that the child reported: the same class, reason, message and violations.
+            HorizonError: that the child reported: the same class, reason, message and violations; and what the task means by an end.
             Stalled: when it exceeds its limit of time, of processor time, or of silence.
             WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end, OutOfMemory for lack of memory.
             WorkerFailed: when it writes a line that is not an event.
@@ -145,7 +162,24 @@ class Child:
         await self.wait()
 
     async def _answer(self, request: bytes | None, on_event: OnEvent | None, stays: bool) -> Any:
-        scope, has_answered = asyncio.timeout(self._limits.wall_s), False
+        has_answered = False
+        try:
+            answer = await self._in_time(request, on_event, stays)
+            has_answered = True
+            return answer
+        except HorizonError as error:
+            meant = next((meant for kind, meant in self._task.meanings.items() if isinstance(error, kind)), None)
+            if meant is None:
+                raise
+            # A copy: an error that is raised keeps where that was.
+            raise copy.copy(meant) from error
+        finally:
+            if not (stays and has_answered):
+                await self.end()
+
+    async def _in_time(self, request: bytes | None, on_event: OnEvent | None, stays: bool) -> Any:
+        wall_s = self._task.limits.wall_s
+        scope = asyncio.timeout(wall_s)
         try:
             async with scope:
                 if request is not None:
@@ -153,15 +187,11 @@ class Child:
                 answer = await self._read_to_the_answer(on_event)
                 if not stays:
                     await self._exit_code()
-            has_answered = True
-            return answer
+                return answer
         except TimeoutError as error:
             if not scope.expired():  # one of `on_event`
                 raise
-            raise Stalled(f"{self._who} took longer than {self._limits.wall_s:g} s") from error
-        finally:
-            if not (stays and has_answered):
-                await self.end()
+            raise Stalled(f"{self._task.who} took longer than {wall_s:g} s") from error
 
     def kill(self) -> None:
         """End it and all processes that it started, at once."""
@@ -198,18 +228,18 @@ class Child:
                     await on_event(event)
         code = await self._exit_code()
         if code == -signal.SIGXCPU:
-            raise Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
-        raise death_of(self._who, code, oom_killed=oom_kills() > self._oom_kills_before, log_file=self.log)
+            raise Stalled(f"{self._task.who} took more than {self._task.limits.cpu_s} s of processor time")
+        raise death_of(self._task.who, code, oom_killed=oom_kills() > self._oom_kills_before, log_file=self.log)
 
     async def _read_line(self) -> bytes:
         """Return the next line, or nothing at the end."""
         try:
-            async with asyncio.timeout(self._limits.silence_s):
+            async with asyncio.timeout(self._task.limits.silence_s):
                 line = await self._events.readline()
         except ValueError as error:
             raise WorkerFailed(f"a child process wrote a line of more than {MAX_LINE_BYTES} bytes") from error
         except TimeoutError as error:
-            raise Stalled(f"{self._who} reported nothing for {self._limits.silence_s:g} s") from error
+            raise Stalled(f"{self._task.who} reported nothing for {self._task.limits.silence_s:g} s") from error
         return line if line.endswith(b"\n") else b""  # the child died while it wrote this one
 
     async def _exit_code(self) -> int:
@@ -221,12 +251,32 @@ class Child:
         return await self._process.wait()
 
 
-async def run_child(
-    module: str, request: Mapping[str, Any], *, who: str, environment: Mapping[str, str], limits: Limits
-) -> Any:
-    """Start a child that leaves no files and return its answer. A caller who is cancelled ends it. Raises as `Child.answer` does."""
-    child = await Child.start(module, request, who=who, environment=environment, limits=limits)
-    return await child.answer()
+async def streamed(ask: Callable[[OnEvent], Awaitable[Any]]) -> AsyncGenerator[WorkerLine | Answer, None]:
+    """Yield the events that `ask` passes on as they come, and then what it returns. A reader who is slow makes the child wait.
+
+    Closing the generator cancels `ask` and waits for its end. What `ask` raises is raised after the events before it.
+    """
+    lines: asyncio.Queue[WorkerLine | None] = asyncio.Queue(_WAITING_LINES)
+
+    async def run() -> Any:
+        try:
+            return await ask(lines.put)
+        finally:
+            # Where the queue is full, the reader looks at this task when it is empty.
+            with contextlib.suppress(asyncio.QueueFull):
+                lines.put_nowait(None)
+
+    running = asyncio.create_task(run(), name="child")
+    try:
+        while not (running.done() and lines.empty()):
+            line = await lines.get()
+            if line is None:
+                break
+            yield line
+        yield Answer(await running)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def death_of(who: str, code: int | None, *, oom_killed: bool, log_file: Path) -> HorizonError:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server import cpu_priority
-from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
+from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed, os_problem
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
@@ -84,7 +84,8 @@ def encode_line(line: Line) -> bytes:
         case Failure(error):
             plain = {
                 "reason": error.reason,
-                "message": error.message,
+                "message": error.problem,
+                "file": None if error.file is None else str(error.file),
                 "violations": [[violation.field, violation.description] for violation in error.violations],
                 "retry_after_s": error.retry_after_s,
             }
@@ -107,7 +108,10 @@ def decode_line(line: bytes) -> Line:
         # The class of the one error tree that has this reason, so that callers can catch what the child raised.
         kind = next((kind for kind in HorizonError.__subclasses__() if kind.reason == error["reason"]), WorkerFailed)
         violations = [FieldViolation(field=field, description=text) for field, text in error["violations"]]
-        return Failure(kind(str(error["message"]), violations=violations, retry_after_s=error["retry_after_s"]))
+        file = None if error["file"] is None else Path(error["file"])
+        return Failure(
+            kind(str(error["message"]), file=file, violations=violations, retry_after_s=error["retry_after_s"])
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
@@ -249,9 +253,7 @@ def end_of(work: Callable[[], Any], who: str) -> Answer | Failure | None:
         if error.errno == errno.ENOMEM:
             return None
         traceback.print_exc()
-        # Without the folder: where the daemon keeps its files is not the user's concern.
-        name = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
-        return Failure(IoFailed(f"{who} could not read or write a file{name}: {error.strerror or error}"))
+        return Failure(IoFailed(f"{who} could not read or write a file: {os_problem(error)}"))
     except Exception as error:  # noqa: BLE001  # whatever it is, the daemon learns the true reason
         with contextlib.suppress(MemoryError):
             traceback.print_exc()

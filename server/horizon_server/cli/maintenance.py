@@ -13,8 +13,7 @@ from horizon_server.cli.options import print_rows, this_command, with_output_opt
 from horizon_server.db.existing import complete_entry, insert_entry
 from horizon_server.errors import HorizonError
 from horizon_server.maintenance.backup import CHECKPOINTS, make_backup
-from horizon_server.maintenance.backup_folder import BackupFolder
-from horizon_server.maintenance.check import Report, check_backups, check_state_dir
+from horizon_server.maintenance.check import Report, check_backup, check_state_dir
 from horizon_server.maintenance.restore import restore
 from horizon_server.settings import load_settings
 from horizon_server.state_dir import existing_state_dir, private_state_dir, require_state
@@ -33,92 +32,52 @@ _report = partial(click.echo, err=True)
     show_default=True,
     help="Checkpoints of every job: none, the newest and the best, or all.",
 )
-@click.option(
-    "--keep", type=click.IntRange(min=1), default=7, show_default=True, help="Number of backups to keep in BACKUP_DIR."
-)
-@click.option(
-    "--hard-links",
-    is_flag=True,
-    help="Link contents and checkpoints instead of copying them: no space, no time, and no protection against a broken disk.",
-)
 @with_settings_options
-def backup_command(
-    backup_dir: Path, with_checkpoints: str, keep: int, hard_links: bool, config: Path | None, state_dir: Path | None
-) -> int:
-    """Back up the state folder into BACKUP_DIR, while the daemon runs.
+def backup_command(backup_dir: Path, with_checkpoints: str, config: Path | None, state_dir: Path | None) -> int:
+    """Make BACKUP_DIR a backup of the state folder, while the daemon runs, for restic, borg or rsync to copy to another disk.
 
     Database, datasets, models, certificates, checkpoints and logs; not uploads under way, prepared data and compiled layers, which are made
-    again. Files that have not changed since an earlier backup in BACKUP_DIR are not copied again. BACKUP_DIR then holds keys and all users'
-    data.
+    again. Contents and checkpoints are hard links: they take no space until the daemon deletes them. So BACKUP_DIR must be on the file
+    system of the state folder, best the folder 'backup' in it. What an earlier backup has left there is replaced. It holds keys and all
+    users' data.
 
-    Exit code 1 when a file is missing or damaged; the backup then has everything else. Example: horizond backup /mnt/backup/horizon
+    Exit code 1 when a file is missing or damaged; the backup then has everything else. Example: horizond backup /var/lib/horizond/backup &&
+    restic backup /var/lib/horizond/backup
     """
     settings = load_settings(config, state_dir=state_dir)
     existing_state_dir(settings.state_dir)
-    result = make_backup(
-        settings.state_dir,
-        backup_dir,
-        checkpoints=with_checkpoints,
-        keep=keep,
-        hard_links=hard_links,
-        on_progress=_report,
-    )
+    backup = make_backup(settings.state_dir, backup_dir, checkpoints=with_checkpoints)
     # After it, as it changes nothing here: the entry is the first change that the backup does not have.
     insert_entry(settings.database_path, replace(this_command(), outcome="OK"))
-    backup = result.backup
     for problem in backup.problems:
         click.echo(f"Error: {problem}", err=True)
-    removed = f", {size_text(result.removed_bytes)} of older backups removed" if result.removed_bytes else ""
     click.echo(
-        f"{len(backup.entries)} files of {size_text(backup.size_bytes)}; {result.num_copied} were new, "
-        f"{size_text(result.copied_bytes)}{removed}",
+        f"{backup_dir} has {len(backup.files)} files of {size_text(backup.size_bytes)}; copy it to another disk",
         err=True,
     )
     if backup.problems:
-        click.echo("older backups are kept; 'horizond check --full' lists everything that is wrong", err=True)
-    click.echo(backup.name)
+        click.echo("keep older copies; 'horizond check --full' lists everything that is wrong", err=True)
     return 1 if backup.problems else 0
 
 
 @click.command("restore")
 @click.argument("backup_dir", type=_FOLDER)
-@click.option("--backup", "name", metavar="NAME", help="Which backup; --list shows them. [default: the newest]")
 @click.option(
     "--replace",
     "replaces",
     is_flag=True,
     help="Also into a state folder with contents: replace its database, put back lost and damaged files.",
 )
-@click.option("--list", "list_only", is_flag=True, help="List the backups in BACKUP_DIR and restore nothing.")
-@with_output_option
 @with_settings_options
-def restore_command(
-    backup_dir: Path,
-    name: str | None,
-    replaces: bool,
-    list_only: bool,
-    output: str,
-    config: Path | None,
-    state_dir: Path | None,
-) -> None:
-    """Restore the state folder from BACKUP_DIR. The daemon must be stopped, and its workers too.
+def restore_command(backup_dir: Path, replaces: bool, config: Path | None, state_dir: Path | None) -> None:
+    """Restore the state folder from BACKUP_DIR, or a copy of it. The daemon must be stopped, and its workers too.
 
-    Without --replace the state folder must be empty. With it, the present database is kept as before-restore-TIME.db, and what is not in
-    the restored one goes to the trash at the daemon's next start. Tokens that were revoked since the backup are valid again.
+    Every file is read and compared first; when one is missing or damaged, nothing is restored. Without --replace the state folder must be
+    empty. With it, the present database is kept as before-restore-TIME.db, and what is not in the restored one goes to the trash at the
+    daemon's next start. Tokens that were revoked since the backup are valid again.
 
-    Example: horizond restore /mnt/backup/horizon --list; horizond restore /mnt/backup/horizon
+    Example: restic restore latest:/var/lib/horizond/backup --target /mnt/restored; horizond restore /mnt/restored
     """
-    if list_only:
-        folder = BackupFolder(backup_dir)
-        folder.read()
-        backups = [folder.read(each) for each in folder.names()]
-        rows = [
-            {"name": b.name, "version": b.version, "checkpoints": b.checkpoints, "files": len(b.entries), "size": size_text(b.size_bytes),
-             "problems": len(b.problems)}
-            for b in backups
-        ]  # fmt: skip
-        print_rows(rows, output, name_key="name")
-        return
     settings = load_settings(config, state_dir=state_dir)
     entry = this_command()
     if settings.database_path.exists():
@@ -127,15 +86,17 @@ def restore_command(
     try:
         # The restored database takes its place with the entry in it.
         result = restore(
-            backup_dir, settings.state_dir, name=name, replace=replaces, entry=replace(entry, outcome="OK"), on_progress=_report
-        )  # fmt: skip
+            backup_dir, settings.state_dir, replace=replaces, entry=replace(entry, outcome="OK"), on_progress=_report
+        )
     except HorizonError as error:
         complete_entry(settings.database_path, replace(entry, outcome=error.reason, detail=error.message))
         raise
     if result.old_database is not None:
         complete_entry(result.old_database, replace(entry, outcome="OK"))
+    for problem in result.backup.problems:
+        click.echo(f"note: when the backup was made: {problem}", err=True)
     click.echo(
-        f"backup {result.backup.name} is restored to {settings.state_dir}: {result.num_restored} files put back, "
+        f"the backup of {result.backup.made} is restored to {settings.state_dir}: {result.num_restored} files put back, "
         f"{result.num_kept} were there; {result.num_requeued} jobs that ran then are queued again", err=True,
     )  # fmt: skip
     if result.old_database is not None:
@@ -148,7 +109,7 @@ def restore_command(
 
 @click.command("check")
 @click.option("--full", is_flag=True, help="Read every byte and compare it with its sha256, instead of sizes only.")
-@click.option("--backup-dir", type=_FOLDER, help="Check the backups in this folder instead of the state folder.")
+@click.option("--backup-dir", type=_FOLDER, help="Check this backup, or a copy of one, instead of the state folder.")
 @with_output_option
 @with_settings_options
 def check_command(full: bool, backup_dir: Path | None, output: str, config: Path | None, state_dir: Path | None) -> int:
@@ -157,7 +118,7 @@ def check_command(full: bool, backup_dir: Path | None, output: str, config: Path
     Exit code 1 when something is wrong; every line says what to do. Example: horizond check --full
     """
     if backup_dir is not None:
-        report = check_backups(backup_dir, full=full)
+        report = check_backup(backup_dir, full=full)
     else:
         settings = load_settings(config, state_dir=state_dir)
         require_state(settings.state_dir)

@@ -9,7 +9,7 @@ from typing import Any
 
 from horizon_formats.checks import DatasetReport, check_files
 from horizon_formats.formats import DatasetFormat
-from horizon_server.children.child import Limits, run_child
+from horizon_server.children.child import ChildTask, Limits
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.reading import StoredFile, server_errors
@@ -45,27 +45,27 @@ async def check_dataset(
     Raises: InvalidData and InvalidSpec for what is wrong with files and map; InvalidData where the files crash their reader or take too
     much memory; WorkerDied where the child was killed, which says nothing about the data.
     """
+    task = ChildTask(
+        module="horizon_server.datasets.checking",
+        who=f"the check of {name}",
+        environment=child_environment() | _ENVIRONMENT,
+        limits=_LIMITS,
+        meanings={
+            # Arrow is native code, and the files come from other users: what crashes it ends the child only.
+            WorkerCrashed: InvalidData(
+                f"{name} could not be read: the reader crashed. The files are probably damaged; create them again"
+            ),
+            Stalled: Stalled(
+                f"checking {name} took longer than {_LIMITS.wall_s:,.0f} s; push it as several smaller datasets, or ask an admin "
+                "whether the node's disk is slow"
+            ),
+            OutOfMemory: InvalidData(
+                f"{name} holds rows that need more than {_MEMORY_GIB} GiB of memory to read; write smaller ones"
+            ),
+        },
+    )
     request = CheckRequest(files=tuple(files), name=name, format=dataset_format, field_map=field_map)
-    try:
-        found = await run_child(
-            "horizon_server.datasets.checking", to_plain(request), who=f"the check of {name}",
-            environment=child_environment() | _ENVIRONMENT, limits=_LIMITS,
-        )  # fmt: skip
-    except WorkerCrashed as error:
-        # Arrow is native code, and the files come from other users: what crashes it ends the child only.
-        raise InvalidData(
-            f"{name} could not be read: the reader crashed. The files are probably damaged; create them again"
-        ) from error
-    except Stalled as error:
-        raise Stalled(
-            f"checking {name} took longer than {_LIMITS.wall_s:,.0f} s; push it as several smaller datasets, or ask an admin "
-            "whether the node's disk is slow"
-        ) from error
-    except OutOfMemory as error:
-        raise InvalidData(
-            f"{name} holds rows that need more than {_MEMORY_GIB} GiB of memory to read; write smaller ones"
-        ) from error
-    return from_plain(DatasetReport, found)
+    return from_plain(DatasetReport, await task.run(to_plain(request)))
 
 
 def work(plain: Any, _: EventWriter) -> Any:

@@ -27,7 +27,7 @@ from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, split_text, text_blocks
-from horizon_server.errors import HorizonError, in_words
+from horizon_server.errors import HorizonError
 
 # An error quotes the template's own words, which may be long.
 _LONGEST_MESSAGE = 2000
@@ -39,8 +39,7 @@ def work(plain: Any, _: EventWriter) -> Any:
     try:
         return to_plain(render(request))
     except HorizonError as error:
-        # Where the daemon keeps its models is not the user's concern.
-        message = in_words(error.message, {request.model_dir: "the model's folder"})
+        message = error.with_names({request.model_dir: "the model's folder"}).message
         raise type(error)(message[:_LONGEST_MESSAGE]) from error
 
 

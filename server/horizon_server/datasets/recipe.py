@@ -143,5 +143,7 @@ def require_tokenizer(model_dir: Path) -> list[str]:
     names = files_that_decide_tokens(model_dir)
     # transformers would make an empty tokenizer of the config alone, with which every text is unknown.
     if not has_vocabulary(names):
-        raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
+        raise InvalidModel(
+            "holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model", file=model_dir
+        )
     return names

@@ -32,9 +32,10 @@ _HELD_OUT_EVERY = 10
 
 
 WHAT_IT_IS = """\
-horizon fine-tunes language models that are far larger than your GPU's memory, on one machine with one GPU and a lot of RAM.
-It is for a lab that shares such a machine: a server runs on it, and everybody submits jobs from a laptop.
-The model stays in RAM and only the layers being computed are on the GPU; memory is planned before a job starts; results equal PyTorch."""
+horizon fine-tunes language models that are far larger than your GPU's memory, on one machine
+with one GPU and a lot of RAM. It is for a lab that shares such a machine: a server runs on it, and
+everybody submits jobs from a laptop. The model stays in RAM and only the layers being computed are on
+the GPU; memory is planned before a job starts; results equal PyTorch."""
 
 
 class DemoFailed(Exception):

@@ -80,8 +80,8 @@ def row_losses(
     # A kernel needs some address for what it does not read.
     scales, number = (scale, 0.0) if isinstance(scale, Tensor) else (losses_S, scale)
     _row_kernel[(num_rows,)](
-        logits_SV, out_SV, targets_S, losses_S, scales, logits_SV.stride(0), out_SV.stride(0), vocab_size, number, smoothing,
-        WRITES=gradient_SV is not None, SCALES=has_scales, SMOOTHS=smoothing > 0,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
+        logits_SV, out_SV, targets_S, losses_S, scales, logits_SV.stride(0), out_SV.stride(0), vocab_size, number,
+        smoothing, WRITES=gradient_SV is not None, SCALES=has_scales, SMOOTHS=smoothing > 0, BLOCK=min(_BLOCK,
+        triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses_S

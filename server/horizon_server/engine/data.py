@@ -313,7 +313,7 @@ class StepPlan:
         """What names the order of the documents: the sha256 of those of some steps, row by row. Of plans with as many steps only, as it
         depends on their number where the first epoch is not run to its end.
 
-        Steps are looked at, and not only `ORDER`: what gives the same order is the same. Of the later epochs, every one is ordered in the
+        Steps are looked at, and not `ORDER`: what gives the same order is the same. Of the later epochs, every one is ordered in the
         same way; some are looked at, because a change may begin behind the first: the second, third, fifth, ninth and so on, so that the
         epochs of a long run on little data cost no time.
         """

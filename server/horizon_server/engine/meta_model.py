@@ -52,14 +52,15 @@ def load_config(folder: Path) -> PretrainedConfig:
     model_type = read_config(folder).get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InvalidModel(
-            f"{folder / CONFIG_FILE}: model_type is {model_type!r}, which transformers {__version__} does not "
-            "know; models that bring their own code are not supported"
+            f": model_type is {model_type!r}, which transformers {__version__} does not "
+            "know; models that bring their own code are not supported",
+            file=folder / CONFIG_FILE,
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         what = " ".join(str(error).split())
-        raise InvalidModel(f"{folder / CONFIG_FILE} is not the config of a {model_type} model: {what}") from error
+        raise InvalidModel(f"is not the config of a {model_type} model: {what}", file=folder / CONFIG_FILE) from error
     return config
 
 

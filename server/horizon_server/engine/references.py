@@ -131,7 +131,7 @@ class References:
             if not is_out_of_space(error):
                 raise
             raise DiskFull(
-                f"no space left for {4 * (num_targets + num_documents)} bytes of reference log-probabilities in {folder} "
+                f"no space left for {4 * (num_targets + num_documents)} bytes of reference log-probabilities "
                 f"({error.strerror}); free some and resume the job"
             ) from error
         found = cls.open(folder, plan, key=key)

@@ -292,8 +292,7 @@ class Trainer:
         self.step = int(state["step"])
         self._num_updates = int(state["num_updates"])
         self._num_skipped = int(state["num_skipped"])
-        # Absent in checkpoints of earlier versions.
-        self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
+        self._num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
         if "noise_scale" in state:
             self._noise_scale.restore(state["noise_scale"])
 

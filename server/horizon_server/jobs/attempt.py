@@ -34,19 +34,15 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
-from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lines import Report
-from horizon_server.jobs.preparation import FindInputs, Preparation, PreparedJob
+from horizon_server.jobs.preparation import Preparation, PreparedJob
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
+from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import DeviceTurns, Seat
-from horizon_server.jobs.usage import UsageMeter
 from horizon_server.planning.machine import Accelerator, worker_environment
-from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
-from horizon_server.spec import needs_references
 from horizon_server.store.adapter_files import is_adapter_folder
 from horizon_server.store.planes import lent_memory
 from horizon_server.worker_link.daemon_end import Worker, last_words
@@ -87,32 +83,16 @@ class Attempt:
     """
 
     job: JobRecord
-    journal: Journal
-    find_inputs: FindInputs
-    folders: JobFolders
-    planner: Planner
+    runtime: Runtime
     preparation: Preparation
-    environment: Mapping[str, str]
-    trace: bool
     turns: DeviceTurns
-    meter: UsageMeter
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
     make_room: Callable[[int], Awaitable[None]]
     """Called with the planned host memory before it is taken, to free what is held for other work and can be done without."""
-    on_checkpoint: Callable[[CheckpointWritten], None]
-    on_loaded: Callable[[JobRecord, float], None]
-    """Called with the seconds from the start of the attempt until the job could take turns."""
-    on_asked: Callable[[], None] = lambda: None
+    on_asked: Callable[[], None]
     """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
-    max_restarts: int = 0
-    """Restarts in a row that the job gets without a step in between."""
-    silence_limit_s: float = 0.0
-    """How long a worker may make no progress at least before it is killed; 0: forever."""
-    stop_timeout_s: float = 120.0
-    """How long a worker of another version may take to checkpoint."""
-    worker_module: str = WORKER_MODULE
     _reports: Reports = field(init=False)
     _worker: Worker | None = field(init=False, default=None)
     _began_s: float | None = field(init=False, default=None)
@@ -125,12 +105,12 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self._number = self.job.attempt + 1
-        self._log = self.folders.log(self.job.job_id, self._number)
+        self._log = self.runtime.folders.log(self.job.job_id, self._number)
         self._reports = self._new_reports()
 
     def _new_reports(self, *, reached: int = -1) -> Reports:
         return Reports(
-            self.job, self._store, turns=self.turns, meter=self.meter, journal=self.journal, reached=reached,
+            self.job, self._store, turns=self.turns, meter=self.runtime.meter, journal=self.runtime.journal, reached=reached,
             on_asked=self.on_asked,
         )  # fmt: skip
 
@@ -145,10 +125,8 @@ class Attempt:
     async def adopt(self) -> None:
         """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has reported."""
         self._number = self.job.attempt
-        # A job that is RUNNING has continued after its step, also where a version without a journal says so.
-        has_begun = self.job.journal_line or self.job.job_state is JobState.RUNNING
-        self._reports = self._new_reports(reached=self.job.step if has_begun else -1)
-        self._log = self.folders.log(self.job.job_id, self._number)
+        self._reports = self._new_reports(reached=self.job.step if self.job.journal_line else -1)
+        self._log = self.runtime.folders.log(self.job.job_id, self._number)
         # What a user has ordered is stored; of the daemon's own orders, the reason of the state says which it was.
         if self.job.job_state is JobState.STOPPING:
             self._wanted = self.job.wanted or StopRequest.__members__.get(self.job.reason, StopRequest.DRAIN)
@@ -182,11 +160,11 @@ class Attempt:
             fields = {"wanted": wanted} if wanted.is_of_user else {}
             try:
                 if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-                    self.job = await self.journal.move(
+                    self.job = await self.runtime.journal.move(
                         self.job, JobState.STOPPING, reason=wanted.name, message=wanted.why, **fields
                     )
                 elif fields:
-                    self.job = await self.journal.store.set(self.job.job_id, **fields)
+                    self.job = await self.runtime.journal.store.set(self.job.job_id, **fields)
             except (DiskFull, DatabaseUnavailable) as error:
                 if wanted.is_of_user:
                     raise
@@ -229,10 +207,10 @@ class Attempt:
         return self._worker is not None
 
     async def _prepare_and_train(self) -> None:
-        model, dataset, eval_sets = await self.journal.patiently(lambda: self.find_inputs(self.job))
+        model, dataset, eval_sets = await self.runtime.journal.patiently(lambda: self.runtime.find_inputs(self.job))
         prepared = await self.preparation.run_all(
-            self.job.spec, model, dataset, eval_sets, log=self._log, environment=self.environment,
-            publish=functools.partial(self.journal.append, self.job.job_id),
+            self.job.spec, model, dataset, eval_sets, log=self._log, environment=self.runtime.environment,
+            publish=functools.partial(self.runtime.journal.append, self.job.job_id),
         )  # fmt: skip
         if prepared is None or self._wanted:
             await self._finish("stopped")
@@ -241,7 +219,7 @@ class Attempt:
         await self.make_room(self.job.plan.host_total_bytes)
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
         plan = await asyncio.to_thread(
-            self.planner.plan_to_start, self.job.spec, model,
+            self.runtime.planner.plan_to_start, self.job.spec, model,
             longest_document=prepared.longest_document, data=prepared.size, other_bytes=self.other_bytes(), gpu=self.gpu,
         )  # fmt: skip
         if not plan.fits:
@@ -261,7 +239,7 @@ class Attempt:
 
     def _request(self, plan: Plan, model: Path, prepared: PreparedJob) -> WorkerRequest:
         """What this attempt's first worker is asked for, without the planes."""
-        job, folders, start = self.job, self.folders, self.folders.start(self.job.job_id)
+        job, folders, start = self.job, self.runtime.folders, self.runtime.folders.start(self.job.job_id)
         checkpoints, max_hours = folders.checkpoints(job.job_id), job.spec.limits.max_hours
         return WorkerRequest(
             job_id=job.job_id,
@@ -277,7 +255,7 @@ class Attempt:
             resume_from=checkpoints.newest(),
             compiled=folders.compiled,
             digests=folders.digests,
-            trace=self._log.with_name("trace.json") if self.trace else None,
+            trace=self._log.with_name("trace.json") if self.runtime.settings.trace_workers else None,
             turns=True,
             device_lock=folders.device_lock(plan.device),
             limits=RunLimits(
@@ -304,8 +282,8 @@ class Attempt:
                         request.plan.execution.device_kind,
                     )
                     worker = await Worker.start(
-                        self.worker_module, asked, folder=self._log.parent,
-                        environment=worker_environment(self.environment, kind, self.gpu), group=self._group(),
+                        self.runtime.worker_module, asked, folder=self._log.parent,
+                        environment=worker_environment(self.runtime.environment, kind, self.gpu), group=self._group(),
                     )  # fmt: skip
                     log.info("worker started", pid=worker.pid)
                 async with self._held(worker):
@@ -335,7 +313,7 @@ class Attempt:
             raise _Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
         self._number += 1
-        self._log = self.folders.log(self.job.job_id, self._number)
+        self._log = self.runtime.folders.log(self.job.job_id, self._number)
         self._reports = self._new_reports()
         known = {**verdict.fields, "attempt": self._number, "journal_line": 0, "not_before_s": 0.0}
         if await self._advance(JobState.STARTING, reason=verdict.reason, message=verdict.message, **known):
@@ -344,14 +322,16 @@ class Attempt:
         if self._wanted:
             await self._finish("stopped")
             return None
-        newest = await asyncio.to_thread(self.folders.checkpoints(self.job.job_id).newest)
+        newest = await asyncio.to_thread(self.runtime.folders.checkpoints(self.job.job_id).newest)
         return dataclasses.replace(
             request, attempt=self._number, resume_from=newest, resume_from_memory=verdict.trusts_memory
         )
 
     def _judge(self, error: Exception) -> Verdict:
+        if isinstance(error, HorizonError):
+            error = self.runtime.folders.named(self.job, error)
         failure = Failure.of(error, step=self._reports.reached)
-        return judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time())
+        return judge(self.job, failure, max_restarts=self.runtime.settings.max_restarts, now_s=time.time())
 
     def _group(self) -> WorkerGroup | None:
         """The control group of this attempt's worker, where the node allows one."""
@@ -390,7 +370,9 @@ class Attempt:
                 await self._finish("stopped")
                 return
             failure = Failure.of_daemon(step=self._reports.reached)
-            await self._fail(judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time()))
+            await self._fail(
+                judge(self.job, failure, max_restarts=self.runtime.settings.max_restarts, now_s=time.time())
+            )
         else:
             await self._reports.flush()
             await self._finish(**answer)
@@ -427,7 +409,7 @@ class Attempt:
                     raise WorkerFailed(error.message) from error
                 log.warning("a worker is asked to checkpoint and end", why=error.message)
                 worker.ask_to_stop()
-                await worker.wait(self.stop_timeout_s)
+                await worker.wait(self.runtime.settings.drain_timeout_s)
                 # As far as this version can read them: without these reports, the steps that it has made alone would be missing.
                 with contextlib.suppress(HorizonError):
                     await last_words(self._log.parent, after, self._reports.hear)
@@ -440,12 +422,12 @@ class Attempt:
             answer: dict[str, str] = await worker.answer(self._reports.hear, self._allowed_silence_s)
         except WorkerSilent as error:
             log.error("the worker makes no progress and is killed", pid=worker.pid, why=error.message)
-            await self.journal.append(self.job.job_id, Message(level="warning", text=error.message))
+            await self.runtime.journal.append(self.job.job_id, Message(level="warning", text=error.message))
             raise
         return answer
 
     def _allowed_silence_s(self) -> float | None:
-        return None if self.seat is None else self.seat.silence_limit_s(self.silence_limit_s)
+        return None if self.seat is None else self.seat.silence_limit_s(self.runtime.settings.silence_limit_s)
 
     async def _store(self, report: Report) -> None:
         job_id, (line, number) = self.job.job_id, report
@@ -458,20 +440,20 @@ class Attempt:
                 known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
                 # The pass over the data before the first step is not a part of loading, and may take hours.
-                if self._began_s is not None and not needs_references(self.job.spec):
-                    self.on_loaded(self.job, time.monotonic() - self._began_s)
+                if self._began_s is not None and not self.job.spec.needs_references:
+                    self.runtime.view.on_loaded(self.job, time.monotonic() - self._began_s)
                 self._began_s = None
             case ReferencesDone():
                 assert self.job.plan is not None, "STARTING sets it"
                 known["plan"] = self.job.plan.with_references_done(line.done_tokens / line.total_tokens)
-                await self.journal.patiently(lambda: self.journal.store.set(job_id, **known))
+                await self.runtime.journal.patiently(lambda: self.runtime.journal.store.set(job_id, **known))
             case StepDone():
                 known |= {"step": line.step, "num_steps": line.num_steps, "last_step": line}
-                await self.journal.append(job_id, line, **known)
+                await self.runtime.journal.append(job_id, line, **known)
             case _:
                 if isinstance(line, CheckpointWritten):
-                    self.on_checkpoint(line)
-                await self.journal.append(job_id, line, **known)
+                    self.runtime.view.on_checkpoint(line)
+                await self.runtime.journal.append(job_id, line, **known)
 
     async def _advance(self, state: JobState, *, always: bool = False, **fields: Any) -> bool:
         """Move on, unless the attempt has been asked to stop, or `always`."""
@@ -480,15 +462,17 @@ class Attempt:
             async with self._moving:  # not held while waiting for the database, so that a stop is heard then
                 if self._wanted and not always:
                     return False
-                self.job = await self.journal.move(self.job, state, **fields)
+                self.job = await self.runtime.journal.move(self.job, state, **fields)
                 return True
 
-        return await self.journal.patiently(move)
+        return await self.runtime.journal.patiently(move)
 
     async def _explain(self) -> None:
         # A worker that is killed because its job is cancelled has nothing to explain.
         if self._wanted is not StopRequest.CANCEL and (tail := await asyncio.to_thread(log_tail, self._log)):
-            await self.journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
+            await self.runtime.journal.append(
+                self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}")
+            )
 
     async def _finish(
         self, outcome: str, *, reason: str = "", message: str = "", fields: Mapping[str, Any] = MappingProxyType({})
@@ -508,10 +492,11 @@ class Attempt:
             target, reason, message = self._wanted.end(self.job.spec.name)
         else:
             target = JobState.QUEUED
-        message = await asyncio.to_thread(self.folders.in_words, self.job, message)
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is StopRequest.DISPLACE
-        self.job = await self.journal.patiently(
-            lambda: self.journal.move(self.job, target, reason=reason, message=message, requeue=requeue, **fields)
+        self.job = await self.runtime.journal.patiently(
+            lambda: self.runtime.journal.move(
+                self.job, target, reason=reason, message=message, requeue=requeue, **fields
+            )
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)

@@ -18,9 +18,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InUse, InvalidModel, NotFound, in_words
+from horizon_server.errors import HorizonError, InUse, InvalidModel, NotFound
 from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord
-from horizon_server.store.adapter_files import BASE_SHA256_FILE, is_adapter_folder
 from horizon_server.store.checkpoint_parts import MERGED_FOLDER, NEW_MERGED_FOLDER
 from horizon_server.store.manifest import (
     MANIFEST_FILE,
@@ -84,16 +83,18 @@ class JobFolders:
         """Return the model folder that a job with `init_from` starts from, whether or not it exists."""
         return self._jobs / job_id / "start"
 
-    def in_words(self, job: JobRecord, message: str) -> str:
-        """Return a message about a job with the names that its owner knows instead of the state folder's. Blocking."""
+    def named(self, job: JobRecord, error: HorizonError) -> HorizonError:
+        """Return an error about a job with the names of its inputs and checkpoints that its owner knows."""
         checkpoints = self.checkpoints(job.job_id)
         names = {
             self.state_dir / "models" / job.model_id: f"the model {job.spec.model}",
             self.start(job.job_id): f"init_from ({job.spec.init_from})",
             checkpoints.path: "the job's checkpoints",
-            **{checkpoints.of_step(step): f"the checkpoint of step {step}" for step in checkpoints.steps()},
         }
-        return in_words(message, names).replace(f"{self.state_dir}/", "")
+        for folder in () if error.file is None else (error.file, *error.file.parents):
+            if folder.parent == checkpoints.path and _STEP_FOLDER.fullmatch(folder.name):
+                names[folder] = f"the checkpoint of step {checkpoints.step_of(folder)}"
+        return error.with_names(names)
 
     def unfinished_references(self, job_id: str) -> Path:
         """Return where a job's unfinished reference log-probabilities are, whether or not there are any."""
@@ -226,9 +227,6 @@ class CheckpointFolder:
                     file = target / name.removeprefix(part)
                     file.parent.mkdir(parents=True, exist_ok=True)
                     link_or_copy(folder / name, file)
-            # Checkpoints of earlier versions have no such file. One that is there is a link to the checkpoint's own.
-            if manifest.base is not None and is_adapter_folder(target) and not (target / BASE_SHA256_FILE).is_file():
-                (target / BASE_SHA256_FILE).write_text(manifest.base.sha256, "ascii")
 
     def add_merged(self, step: int, files: Mapping[str, FileRecord]) -> None:
         """Make the files of the folder merged/ part of a checkpoint. Blocking."""
@@ -301,16 +299,13 @@ class CheckpointFolder:
 
     def _last_eval(self, step: int) -> Any:
         state = self.of_step(step) / TRAINER_FOLDER / "trainer_state.json"
-        return json.loads(state.read_bytes()).get("last_eval")
+        return json.loads(state.read_bytes())["last_eval"]
 
     def _cost(self, record: CheckpointRecord) -> float | None:
         """The figure that decides which checkpoint is the best, as a number that is the better the lower; None where there is none."""
         if record.eval_loss is None:
             return None
-        _, loss, *judged = self._last_eval(record.step)
-        if not judged:
-            return float(loss)
-        figure, prefers_high = judged
+        _, _, figure, prefers_high = self._last_eval(record.step)
         return None if figure is None else -float(figure) if prefers_high else float(figure)
 
     @staticmethod

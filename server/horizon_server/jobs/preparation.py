@@ -16,7 +16,7 @@ from typing import Any
 
 from horizon_formats.formats import DataKind, DatasetFormat
 from horizon_server.blobs.space import Space
-from horizon_server.children.child import Child, Limits
+from horizon_server.children.child import Child, ChildTask, Limits
 from horizon_server.codec import to_plain
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import (
@@ -305,18 +305,22 @@ class Preparation:
 
         # A folder that is there but not whole has lost files.
         await asyncio.to_thread(shutil.rmtree, request.output_dir, ignore_errors=True)
-        self._child = await Child.start(
-            "horizon_server.datasets.preparing", to_plain(request), who="the data preparation",
-            environment=environment, request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
-        )  # fmt: skip
+        task = ChildTask(
+            module="horizon_server.datasets.preparing",
+            who="the data preparation",
+            environment=environment,
+            limits=_LIMITS,
+            meanings={
+                OutOfMemory: InvalidData(
+                    f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or correct the chat template"
+                )
+            },
+        )
+        self._child = await task.start(to_plain(request), request_file=log.with_name("preparation.json"), log_file=log)
         try:
             if self._stopped:  # while the child was being started
                 self._child.kill()
             await self._child.answer(on_event)
-        except OutOfMemory as error:
-            raise InvalidData(
-                f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or correct the chat template"
-            ) from error
         except HorizonError as error:
             if self._stopped:
                 return

@@ -17,6 +17,7 @@ from horizon_server.errors import (
     WorkerDied,
     WorkerFailed,
     WorkerSilent,
+    os_problem,
 )
 from horizon_server.records.job import JobRecord
 
@@ -83,7 +84,9 @@ class Failure:
                 trusts_memory=not isinstance(error, WorkerCrashed),
             )
         if isinstance(error, OSError):
-            return cls(reason=IoFailed.reason, message=f"the node failed: {error}", step=step, is_transient=True)
+            return cls(
+                reason=IoFailed.reason, message=f"the node failed: {os_problem(error)}", step=step, is_transient=True
+            )
         message = f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
         return cls(reason=HorizonError.reason, message=message, step=step, is_transient=False)
 

@@ -15,16 +15,13 @@ import structlog
 from horizon_server.errors import DatabaseUnavailable, DiskFull, HorizonError, WrongJobState
 from horizon_server.events import Message
 from horizon_server.jobs.attempt import WAITS_FOR_MEMORY, Attempt
-from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.journal import Journal, Lifecycle
-from horizon_server.jobs.queue_view import QueueView, Residence, Situation
+from horizon_server.jobs.queue_view import Residence, Situation
+from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import DeviceTurns
-from horizon_server.jobs.usage import UsageMeter
 from horizon_server.records.job import RESIDENT, JobRecord, JobState, StopRequest
 from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.admission import decide
 from horizon_server.scheduling.state import Decision
-from horizon_server.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -59,13 +56,8 @@ class Scheduler:
         held_bytes: host memory of the model that answers prompts, shown beside that of jobs.
     """
 
-    journal: Journal
-    metrics: Metrics
-    lifecycle: Lifecycle
-    folders: JobFolders
+    runtime: Runtime
     turns: Mapping[str, DeviceTurns]
-    meter: UsageMeter
-    view: QueueView
     make_attempt: Callable[[JobRecord, DeviceTurns, Callable[[], int]], Attempt]
     when_idle: Callable[[], Coroutine[Any, Any, None]]
     held_bytes: Callable[[], int] = lambda: 0
@@ -90,24 +82,24 @@ class Scheduler:
 
     def outlook(self, job_id: str) -> Outlook | None:
         """Return where a job stands that has not ended, as of the last look at the queue."""
-        found, running = self.view.outlooks.get(job_id), self._running.get(job_id)
+        found, running = self.runtime.view.outlooks.get(job_id), self._running.get(job_id)
         if found is not None and running is not None and running.attempt.waits_for_first_turn:
             return replace(found, why=f"waits for its first turn on the device; {found.why}")
         return found
 
     async def simulate(self, job: JobRecord) -> Outlook:
         """Return when a job would start and end if it were submitted now."""
-        return await self.view.outlook_of(job, self._residences())
+        return await self.runtime.view.outlook_of(job, self._residences())
 
     async def run(self) -> None:
         """Serve the queue until `drain`. An attempt that breaks fails its job, never the queue."""
         try:
-            while not self.lifecycle.draining:
+            while not self.runtime.lifecycle.draining:
                 # Where jobs stand takes the longest to work out, and changes little while nothing happens.
                 if self._news.is_set() or time.monotonic() - self._shown_s > SHOW_EVERY_S:
                     self._shown_s = 0.0
                 self._news.clear()
-                await self.journal.patiently(self._look)
+                await self.runtime.journal.patiently(self._look)
                 # `wait_for` would lose a cancellation that comes together with news.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.look_every_s):
@@ -124,11 +116,11 @@ class Scheduler:
             tasks = [running.task for running in self._running.values()]
             await asyncio.gather(*tasks, *([self._showing] if self._showing else []), return_exceptions=True)
         with contextlib.suppress(DiskFull, DatabaseUnavailable):
-            await self.meter.store()
+            await self.runtime.meter.store()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more jobs, ask the resident ones to checkpoint, and kill those that take too long."""
-        self.lifecycle.drain()
+        self.runtime.lifecycle.drain()
         self.wake()
         running = list(self._running.values())
         if not running:
@@ -146,18 +138,18 @@ class Scheduler:
     async def _report_killed(self, job_id: str, timeout_s: float) -> None:
         """Store why a job will repeat steps; the daemon that continues it cannot know."""
         with contextlib.suppress(DiskFull, DatabaseUnavailable):
-            job = await self.journal.store.get(job_id)
-            newest = await asyncio.to_thread(self.folders.checkpoints(job_id).newest)
+            job = await self.runtime.journal.store.get(job_id)
+            newest = await asyncio.to_thread(self.runtime.folders.checkpoints(job_id).newest)
             start = f"the checkpoint {newest.name}" if newest else "its beginning"
             text = (
                 f"the daemon stopped and killed the worker at step {job.step if job else 0}: its checkpoint was not complete after "
                 f"{timeout_s:g} s; the job continues from {start}. An admin can set a longer drain_timeout_s"
             )
-            await self.journal.append(job_id, Message(level="warning", text=text))
+            await self.runtime.journal.append(job_id, Message(level="warning", text=text))
 
     async def leave(self, timeout_s: float) -> None:
         """Take no more jobs, and end with the workers running: the next daemon takes them over. Jobs without a worker are queued again."""
-        self.lifecycle.drain()
+        self.runtime.lifecycle.drain()
         self.wake()
         running = list(self._running.values())
         starting = [one for one in running if not one.attempt.has_worker]
@@ -181,10 +173,10 @@ class Scheduler:
         """Load what fits, take out what has to make room, and work out where every job stands."""
         for turns in self.turns.values():
             turns.charge()
-        await self.meter.store()
+        await self.runtime.meter.store()
         self._let_load()
-        situation, queued = await self.view.situation(self._residences(), self._held_back)
-        if self.lifecycle.draining:
+        situation, queued = await self.runtime.view.situation(self._residences(), self._held_back)
+        if self.runtime.lifecycle.draining:
             return
         if not queued and not self._running:
             self._begin_chore()
@@ -192,17 +184,19 @@ class Scheduler:
             situation.waiting,
             situation.residents,
             situation.node,
-            self.view.shares,
-            self.view.rules,
+            self.runtime.view.shares,
+            self.runtime.view.rules,
             situation.now_s,
             situation.held,
         )
         await self._act(situation, decision, queued)
-        self.metrics.set_node_open(situation.node.is_open)
-        self.metrics.set_residents(
+        self.runtime.metrics.set_node_open(situation.node.is_open)
+        self.runtime.metrics.set_residents(
             {name: len(turns.seats) for name, turns in self.turns.items()}, self.promised_bytes() + self.held_bytes()
         )
-        self.metrics.set_share_uses(self.view.shares.uses(situation.now_s), self.view.shares.weight_of)
+        self.runtime.metrics.set_share_uses(
+            self.runtime.view.shares.uses(situation.now_s), self.runtime.view.shares.weight_of
+        )
         if decision.start:
             self.wake()  # where they stand is worked out from what is so then
         elif not self._shown_s and (self._showing is None or self._showing.done()):
@@ -211,16 +205,18 @@ class Scheduler:
 
     async def _show(self, situation: Situation) -> None:
         try:
-            await self.view.find_outlooks(situation)
+            await self.runtime.view.find_outlooks(situation)
         except Exception:  # a defect in an estimate must not end the queue
             log.exception("where jobs stand could not be worked out")
         self._shown_s = time.monotonic()
-        self.metrics.set_job_shares({job_id: one.share for job_id, one in self.view.outlooks.items() if one.share})
+        self.runtime.metrics.set_job_shares(
+            {job_id: one.share for job_id, one in self.runtime.view.outlooks.items() if one.share}
+        )
 
     def _let_load(self) -> None:
         """Let the job go on whose turn to prepare has come, where one more may be loaded. It was taken into memory before those that are
         in the queue, so it goes before them."""
-        most = self.view.rules.max_loading_jobs
+        most = self.runtime.view.rules.max_loading_jobs
         residences = self._residences().values()
         num_loading = sum(one.is_loading and not one.waits_to_prepare for one in residences)
         if most is None or num_loading < most:
@@ -242,13 +238,15 @@ class Scheduler:
                 await attempts[job_id].stop(StopRequest.UNLOAD if is_drained else StopRequest.DISPLACE)
         for job_id, device in decision.start:
             await self._end_chore()
-            if self.lifecycle.draining:  # meanwhile: the drain would not know of this job
+            if self.runtime.lifecycle.draining:  # meanwhile: the drain would not know of this job
                 return
             self._start(queued[job_id], device)
 
     def _start(self, job: JobRecord, device: str, *, adopt: bool = False) -> None:
         attempt = self.make_attempt(job, self.turns[device], lambda: self.promised_bytes(but=job.job_id))
-        residence = Residence(device=device, since_s=self.folders.resident_since_s(job) if adopt else time.time())
+        residence = Residence(
+            device=device, since_s=self.runtime.folders.resident_since_s(job) if adopt else time.time()
+        )
         task = asyncio.create_task(self._carry_out(attempt, adopt=adopt), name=f"attempt {job.job_id}")
         self._running[job.job_id] = _Running(attempt=attempt, task=task, residence=residence)
 
@@ -303,9 +301,11 @@ class Scheduler:
     async def recover(self) -> None:
         """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
-            for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(RESIDENT))):
+            for job in await self.runtime.journal.patiently(
+                lambda: self.runtime.journal.store.in_states(sorted(RESIDENT))
+            ):
                 # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
-                self.metrics.take_over(job, checkpoint_s=await self._newest_checkpoint_s(job.job_id))
+                self.runtime.metrics.take_over(job, checkpoint_s=await self._newest_checkpoint_s(job.job_id))
                 name = job.plan.device if job.plan is not None else ""
                 turns = self.turns.get(name) or next(iter(self.turns.values()))
                 self._start(job, turns.device, adopt=True)
@@ -315,7 +315,7 @@ class Scheduler:
     async def _newest_checkpoint_s(self, job_id: str) -> float | None:
         """Return when the newest checkpoint of a job was written; None where there is none that can be read."""
         with contextlib.suppress(OSError, ValueError, HorizonError):
-            found = await asyncio.to_thread(self.folders.checkpoints(job_id).all)
+            found = await asyncio.to_thread(self.runtime.folders.checkpoints(job_id).all)
             return found[-1].created_s if found else None
         return None
 
@@ -327,11 +327,11 @@ class Scheduler:
             reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
 
         async def move() -> None:
-            job = await self.journal.store.get(job_id)
+            job = await self.runtime.journal.store.get(job_id)
             if job is not None and job.job_state in RESIDENT:
-                await self.journal.move(job, JobState.FAILED, reason=reason, message=message)
+                await self.runtime.journal.move(job, JobState.FAILED, reason=reason, message=message)
 
         try:
-            await self.journal.patiently(move)
+            await self.runtime.journal.patiently(move)
         except (DiskFull, DatabaseUnavailable):
             log.error("the failure cannot be stored; the next daemon settles the job", job_id=job_id)

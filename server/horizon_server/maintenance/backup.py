@@ -1,276 +1,271 @@
-"""Makes a backup of a state folder, also while the daemon runs."""
+"""Backups: a folder that restic, borg or rsync can take as it is, made while the daemon runs (ADR 0014).
+
+It has a consistent copy of the database, hard links to contents and checkpoints, which nobody writes to again, and copies of the small
+files that may change. What the daemon deletes afterwards stays in it. `backup.json` comes last and lists every file with its sha256, so a
+backup that was interrupted is none.
+"""
 
 from __future__ import annotations
 
 import datetime
+import fcntl
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.blobs.parts import disk_full_reported
-from horizon_server.db.database_file import PushedFiles, copy_database, opened_file
-from horizon_server.durable import PARTIAL_SUFFIX
-from horizon_server.errors import BadSetting, DiskFull, InvalidModel
-from horizon_server.jobs.folders import JobFolders
-from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, Backup, BackupFolder, Content, Damaged, Entry
+from horizon_server.codec import from_plain, to_plain
+from horizon_server.db.database_file import PushedFiles, copy_database, known_schemas, opened_file
+from horizon_server.durable import replace_file, sync_file
+from horizon_server.errors import BadSetting, InUse, InvalidModel, NotFound
+from horizon_server.jobs.folders import CheckpointFolder, JobFolders
 from horizon_server.planning.machine import RATES_FILE
-from horizon_server.records.job import CheckpointRecord
-from horizon_server.store.manifest import read_manifest
-from horizon_server.texts import size_text
+from horizon_server.store.manifest import MANIFEST_FILE, FileRecord, read_manifest, record_file
 from horizon_server.version import VERSION
 
 CHECKPOINTS = ("none", "newest", "all")
+DATABASE_ENTRY = "horizon.db"
+BACKUP_FILE = "backup.json"
+BACKUP_IN_STATE = "backup"
+"""The name of the only folder inside the state folder that a backup may be made in."""
 
-# How often the database is copied again because a content that it lists was deleted meanwhile.
+# Says that an emptied folder, or one with a half backup, is for backups.
+_UNFINISHED_FILE = "backup-unfinished"
+_LINK = ".link"
+# How often what is deleted or pushed meanwhile is looked at again.
 _MAX_ROUNDS = 5
-# Left for the list of files, and for what the file system needs itself.
-_SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackupResult:
-    """A backup that was made, what had to be copied for it, and the bytes of older backups that were removed."""
+class Backup:
+    """When and by which version a backup was made, its files by path, and what was wrong with the state folder then."""
 
-    backup: Backup
-    num_copied: int
-    copied_bytes: int
-    removed_bytes: int
+    made: str
+    version: str
+    schema: str
+    files: Mapping[str, FileRecord]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(record.size_bytes for record in self.files.values())
 
 
-def make_backup(
-    state_dir: Path,
-    target: Path,
-    *,
-    checkpoints: str = "newest",
-    keep: int = 7,
-    hard_links: bool = False,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> BackupResult:
-    """Back up the state folder into the folder `target`, and remove all but the newest `keep` backups there.
+def make_backup(state_dir: Path, target: Path, *, checkpoints: str = "newest") -> Backup:
+    """Make the folder `target` a backup of the state folder, in place of an earlier one.
 
     Raises:
-        BadSetting: `target` is in the state folder or cannot be written, or the state folder has no readable database.
-        DiskFull: `target` has no space for what is to be copied; what was copied stays for the next try.
+        BadSetting: `target` cannot be used for it, or the state folder has no readable database.
+        DiskFull: there is no space for the copy of the database and the logs.
         InUse: another backup into `target` is being made.
     """
-    assert checkpoints in CHECKPOINTS and keep >= 1
-    if target.absolute().resolve().is_relative_to(state_dir.absolute().resolve()):
-        raise BadSetting(
-            f"backup folder {target} is inside the state folder {state_dir}; choose one outside, best on another disk"
-        )
-    folder = BackupFolder(target)
+    assert checkpoints in CHECKPOINTS
     # Before the folder is made: a wrong --state-dir must leave nothing.
     with opened_file(state_dir / DATABASE_ENTRY):
         pass
-    with (
-        folder.held(),
-        disk_full_reported(f"free space for {target}, then back up again: it continues with what is copied"),
-    ):
-        return _Making(state_dir, folder, checkpoints, hard_links, on_progress).make(keep)
+    with _held_empty(target, state_dir), disk_full_reported(f"free space for {target}, then back up again"):
+        backup = _Making(state_dir, target).make(checkpoints)
+        replace_file(target / BACKUP_FILE, json.dumps(to_plain(backup), indent=1) + "\n")
+        (target / _UNFINISHED_FILE).unlink()
+    return backup
+
+
+def read_backup(source: Path) -> Backup:
+    """Return what a backup lists. Raises NotFound: `source` has none; BadSetting: its list is damaged, or a newer version made it."""
+    file = source / BACKUP_FILE
+    if not file.is_file():
+        raise NotFound(
+            f"{source} holds no complete backup: it has no {BACKUP_FILE}; give a folder that 'horizond backup' has made"
+        )
+    try:
+        backup = from_plain(Backup, json.loads(file.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadSetting(
+            f"{file} cannot be read as the list of a backup ({type(error).__name__}); {_ANOTHER}"
+        ) from error
+    for path in backup.files:
+        # Paths are joined to the state folder.
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise BadSetting(f"{file} names {path!r:.100}, which is outside the state folder; {_ANOTHER}")
+    if DATABASE_ENTRY not in backup.files:
+        raise BadSetting(f"{file} names no {DATABASE_ENTRY}; {_ANOTHER}")
+    if backup.schema not in known_schemas():
+        raise BadSetting(
+            f"{source} was made by a newer version of horizon-train ({backup.version}; format {backup.schema}, this one knows up to "
+            f"{known_schemas()[-1]}); update horizon-train"
+        )
+    return backup
+
+
+_ANOTHER = "take the folder from another copy"
+
+
+def file_problem(path: Path, record: FileRecord, *, full: bool) -> str | None:
+    """Return what is wrong with a file, or None; without `full` its size is compared only."""
+    try:
+        size = path.stat().st_size
+        if size != record.size_bytes:
+            return f"has {size} bytes, not {record.size_bytes}"
+        if full and record_file(path) != record:
+            return "has other bytes than when it was written"
+    except FileNotFoundError:
+        return "is missing"
+    return None
 
 
 class _Making:
     """One backup while it is made."""
 
-    def __init__(
-        self,
-        state_dir: Path,
-        folder: BackupFolder,
-        checkpoints: str,
-        hard_links: bool,
-        on_progress: Callable[[str], None],
-    ) -> None:
+    def __init__(self, state_dir: Path, target: Path) -> None:
         self._state_dir = state_dir
-        self._folder = folder
-        self._checkpoints = checkpoints
-        self._hard_links = hard_links
-        self._on_progress = on_progress
-        names = folder.names()
-        # What has neither another size nor another time than in the last backup is not read again.
-        self._earlier = {entry.path: entry for entry in folder.read(names[-1]).entries} if names else {}
-        self._entries: dict[str, Entry] = {}
+        self._target = target
+        self._files: dict[str, FileRecord] = {}
         self._problems: list[str] = []
-        self._num_copied = self._copied_bytes = 0
 
-    def make(self, keep: int) -> BackupResult:
-        """Copy everything, write the list, and remove what is older than the newest `keep`."""
-        copy = self._folder.path / f".database{PARTIAL_SUFFIX}"
-        try:
-            pushed = self._copy_database(copy)
-            self._require_space(pushed)
-            self._copy_contents(pushed)
-            self._copy_jobs()
-            # The database last: it then knows at least what the checkpoints are of, as after a crash of the daemon.
-            missing: list[str] = []
-            for _ in range(_MAX_ROUNDS):
-                pushed = self._copy_database(copy)
-                before, missing = missing, self._copy_contents(pushed)
-                # Missing twice is not deleted meanwhile: it is lost.
-                if missing == before:
-                    break
-            self._problems += missing
-            self._copy_small_files(copy)
-            with opened_file(copy) as database:
-                schema = database.schema
-                self._problems += [f"database: {text}" for text in database.damage()]
-        finally:
-            copy.unlink(missing_ok=True)
-        backup = Backup(
-            name=_free_name(self._folder), version=VERSION, schema=schema, checkpoints=self._checkpoints,
-            entries=tuple(self._entries[path] for path in sorted(self._entries)), problems=tuple(self._problems),
-        )  # fmt: skip
-        self._folder.write(backup)
-        # After problems the older backups may be the only good ones.
-        old = [] if backup.problems else self._folder.names()[:-keep]
-        removed_bytes = self._folder.remove(old) if old else 0
-        return BackupResult(
-            backup=backup, num_copied=self._num_copied, copied_bytes=self._copied_bytes, removed_bytes=removed_bytes
+    def make(self, which: str) -> Backup:
+        # The database after the checkpoints: it then knows at least what they are of, as after a crash of the daemon.
+        if which != "none":
+            for job_id in sorted(JobFolders(self._state_dir).ids()):
+                self._link_checkpoints(JobFolders(self._state_dir).checkpoints(job_id), which)
+        for source in (
+            self._state_dir / RATES_FILE,
+            *sorted((self._state_dir / "tls").glob("*")),
+            *sorted((self._state_dir / "jobs").glob("[!.]*/attempt-*/worker.log")),
+        ):
+            self._copy(str(source.relative_to(self._state_dir)), self._files)
+        # A content that is deleted after the database was copied is missing: a new copy does not name it. Missing twice is lost.
+        missing: list[str] = []
+        for _ in range(_MAX_ROUNDS):
+            pushed = self._copy_database()
+            contents, before, missing = {}, missing, []
+            for each in pushed:
+                for file in each.files:
+                    blob = f"blobs/{file.sha256[:2]}/{file.sha256}"
+                    contents[blob] = FileRecord(size_bytes=file.size_bytes, sha256=file.sha256)
+                    if problem := self._link(blob, contents[blob]):
+                        missing.append(f"{blob}, of {each}: {problem}")
+                        del contents[blob]
+            if missing == before:
+                break
+        self._files |= contents
+        self._files[DATABASE_ENTRY] = record_file(self._target / DATABASE_ENTRY)
+        with opened_file(self._target / DATABASE_ENTRY) as database:
+            schema, damage = database.schema, [f"database: {text}" for text in database.damage()]
+        return Backup(
+            made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            version=VERSION,
+            schema=schema,
+            files=dict(sorted(self._files.items())),
+            problems=(*self._problems, *missing, *damage),
         )
 
-    def _copy_database(self, copy: Path) -> list[PushedFiles]:
-        # With the journal that a killed backup may have left: SQLite would apply it to the new copy.
-        for leftover in self._folder.path.glob(f"{copy.name}*"):
-            leftover.unlink()
+    def _link_checkpoints(self, checkpoints: CheckpointFolder, which: str) -> None:
+        for _ in range(_MAX_ROUNDS):
+            try:
+                for record in checkpoints.all():
+                    if which == "all" or record.last or record.best:
+                        self._link_checkpoint(checkpoints, record.step)
+                return
+            except (NotFound, InvalidModel, FileNotFoundError):
+                continue  # one was deleted meanwhile; another may be the newest now
+        self._problems.append(f"{checkpoints.path.relative_to(self._state_dir)}: changes all the time; back up again")
+
+    def _link_checkpoint(self, checkpoints: CheckpointFolder, step: int) -> None:
+        folder = checkpoints.of_step(step)
+        inner = str(folder.relative_to(self._state_dir))
+        # All of it or nothing, and nobody removes it or its optimizer meanwhile. Its list first, which may get another one's place.
+        with checkpoints.reading(step):
+            found: dict[str, FileRecord] = {}
+            self._copy(f"{inner}/{MANIFEST_FILE}", found)
+            for name, record in read_manifest(self._target / inner).files.items():
+                found[f"{inner}/{name}"] = record
+                if problem := self._link(f"{inner}/{name}", record):
+                    raise FileNotFoundError(f"{inner}/{name} {problem}")
+        self._files |= found
+
+    def _link(self, inner: str, record: FileRecord) -> str | None:
+        """Give a file that nobody writes to again a name in the backup; return why that is not the file of the record, or None."""
+        place = self._target / inner
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(self._state_dir / inner, place)
+        except FileNotFoundError:
+            return "is missing"
+        except FileExistsError:
+            pass  # of an earlier round, or another dataset's too
+        return file_problem(place, record, full=False)
+
+    def _copy(self, inner: str, found: dict[str, FileRecord]) -> None:
+        place = self._target / inner
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # With its time, by which copying programs see what is unchanged.
+            shutil.copy2(self._state_dir / inner, place)
+        except FileNotFoundError:
+            return  # deleted meanwhile, or this folder never had it
+        sync_file(place)
+        found[inner] = record_file(place)
+
+    def _copy_database(self) -> list[PushedFiles]:
+        copy = self._target / DATABASE_ENTRY
+        copy.unlink(missing_ok=True)
         copy_database(self._state_dir / DATABASE_ENTRY, copy)
+        sync_file(copy)
         with opened_file(copy) as database:
             return [pushed for pushed in database.pushed() if pushed.is_ready]
 
-    def _require_space(self, pushed: list[PushedFiles]) -> None:
-        new = {
-            file.sha256: file.size_bytes
-            for each in pushed
-            for file in each.files
-            if not self._folder.has(file.sha256, file.size_bytes)
-        }
-        for _, record in self._chosen_checkpoints():
-            new |= {
-                file.sha256: file.size_bytes
-                for file in record.files
-                if not self._folder.has(file.sha256, file.size_bytes)
-            }
-        database_bytes = 2 * (self._state_dir / DATABASE_ENTRY).stat().st_size
-        needed = database_bytes + _SPARE_BYTES + (0 if self._hard_links else sum(new.values()))
-        free = shutil.disk_usage(self._folder.path).free
-        self._on_progress(f"{size_text(sum(new.values()))} to copy, {size_text(free)} free")
-        if needed > free:
-            raise DiskFull(
-                f"the backup needs {size_text(needed)} in {self._folder.path}, which has {size_text(free)} free; free space there, or back "
-                "up fewer checkpoints with --with-checkpoints newest or none"
-            )
 
-    def _copy_contents(self, pushed: list[PushedFiles]) -> list[str]:
-        """Copy what datasets and models are made of; return what is missing. The list of entries has exactly those of `pushed` then."""
-        missing = []
-        for path in [path for path in self._entries if path.startswith(("blobs/", "models/"))]:
-            del self._entries[path]
-        for each in pushed:
-            for file in each.files:
-                blob = f"blobs/{file.sha256[:2]}/{file.sha256}"
-                if blob not in self._entries and (
-                    problem := self._copy_never_changing(blob, file.sha256, file.size_bytes)
-                ):
-                    missing.append(f"{blob}, of {each}: {problem}")
-                if each.kind == "model" and blob in self._entries:
-                    path = f"models/{each.resource_id}/{file.path}"
-                    self._entries[path] = _renamed(self._entries[blob], path)
-        return missing
-
-    def _copy_never_changing(self, path: str, sha256: str, size_bytes: int) -> str | None:
-        """Copy a file whose content is known; return why the backup has no good copy of it, or None."""
-        source = self._state_dir / path
+@contextmanager
+def _held_empty(target: Path, state_dir: Path) -> Iterator[None]:
+    """Empty the folder of an earlier backup, make it private, and hold it against other backups into it."""
+    try:
+        _require_usable(target, state_dir)
+        descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BadSetting(f"backup folder {target} cannot be used: {error.strerror}; choose another") from error
+    try:
         try:
-            found = source.stat()
-            if found.st_size != size_bytes:
-                raise Damaged(f"has {found.st_size} bytes, not {size_bytes}")
-            self._enter(path, self._folder.store(source, expected=sha256, hard_link=self._hard_links), found)
-        except (FileNotFoundError, Damaged) as error:
-            why = str(error) if isinstance(error, Damaged) else "is missing"
-            if not self._folder.has(sha256, size_bytes):
-                return why
-            self._entries[path] = Entry(path=path, sha256=sha256, size_bytes=size_bytes, mode=0o600, mtime_ns=0)
-            return f"{why}; this backup has it from an earlier one"
-        return None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InUse(f"another backup is being made in {target}; wait for it to end") from error
+        # Keys, tokens' hashes and users' data are in here.
+        target.chmod(0o700)
+        (target / _UNFINISHED_FILE).touch(mode=0o600)
+        # Its list first: without it, what is left is no backup.
+        for entry in sorted(target.iterdir(), key=lambda entry: entry.name != BACKUP_FILE):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != _UNFINISHED_FILE:
+                entry.unlink()
+        yield
+    finally:
+        os.close(descriptor)
 
-    def _chosen_checkpoints(self) -> Iterator[tuple[Path, CheckpointRecord]]:
-        folders = JobFolders(self._state_dir)
-        for job in sorted((self._state_dir / "jobs").glob("*")):
-            checkpoints = folders.checkpoints(job.name)
-            try:
-                records = [] if self._checkpoints == "none" else checkpoints.all()
-            except (InvalidModel, OSError):  # one was deleted while they were listed
-                records = checkpoints.all()
-            for record in records:
-                if self._checkpoints == "all" or record.last or record.best:
-                    yield checkpoints.of_step(record.step), record
 
-    def _copy_jobs(self) -> None:
-        for folder, record in self._chosen_checkpoints():
-            self._on_progress(f"checkpoint of step {record.step} of {record.job_id}, {size_text(record.size_bytes)}")
-            self._problems += self._copy_checkpoint(folder, str(folder.relative_to(self._state_dir)))
-        for log in sorted((self._state_dir / "jobs").glob("*/attempt-*/worker.log")):
-            self._copy_changing(log)
-
-    def _copy_checkpoint(self, folder: Path, inner: str) -> list[str]:
-        """Copy one checkpoint whole or not at all; return what is wrong with it."""
-        # Twice, as it may be deleted, or reduced to its weights, while it is read.
-        for _ in range(2):
-            try:
-                known = read_manifest(folder).files
-                problems = [
-                    f"{inner}/{name}: {problem}"
-                    for name, file in known.items()
-                    if (problem := self._copy_never_changing(f"{inner}/{name}", file.sha256, file.size_bytes))
-                ]
-                for path in folder.rglob("*"):
-                    if path.is_file() and str(path.relative_to(folder)) not in known:
-                        self._copy_changing(path)
-                if all(f"{inner}/{name}" in self._entries for name in known) and read_manifest(folder).files == known:
-                    return problems
-            except (InvalidModel, FileNotFoundError):
-                problems = []
-            for name in [name for name in self._entries if name.startswith(f"{inner}/")]:
-                del self._entries[name]
-        return problems
-
-    def _copy_small_files(self, database: Path) -> None:
-        for source in (self._state_dir / RATES_FILE, *sorted((self._state_dir / "tls").glob("*"))):
-            self._copy_changing(source)
-        self._enter(DATABASE_ENTRY, self._folder.store(database), database.stat())
-
-    def _copy_changing(self, source: Path) -> None:
-        path = str(source.relative_to(self._state_dir))
-        try:
-            found, earlier = source.stat(), self._earlier.get(path)
-            is_unchanged = earlier and (earlier.size_bytes, earlier.mtime_ns) == (found.st_size, found.st_mtime_ns)
-            if earlier and is_unchanged and self._folder.has(earlier.sha256, earlier.size_bytes):
-                self._entries[path] = earlier
-                return
-            self._enter(path, self._folder.store(source), found)
-        except FileNotFoundError:
-            return  # deleted meanwhile, or this folder never had it
-
-    def _enter(self, path: str, content: Content, found: os.stat_result) -> None:
-        """Take a file into the list. `found` is of before it was read, so that what is written meanwhile counts as a change."""
-        self._entries[path] = Entry(
-            path=path,
-            sha256=content.sha256,
-            size_bytes=content.size_bytes,
-            mode=found.st_mode & 0o777,
-            mtime_ns=found.st_mtime_ns,
+def _require_usable(target: Path, state_dir: Path) -> None:
+    place, state = target.absolute().resolve(), state_dir.absolute().resolve()
+    inside = state / BACKUP_IN_STATE
+    if place.is_relative_to(state) and not place.is_relative_to(inside):
+        raise BadSetting(
+            f"backup folder {target} is inside the state folder {state_dir}; choose {inside}, or one outside"
         )
-        self._num_copied += content.is_new
-        self._copied_bytes += content.size_bytes if content.is_new else 0
-
-
-def _renamed(entry: Entry, path: str) -> Entry:
-    return Entry(path=path, sha256=entry.sha256, size_bytes=entry.size_bytes, mode=entry.mode, mtime_ns=entry.mtime_ns)
-
-
-def _free_name(folder: BackupFolder) -> str:
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    names, number = set(folder.names()), 0
-    while (name := f"{stamp}-{number}" if number else stamp) in names:
-        number += 1
-    return name
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    names = {entry.name for entry in target.iterdir()}
+    if names and not names & {BACKUP_FILE, _UNFINISHED_FILE, _LINK}:
+        raise BadSetting(f"backup folder {target} has contents and is no backup; choose an empty one")
+    # Tried, as nothing else shows it: there are no links between two mounts of one file system.
+    link = target / _LINK
+    link.unlink(missing_ok=True)
+    try:
+        os.link(state_dir / DATABASE_ENTRY, link)
+    except OSError as error:
+        raise BadSetting(
+            f"backup folder {target} cannot have hard links to the files of {state_dir} ({error.strerror}); choose one on the same file "
+            f"system, such as {inside}, and copy that with restic, borg or rsync"
+        ) from error
+    link.unlink()

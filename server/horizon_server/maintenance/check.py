@@ -1,8 +1,7 @@
-"""Checks a state folder or the backups of one: the database, what refers to what, and with `full` every byte."""
+"""Checks a state folder or a backup of one: the database, what refers to what, and with `full` every byte."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Literal
 
 from horizon_server.db.database_file import DatabaseFile, PushedFiles, known_schemas, opened_file
 from horizon_server.db.pairing import doubt
-from horizon_server.errors import BadSetting, InvalidModel
-from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, BackupFolder
-from horizon_server.store.manifest import read_manifest
+from horizon_server.errors import InvalidModel
+from horizon_server.maintenance.backup import BACKUP_FILE, DATABASE_ENTRY, file_problem, read_backup
+from horizon_server.store.manifest import FileRecord, read_manifest
 from horizon_server.texts import size_text
 
 _RESTORE = "put it back with: horizond restore BACKUP_DIR --replace"
@@ -53,18 +52,9 @@ class Report:
     def file(self, path: Path, *, sha256: str, size_bytes: int, full: bool) -> str | None:
         """Count a file and return what is wrong with it, or None."""
         self.num_files += 1
-        try:
-            found = path.stat().st_size
-            if found != size_bytes:
-                return f"has {found} bytes, not {size_bytes}"
-            if full:
-                self.num_bytes_read += found
-                with path.open("rb") as stream:
-                    if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
-                        return "has other bytes than when it was written"
-        except FileNotFoundError:
-            return "is missing"
-        return None
+        problem = file_problem(path, FileRecord(size_bytes=size_bytes, sha256=sha256), full=full)
+        self.num_bytes_read += size_bytes if full and problem is None else 0
+        return problem
 
 
 def check_state_dir(state_dir: Path, *, full: bool = False) -> Report:
@@ -85,26 +75,14 @@ def check_state_dir(state_dir: Path, *, full: bool = False) -> Report:
     return report
 
 
-def check_backups(target: Path, *, full: bool = False) -> Report:
-    """Check every backup in a backup folder. Raises NotFound: there is none."""
-    report, folder = Report(), BackupFolder(target)
-    folder.read()
-    checked: dict[str, str | None] = {}
-    for name in folder.names():
-        try:
-            backup = folder.read(name)
-        except BadSetting as error:
-            report.error(name, error.message, "back up again")
-            continue
-        for entry in backup.entries:
-            if entry.sha256 not in checked:
-                place = folder.content(entry.sha256)
-                checked[entry.sha256] = report.file(place, sha256=entry.sha256, size_bytes=entry.size_bytes, full=full)
-            if problem := checked[entry.sha256]:
-                advice = f"delete {folder.content(entry.sha256)} and back up again, if the state folder still has it"
-                report.error(f"{name}: {entry.path}", f"its content {problem}", advice)
-        for problem in backup.problems:
-            report.note(name, f"when it was made: {problem}")
+def check_backup(source: Path, *, full: bool = False) -> Report:
+    """Check a backup. Raises NotFound: there is no complete one; BadSetting: its list is damaged, or a newer version made it."""
+    report, backup = Report(), read_backup(source)
+    for path, record in backup.files.items():
+        if problem := report.file(source / path, sha256=record.sha256, size_bytes=record.size_bytes, full=full):
+            report.error(path, problem, "take it from another copy of the backup")
+    for problem in backup.problems:
+        report.note(BACKUP_FILE, f"when it was made: {problem}")
     return report
 
 

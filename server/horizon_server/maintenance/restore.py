@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from horizon_server.blobs.parts import disk_full_reported
-from horizon_server.db.database_file import known_schemas, opened_file, requeue_resident
+from horizon_server.blobs.store import link_folder
+from horizon_server.db.database_file import opened_file, requeue_resident
 from horizon_server.db.existing import insert_entry
 from horizon_server.db.pairing import STATE_ID_FILE, pair
-from horizon_server.durable import PARTIAL_SUFFIX, durable_folder, sync_folder
-from horizon_server.errors import BadSetting, DiskFull, InUse
-from horizon_server.jobs.folders import JobFolders
-from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, Backup, BackupFolder, Entry, copy_hashed
+from horizon_server.durable import PARTIAL_SUFFIX, sync_file, sync_folder
+from horizon_server.errors import BadSetting, InUse
+from horizon_server.jobs.folders import JobFolders, link_or_copy
+from horizon_server.maintenance.backup import BACKUP_IN_STATE, DATABASE_ENTRY, Backup, file_problem, read_backup
 from horizon_server.records.audit import AuditEntry
 from horizon_server.state_dir import UNFINISHED_RESTORE_FILE, held_state_dir
-from horizon_server.store.manifest import is_complete
+from horizon_server.store.manifest import MANIFEST_FILE, is_complete
 from horizon_server.texts import size_text
-from horizon_server.worker_link.protocol import JOURNAL_FILE
+from horizon_server.worker_link.protocol import JOURNAL_FILE, LOG_FILE
 
 # The worker of an attempt holds a lock on this file of its folder for as long as a process of it lives.
 _ALIVE_FILES = "jobs/*/attempt-*/alive"
-_CHECKPOINT_DEPTH = 4  # jobs/<id>/checkpoints/<step>
 _DATABASE_FILES = (DATABASE_ENTRY, f"{DATABASE_ENTRY}-wal", f"{DATABASE_ENTRY}-shm")
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,11 @@ def restore(
     source: Path,
     state_dir: Path,
     *,
-    name: str | None = None,
     replace: bool = False,
     entry: AuditEntry | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RestoreResult:
-    """Put the newest backup of `source`, or the named one, into `state_dir`.
+    """Put the backup in the folder `source` into `state_dir`. Every byte of it is read and compared before anything is changed.
 
     With `replace` the folder may have contents: its database is replaced and kept under another name, files that are missing or damaged
     are put back, and everything else stays. The daemon moves what the restored database does not list to the trash. `entry` is written
@@ -60,31 +58,29 @@ def restore(
 
     Raises:
         InUse: a daemon, or the worker of one, runs on the state folder.
-        BadSetting: the state folder is not empty, a content of the backup is missing, or a newer version made it.
+        NotFound: `source` holds no complete backup.
+        BadSetting: the state folder is not empty, a file of the backup is missing or damaged, or a newer version made it.
         DiskFull: there is no space for it; the same call continues once there is.
     """
-    folder = BackupFolder(source)
-    backup = folder.read(name)
-    if backup.schema not in known_schemas():
-        raise BadSetting(
-            f"backup {backup.name} was made by a newer version of horizon-train ({backup.version}; format {backup.schema}, this one knows "
-            f"up to {known_schemas()[-1]}); update horizon-train"
-        )
+    backup = read_backup(source)
     with (
         disk_full_reported(f"free space for {state_dir}, then restore again: it continues"),
         held_state_dir(state_dir, may_be_unfinished=True),
     ):
         _require_no_worker(state_dir)
         unfinished = state_dir / UNFINISHED_RESTORE_FILE
-        found = sorted(entry.name for entry in state_dir.iterdir() if entry.name != "lock")
+        found = sorted({entry.name for entry in state_dir.iterdir()} - {"lock", BACKUP_IN_STATE})
         if found and not replace and not unfinished.exists():
             raise BadSetting(
                 f"state folder {state_dir} is not empty ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}); restore into an empty "
                 "one with --state-dir, or put the backup's database and its files back into this one with --replace"
             )
-        unfinished.write_text(f"{backup.name}\n", "ascii")
+        on_progress(f"reading {len(backup.files)} files of {size_text(backup.size_bytes)}")
+        _require_good(source, backup)
+        unfinished.write_text(f"{backup.made}\n", "ascii")
         sync_folder(state_dir)
-        restoring = _Restoring(folder, backup, state_dir, entry, on_progress)
+        restoring = _Restoring(source, backup, state_dir, entry)
+        on_progress(f"putting them into {state_dir}")
         restoring.files()
         # Last: until it is there, no daemon starts on the folder.
         old_database = restoring.database()
@@ -111,59 +107,65 @@ def _require_no_worker(state_dir: Path) -> None:
                 ) from error
 
 
+def _require_good(source: Path, backup: Backup) -> None:
+    problems = [
+        f"{path} {problem}"
+        for path, record in backup.files.items()
+        if (problem := file_problem(source / path, record, full=True))
+    ]
+    if problems:
+        more = f", and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise BadSetting(
+            f"backup {source} is damaged: {'; '.join(problems[:_MAX_NAMED])}{more}; nothing was restored: take these files from another "
+            "copy ('horizond check --backup-dir DIR --full' lists all)"
+        )
+
+
 class _Restoring:
     """One backup while it is put into a state folder."""
 
-    def __init__(
-        self,
-        folder: BackupFolder,
-        backup: Backup,
-        state_dir: Path,
-        entry: AuditEntry | None,
-        on_progress: Callable[[str], None],
-    ) -> None:
-        self._entry = entry
-        self._folder = folder
+    def __init__(self, source: Path, backup: Backup, state_dir: Path, entry: AuditEntry | None) -> None:
+        self._source = source
         self._backup = backup
         self._state_dir = state_dir
-        self._on_progress = on_progress
+        self._entry = entry
         self.num_restored = self.num_kept = self.num_requeued = 0
 
     def files(self) -> None:
         """Put everything back but the database."""
-        checkpoints: dict[str, list[Entry]] = {}
-        wanted: list[Entry] = []
-        for entry in self._backup.entries:
-            parts = PurePosixPath(entry.path).parts
-            if parts[0] == "jobs" and len(parts) > _CHECKPOINT_DEPTH:
-                checkpoints.setdefault("/".join(parts[:_CHECKPOINT_DEPTH]), []).append(entry)
-            elif entry.path != DATABASE_ENTRY and not self._keeps(entry, parts):
-                wanted.append(entry)
-        whole = [inner for inner in checkpoints if is_complete(self._state_dir / inner)]
-        self.num_kept += sum(len(checkpoints.pop(inner)) for inner in whole)
-        self._require_space([*wanted, *(entry for entries in checkpoints.values() for entry in entries)])
-        # Contents before the models that are made of them.
-        for entry in sorted(wanted, key=lambda entry: entry.path):
-            self._put(entry)
-        for inner, entries in checkpoints.items():
-            self._on_progress(f"{inner}, {size_text(sum(entry.size_bytes for entry in entries))}")
-            self._put_checkpoint(self._state_dir / inner, inner, entries)
-        for place in {(self._state_dir / entry.path).parent for entry in wanted}:
-            sync_folder(place)
+        paths = [path for path in self._backup.files if path != DATABASE_ENTRY]
+        checkpoints = [path.removesuffix(MANIFEST_FILE) for path in paths if path.endswith(f"/{MANIFEST_FILE}")]
+        whole = tuple(inner for inner in checkpoints if is_complete(self._state_dir / inner))
+        for inner in checkpoints:
+            if inner not in whole:
+                shutil.rmtree(self._state_dir / inner, ignore_errors=True)
+        # The list of a checkpoint last: without it the checkpoint is not whole, and a restore that continues puts it back again.
+        for path in sorted(paths, key=lambda path: path.endswith(MANIFEST_FILE)):
+            if path.startswith(whole) or self._keeps(path):
+                self.num_kept += 1
+            else:
+                self._put(path)
+        for folder in {folder for path in paths for folder in (self._state_dir / path).parents}:
+            if folder.is_relative_to(self._state_dir):
+                sync_folder(folder)
 
     def database(self) -> Path | None:
-        """Put the database in place; return the new path of the one that was there."""
+        """Put the database in place, and the folders of its models; return the new path of the one that was there."""
         partial = self._state_dir / f".{DATABASE_ENTRY}{PARTIAL_SUFFIX}"
         partial.unlink(missing_ok=True)
-        [entry] = [entry for entry in self._backup.entries if entry.path == DATABASE_ENTRY]
-        self._copy(entry, partial)
+        shutil.copyfile(self._source / DATABASE_ENTRY, partial)
+        partial.chmod(0o600)
         with opened_file(partial) as database:
             identity = database.identity
-        made = datetime.datetime.strptime(self._backup.name[:16], "%Y%m%dT%H%M%SZ")
-        message = f"the node was restored from a backup of {made:%Y-%m-%d %H:%M:%S} UTC; it continues from its newest checkpoint"
+            models = [pushed for pushed in database.pushed() if pushed.kind == "model" and pushed.is_ready]
+        for model in models:
+            there = [file for file in model.files if self._blob(file.sha256).exists()]
+            link_folder(self._blob, there, self._state_dir / "models" / model.resource_id)
+        message = f"the node was restored from a backup of {self._backup.made}; it continues from its newest checkpoint"
         if self._entry is not None:
             insert_entry(partial, self._entry, is_in_place=False)
         self.num_requeued = requeue_resident(partial, self._has_reports, message)
+        sync_file(partial)
         old_database = None
         # Its journals with it: SQLite would apply one that is left to the new database.
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -186,66 +188,28 @@ class _Restoring:
         """Whether the worker of that attempt has left its reports, as where only the database is put back."""
         return JobFolders(self._state_dir).log(job_id, attempt).with_name(JOURNAL_FILE).exists()
 
-    def _keeps(self, entry: Entry, parts: tuple[str, ...]) -> bool:
+    def _keeps(self, path: str) -> bool:
         """Whether the file that is there stays: it is whole, or nobody can say what it should be."""
-        place = self._state_dir / entry.path
-        if parts[0] == "models":
-            blob = self._state_dir / "blobs" / entry.sha256[:2] / entry.sha256
-            stays = place.exists() and blob.exists() and place.samefile(blob)
-        elif parts[0] == "blobs":
-            stays = place.exists() and place.stat().st_size == entry.size_bytes and _sha256(place) == entry.sha256
-        else:  # a log that has grown, a certificate that clients trust
-            stays = place.exists()
-        self.num_kept += stays
-        return stays
+        place = self._state_dir / path
+        if path.startswith("blobs/"):
+            return file_problem(place, self._backup.files[path], full=True) is None
+        return place.exists()  # a log that has grown, a certificate that clients trust
 
-    def _require_space(self, entries: Iterable[Entry]) -> None:
-        needed = sum(entry.size_bytes for entry in entries if not entry.path.startswith("models/"))
-        free = shutil.disk_usage(self._state_dir).free
-        self._on_progress(f"{size_text(needed)} to restore, {size_text(free)} free")
-        if needed > free:
-            raise DiskFull(
-                f"the backup needs {size_text(needed)} in {self._state_dir}, which has {size_text(free)} free; free space there"
-            )
-
-    def _put(self, entry: Entry) -> None:
-        place = self._state_dir / entry.path
+    def _put(self, path: str) -> None:
+        source, place = self._source / path, self._state_dir / path
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The same name each time: a restore that continues a killed one removes what that one has left.
-        partial = place.with_name(f".{entry.sha256}{PARTIAL_SUFFIX}")
+        partial = place.with_name(f".{place.name}{PARTIAL_SUFFIX}")
         partial.unlink(missing_ok=True)
-        if entry.path.startswith("models/"):
-            os.link(self._state_dir / "blobs" / entry.sha256[:2] / entry.sha256, partial)
+        if path.startswith(("blobs/", "jobs/")) and not path.endswith(LOG_FILE):
+            link_or_copy(source, partial)
         else:
-            self._copy(entry, partial)
+            shutil.copyfile(source, partial)
+        # Contents are read-only: folders of models are hard links to them.
+        partial.chmod(0o444 if path.startswith("blobs/") else 0o600)
+        sync_file(partial)
         partial.replace(place)
         self.num_restored += 1
 
-    def _put_checkpoint(self, target: Path, inner: str, entries: list[Entry]) -> None:
-        # What is there is not a whole checkpoint.
-        shutil.rmtree(target, ignore_errors=True)
-        with durable_folder(target, needed_bytes=sum(entry.size_bytes for entry in entries)) as folder:
-            for entry in entries:
-                place = folder / PurePosixPath(entry.path).relative_to(inner)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                self._copy(entry, place)
-        self.num_restored += len(entries)
-
-    def _copy(self, entry: Entry, target: Path) -> None:
-        try:
-            found, _ = copy_hashed(self._folder.content(entry.sha256), target)
-        except FileNotFoundError as error:
-            raise BadSetting(f"backup {self._backup.name} lacks the content of {entry.path}; {_ANOTHER}") from error
-        if found != entry.sha256:
-            target.unlink()
-            raise BadSetting(f"backup {self._backup.name} has a damaged content of {entry.path}; {_ANOTHER}")
-        # Contents are read-only: folders of models are hard links to them.
-        target.chmod(0o444 if entry.path.startswith("blobs/") else entry.mode)
-
-
-_ANOTHER = "use another backup with --backup ('horizond check --backup-dir DIR --full' finds what is damaged)"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    def _blob(self, sha256: str) -> Path:
+        return self._state_dir / "blobs" / sha256[:2] / sha256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec, in_words
+from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import TrainSpec
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
@@ -25,8 +25,7 @@ def check_adapter(adapter: Path, model: Path, train: TrainSpec) -> None:
     try:
         adapted = found.of_weights({name: header.shape for name, header in folder.headers.items()})
     except InvalidModel as error:
-        message = in_words(error.message, {adapter: "init_from"})
-        raise InvalidSpec.of("init_from", message) from error
+        raise InvalidSpec.of("init_from", error.with_names({adapter: "init_from"}).message) from error
     if found.config.transposed != (text_config(folder.config).get("model_type") in TRANSPOSED):
         value = "true" if not found.config.transposed else "false"
         raise InvalidSpec.of(

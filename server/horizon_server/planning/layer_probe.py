@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from horizon_server.children.child import Limits, run_child
+from horizon_server.children.child import ChildTask, Limits
 from horizon_server.codec import from_plain
 from horizon_server.errors import HorizonError
 from horizon_server.planning.ledger import LayerMemory
@@ -58,13 +58,14 @@ class LayerProbe:
 
     async def _count(self, folder: ModelFolder, *, scans: bool) -> LayerMemory | None:
         # A model that takes more for one row of one layer is planned by formula: the count must not take memory from running jobs.
-        limits = Limits(wall_s=PROBE_TIMEOUT_S, memory_bytes=host_memory().available_bytes // 2)
-        request = {"layers_of": str(folder.path)}
-        who = "the count of a model's layers"
+        task = ChildTask(
+            module="horizon_server.worker.measure",
+            who="the count of a model's layers",
+            environment=self._environment,
+            limits=Limits(wall_s=PROBE_TIMEOUT_S, memory_bytes=host_memory().available_bytes // 2),
+        )
         try:
-            answer = await run_child(
-                "horizon_server.worker.measure", request, who=who, environment=self._environment, limits=limits
-            )
+            answer = await task.run({"layers_of": str(folder.path)})
             return dataclasses.replace(from_plain(LayerMemory, answer), scans=scans)
         except (HorizonError, OSError, ValueError) as error:
             # The worker meets the same failure, and reports it with its reason; the plan uses its formulas.

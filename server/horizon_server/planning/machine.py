@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pynvml
 import structlog
 
-from horizon_server.children.child import Limits, run_child
+from horizon_server.children.child import ChildTask, Limits
 from horizon_server.codec import from_json, from_plain, to_json
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
@@ -41,15 +40,8 @@ MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 _CPU_INFO = Path("/proc/cpuinfo")
 # As the kernel names them: Intel's and AMD's, and Arm's.
 _BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
-# Prints the UUIDs of the devices in torch's order, which need not be the driver's.
-_PROBE = """
-import sys, torch
-if not torch.cuda.is_available():
-    sys.exit(1)
-for index in range(torch.cuda.device_count()):
-    print(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-"""
-_PROBE_TIMEOUT_S = 120.0
+_MEASURE_MODULE = "horizon_server.worker.measure"
+_SEARCH_TIMEOUT_S = 120.0
 
 RatesByDevice = Mapping[str, DeviceRates]
 """By `rates_name`."""
@@ -163,23 +155,22 @@ async def usable_accelerators(
 
 
 async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PROBE, env=dict(environment), stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    task = ChildTask(
+        module=_MEASURE_MODULE,
+        who="the search for GPUs",
+        environment=environment,
+        limits=Limits(wall_s=_SEARCH_TIMEOUT_S),
+    )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), timeout=_PROBE_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return ()
-    if process.returncode != 0:
+        uuids: list[str] = await task.run({"gpus": True})
+    except HorizonError as error:
+        log.warning("torch could not be asked for its GPUs; jobs run on the host", why=str(error)[:200])
         return ()
     # torch leaves the driver's prefix out.
     by_uuid = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in found}
-    ordered = tuple(by_uuid[line] for line in output.decode("utf-8", "replace").split() if line in by_uuid)
+    ordered = tuple(by_uuid[uuid] for uuid in uuids if uuid in by_uuid)
     # Parts of a GPU (MIG) have UUIDs of their own, which the driver's list does not hold.
-    return ordered or tuple(found)
+    return ordered or tuple(found if uuids else ())
 
 
 def worker_environment(environment: Mapping[str, str], kind: DeviceKind, gpu: Accelerator | None) -> dict[str, str]:
@@ -314,10 +305,10 @@ async def measure_rates(
     for name, (kind, dtype) in machine.measured.items():
         request = {"device": kind, "compute_dtype": dtype, "num_threads": machine.num_threads}
         who = f"the measurement of {name}"
-        answer = await run_child(
-            "horizon_server.worker.measure", request, who=who, environment=worker_environment(environment, kind, gpu),
-            limits=limits,
-        )  # fmt: skip
+        task = ChildTask(
+            module=_MEASURE_MODULE, who=who, environment=worker_environment(environment, kind, gpu), limits=limits
+        )
+        answer = await task.run(request)
         try:
             rates[name] = from_plain(DeviceRates, answer).checked()
         except ValueError as error:

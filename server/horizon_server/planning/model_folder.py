@@ -244,7 +244,9 @@ def open_model_folder(folder: Path) -> ModelFolder:
     """
     config = read_config(folder)
     if "quantization_config" in config:
-        raise InvalidModel(f"{folder} holds quantised weights, which cannot be fine-tuned; give the bfloat16 original")
+        raise InvalidModel(
+            "holds quantised weights, which cannot be fine-tuned; give the bfloat16 original", file=folder
+        )
     headers = read_safetensors_headers(folder)
     shape = ModelShape.from_config(config, names=headers)
     hidden_size = config_count(text_config(config), *_HIDDEN_SIZES)
@@ -255,7 +257,7 @@ def open_model_folder(folder: Path) -> ModelFolder:
                 "hidden states is not supported"
             )
     if not shape.tied and not any(is_output_projection(name) for name in headers):
-        raise InvalidModel(f"{folder}: {_why_no_projection(headers, shape.vocab_size)}")
+        raise InvalidModel(f": {_why_no_projection(headers, shape.vocab_size)}", file=folder)
     # Heads that predict further tokens are not trained, so they are not stored.
     shapes = {name: found for name, found in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
     _check_edges(config, shapes, tied=shape.tied)

@@ -43,7 +43,7 @@ from horizon_server.records.execution import (
 )
 from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import EVERYTHING, LORA, WITH_OPTIONS, JobSpec, needs_references
+from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
 from horizon_server.texts import size_text
@@ -77,7 +77,7 @@ class _Case:
         """The memory that it takes."""
         recipe = self.spec.train.recipe
         ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
-        if self.spec.method in WITH_OPTIONS:
+        if METHODS[self.spec.method].has_objective:
             ledger = with_objective(ledger, recipe, execution)
         elif self.data is None or self.data.may_have_weights:
             ledger = with_weights(ledger, recipe, execution)
@@ -90,7 +90,7 @@ class _Case:
 
     def work(self, execution: Execution) -> StepWork:
         """What a step does."""
-        facts = dataclasses.replace(TODAY, two_pass_head=self.spec.method in WITH_OPTIONS)
+        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
         return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
 
     def prediction(self, execution: Execution) -> StepPrediction | None:
@@ -120,45 +120,45 @@ class _Case:
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which a job may use any;
-    `rates` says how fast it is, where that is known; `layer_memory` what a model's layers keep, where no formula says it; `has_bf16`
-    whether its CPU has instructions for bf16."""
+    """Plans jobs against the limits of a node.
+
+    Args:
+        settings: of the daemon: the limits of host memory and of the arena, and where a worker's memory lies.
+        memory: returns the host memory that there is.
+        num_threads: of a worker.
+        accelerators: those that a worker's torch can use; a job may use any of them.
+        rates: returns how fast each device is, where that is known.
+        layer_memory: returns what a model's layers keep, where no formula says it.
+        has_bf16: whether the CPU has instructions for bf16.
+    """
 
     def __init__(
         self,
+        settings: Settings,
         *,
         memory: Callable[[], HostMemory],
-        limit_bytes: int | None,
-        reserve_bytes: int,
-        arena_limit_bytes: int,
         num_threads: int,
-        numa_interleave: bool = False,
         accelerators: Sequence[Accelerator] = (),
         rates: Callable[[], RatesByDevice] = dict,
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
     ) -> None:
+        self._settings = settings
         self._memory = memory
+        self._num_threads = num_threads
         self._accelerators = tuple(sorted(accelerators, key=lambda gpu: -gpu.memory_bytes))
         self._rates = rates
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
-        self._limit_bytes = limit_bytes
-        self._reserve_bytes = reserve_bytes
-        self._arena_limit_bytes = arena_limit_bytes
-        self._num_threads = num_threads
-        self._numa_interleave = numa_interleave
+        self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
 
     @classmethod
     def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
-        """Return the planner of this node, by its settings; `book` holds its speed."""
+        """Return the planner of this node; `book` holds its speed."""
         return cls(
+            settings,
             memory=host_memory,
-            limit_bytes=settings.host_memory_limit_bytes,
-            reserve_bytes=settings.host_memory_reserve_bytes,
-            arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
             num_threads=book.machine.num_threads,
-            numa_interleave=settings.numa_interleave,
             accelerators=accelerators,
             rates=book.read,
             layer_memory=LayerProbe(child_environment()),
@@ -209,8 +209,8 @@ class Planner:
     def host_limit_bytes(self) -> int:
         """Host memory that all resident jobs may have together: the limit that holds for this process, less the reserve."""
         machine = self._memory().limit_bytes
-        limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
-        return max(0, limit - self._reserve_bytes)
+        limit = min(machine, self._settings.host_memory_limit_bytes or machine)
+        return max(0, limit - self._settings.host_memory_reserve_bytes)
 
     def plan_to_start(
         self,
@@ -230,7 +230,7 @@ class Planner:
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
             gpu: the one that the job is to use; None means the first.
         """
-        free = self._memory().available_bytes - self._reserve_bytes
+        free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
         execution = self._execution(spec, gpu)
         return self._planned(spec, folder, execution, limit, data=data, longest_document=longest_document)
@@ -318,7 +318,7 @@ class Planner:
             gpu=gpu.uuid if device_kind == "cuda" and isinstance(gpu, Gpu) else "",
             num_threads=self._num_threads,
             optimizer_threads=update_threads(self._num_threads, device_kind=device_kind),
-            numa_interleave=self._numa_interleave,
+            numa_interleave=self._settings.numa_interleave,
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
 
@@ -381,7 +381,7 @@ def _residency(case: _Case, execution: Execution, ledger: Ledger) -> Residency |
 
 def _references(case: _Case, execution: Execution) -> ReferencePass | None:
     """The pass over the data before the first step, where the method needs it."""
-    if case.rates is None or not needs_references(case.spec):
+    if case.rates is None or not case.spec.needs_references:
         return None
     work, data = case.work(execution), case.data
     rate = work.num_tokens / predict_forward(work, case.rates, shares_processors=execution.device_kind == "host")

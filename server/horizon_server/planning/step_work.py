@@ -4,7 +4,7 @@ What is not known before the data is prepared is taken at its upper end: all tok
 as `sequence_length`, no two tokens are the same.
 
 Units: floating-point operations, bytes. D = hidden size, T = tokens of a step.
-Source: docs/architecture.md, "One step of training" and "How fast a job will be".
+Source: docs/engine.md, "One step of training", and docs/architecture.md, "How fast a job will be".
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from horizon_server.records.times import UnixTime
+
 ROLES = ("user", "admin", "viewer")
 SCOPES = ("full", "read", "metrics")
 PROJECT_ROLES = ("viewer", "member", "admin")
@@ -48,8 +50,8 @@ class User:
     name: str
     role: str
     project: str
-    created_s: float
-    disabled_s: float | None = None
+    created_s: UnixTime
+    disabled_s: UnixTime | None = None
     """Since when no token of theirs is accepted."""
 
 
@@ -59,14 +61,14 @@ class Token:
 
     token_id: str
     user: str
-    created_s: float
-    expires_s: float | None = None
-    revoked_s: float | None = None
+    created_s: UnixTime
+    expires_s: UnixTime | None = None
+    revoked_s: UnixTime | None = None
     scope: str = "full"
     label: str = ""
     created_by: str = ""
     """The user who created it; for commands on the node, the system account."""
-    last_used_s: float | None = None
+    last_used_s: UnixTime | None = None
     """To the minute."""
 
     def has_ended(self, now_s: float) -> bool:
@@ -81,7 +83,7 @@ class ProjectMember:
     project: str
     user: str
     role: str
-    added_s: float
+    added_s: UnixTime
 
 
 @dataclass(frozen=True, kw_only=True)

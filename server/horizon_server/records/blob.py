@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 
 from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
+from horizon_server.records.times import UnixTime
 
 MAX_FILES = 4096
 MAX_PATH_BYTES = 512
@@ -65,7 +66,7 @@ class WholeBlob:
 class BlobStatus:
     """How much of a content has arrived from its uploader; `complete` means whole and verified."""
 
-    ref: BlobRef
+    blob: BlobRef
     committed_bytes: int
     complete: bool
 
@@ -161,7 +162,7 @@ class PushedRecord(ABC):
     ready: bool = False
     digest: str = ""
     """sha256 over the files' paths and contents, and over what else decides how they are read."""
-    created_s: float = 0.0
+    created_s: UnixTime = 0.0
     shared_with: tuple[str, ...] = ()
     """Projects whose members may use it; `*` is everyone. What the caller may not see of it is left out."""
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from horizon_server.events import EvalDone, StepDone
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Outlook
+from horizon_server.records.times import UnixTime
 from horizon_server.spec import JobSpec
 
 
@@ -141,11 +142,11 @@ class JobRecord:
     step: int = 0
     num_steps: int = 0
     attempt: int = 0
-    created_s: float = 0.0
-    queued_s: float = 0.0
+    created_s: UnixTime = 0.0
+    queued_s: UnixTime = 0.0
     """When it last came into the queue."""
-    started_s: float = 0.0
-    ended_s: float = 0.0
+    started_s: UnixTime = 0.0
+    ended_s: UnixTime = 0.0
     device_s: float = 0.0
     """Seconds of a device's time that it has used so far, over all attempts."""
     num_tokens: int = 0
@@ -169,7 +170,7 @@ class JobRecord:
     """It stays in the queue until then: the pause after a failure."""
     journal_line: int = 0
     """Lines of the journal of this attempt's worker that are stored."""
-    deletion_s: float | None = None
+    deletion_s: UnixTime | None = None
     """When its checkpoints are deleted; None where nothing is to be. Negative while it is being deleted."""
     keep_files: bool = False
     """Whether its owner keeps its checkpoints: they are not deleted automatically."""
@@ -219,7 +220,7 @@ class CheckpointRecord:
     job_id: str
     step: int
     files: tuple[CheckpointFile, ...] = ()
-    created_s: float = 0.0
+    created_s: UnixTime = 0.0
     eval_loss: float | None = None
     last: bool = False
     best: bool = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from horizon_server.records.times import UnixTime
+
 NodeMode = Literal["open", "cordoned", "drained"]
 """open: jobs start; cordoned: resident jobs continue and none starts; drained: resident jobs are checkpointed and queued too."""
 
@@ -22,8 +24,8 @@ class Outlook:
 
     why: str
     share: float = 0.0
-    estimated_start_s: float | None = None
-    estimated_end_s: float | None = None
+    estimated_start_s: UnixTime | None = None
+    estimated_end_s: UnixTime | None = None
     place: int = 0
 
 
@@ -34,7 +36,7 @@ class ShareUse:
     project: str
     user: str
     device_s: float
-    as_of_s: float
+    as_of_s: UnixTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +100,8 @@ class NodeCondition:
 
     mode: NodeMode = "open"
     message: str = ""
-    window_start_s: float | None = None
-    window_end_s: float | None = None
+    window_start_s: UnixTime | None = None
+    window_end_s: UnixTime | None = None
 
     def at(self, now_s: float) -> NodeMode:
         """The mode that holds at a time, the maintenance window included."""

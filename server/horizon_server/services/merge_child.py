@@ -8,17 +8,18 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.codec import from_plain
 from horizon_server.durable import durable_folder
-from horizon_server.errors import HorizonError, InvalidModel, in_words
+from horizon_server.errors import naming
 from horizon_server.events import MergeProgress
 from horizon_server.planning.lora import packed_base
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.services.merge_request import MergeRequest
 from horizon_server.store.adapter_files import read_adapter_folder
-from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.base_digest import DigestBook, check_base
 from horizon_server.store.generation_config import listed_ends, text_with_ends
 from horizon_server.store.merging import MergeOrigin, base_format, merged_bytes, write_merged
 from horizon_server.store.safetensors_files import read_safetensors_headers
@@ -28,29 +29,23 @@ _NICENESS = 10
 _REPORT_EVERY_S = 0.5
 
 
-def work(request: Any, events: EventWriter) -> dict[str, Any]:
+def work(plain: Any, events: EventWriter) -> dict[str, Any]:
     """Write the merged model to `target`, complete or not at all, and return its files with sizes and sha256.
 
     Raises:
         InvalidModel: the base is not the one that the adapter was trained on, or a value is not finite.
         DiskFull: there is not enough space; nothing is left there.
     """
-    base, adapter, target = Path(request["base"]), Path(request["adapter"]), Path(request["target"])
-    try:
-        return _merged(request, events, base, adapter, target)
-    except HorizonError as error:
-        # Where the daemon keeps its files is not the user's concern.
-        names = {target.parent: "the checkpoint", adapter: "the checkpoint", base: "the base model"}
-        message = in_words(error.message, names)
-        raise type(error)(message, violations=error.violations) from error
+    request = from_plain(MergeRequest, plain)
+    checkpoint = "the checkpoint"
+    with naming({request.target.parent: checkpoint, request.adapter: checkpoint, request.base: "the base model"}):
+        return _merged(request, events)
 
 
-def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target: Path) -> dict[str, Any]:
-    if (found := DigestBook(Path(request["digests"])).digest(base)) != request["base_sha256"]:
-        raise InvalidModel(
-            f"the model {request['base_name']} is not the one that the adapter was trained on: its digest is {found[:12]}, not "
-            f"{request['base_sha256'][:12]}; restore the model's files on the node"
-        )
+def _merged(request: MergeRequest, events: EventWriter) -> dict[str, Any]:
+    base, of_base = request.base, request.base_model
+    found = DigestBook(request.digests).digest(base)
+    check_base("the checkpoint's adapter", of_base.sha256, found, model=of_base.model)
     total_bytes = sum(header.end - header.start for header in read_safetensors_headers(base).values())
     done_bytes, reported_s = 0, float("-inf")
 
@@ -61,32 +56,31 @@ def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target
             events.send(MergeProgress(done_bytes=done_bytes, total_bytes=total_bytes))
             reported_s = now_s
 
-    needed_bytes = merged_bytes(base, request["dtype"])
-    packing_of = packed_base(open_model_folder(base), request["kept_as"])
-    merge_base = request["merge_base"]
+    needed_bytes = merged_bytes(base, request.dtype)
+    packing_of = packed_base(open_model_folder(base), request.kept_as)
     rounding = None
-    if merge_base == "trained" and packing_of:
+    if request.merge_base == "trained" and packing_of:
         # The numbers of packed weights are torch's, which takes seconds to load.
         from horizon_server.store.adapter_load import rounding_of
 
         rounding = rounding_of(packing_of)
     origin = MergeOrigin(
-        base_model=request["base_name"],
-        base_sha256=request["base_sha256"],
-        base=merge_base,
-        base_format=base_format(merge_base, packing_of),
+        base_model=of_base.model,
+        base_sha256=of_base.sha256,
+        base=request.merge_base,
+        base_format=base_format(request.merge_base, packing_of),
     )
-    with durable_folder(target, needed_bytes=needed_bytes, min_free_bytes=request["min_free_bytes"]) as folder:
+    with durable_folder(request.target, needed_bytes=needed_bytes, min_free_bytes=request.min_free_bytes) as folder:
         files = write_merged(
             folder,
             base=base,
-            adapter=read_adapter_folder(adapter),
-            dtype=request["dtype"],
+            adapter=read_adapter_folder(request.adapter),
+            dtype=request.dtype,
             advance=advance,
             rounding=rounding,
             origin=origin,
             # The job that trained the adapter has found where its answers end.
-            generation_config=text_with_ends(base, listed_ends(adapter)),
+            generation_config=text_with_ends(base, listed_ends(request.adapter)),
         )
     return {name: dataclasses.asdict(record) for name, record in files.items()}
 

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 from horizon_server.blobs.concurrency import in_thread
-from horizon_server.children.child import Child, Limits
+from horizon_server.children.child import ChildTask, Limits
+from horizon_server.children.entry import Answer
+from horizon_server.codec import to_plain
 from horizon_server.durable import remove_unfinished
-from horizon_server.errors import InvalidModel, InvalidSpec, in_words
-from horizon_server.events import MergeProgress, WorkerLine
+from horizon_server.errors import InvalidModel, InvalidSpec, naming
+from horizon_server.events import MergeProgress
 from horizon_server.jobs.folders import CheckpointFolder, JobFolders
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.services.access import require_change
 from horizon_server.services.jobs import JobService
+from horizon_server.services.merge_request import MergeRequest
 from horizon_server.services.quotas import Quotas
 from horizon_server.store.checkpoint_parts import (
     MERGED_FOLDER,
@@ -31,8 +34,6 @@ from horizon_server.store.manifest import FileRecord, Manifest, read_manifest
 from horizon_server.store.merging import ExportDtype, has_dtype, merged_bytes, merged_dtype, read_origin
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
-_CHILD_MODULE = "horizon_server.services.merge_child"
-_WHO = "the child that merges an adapter"
 # Headers, and pieces of a few tensors; whatever the model's size.
 _LIMITS = Limits(memory_bytes=4 * 2**30, oom_score_adj=1000)
 
@@ -41,9 +42,14 @@ class Merges:
     """Merges adapters: one checkpoint at a time on the node, and callers take turns. Thread: belongs to one event loop."""
 
     def __init__(self, jobs: JobService, *, quotas: Quotas, environment: Mapping[str, str]) -> None:
-        # The child has threads of its own, and products so small that BLAS's would only wait for each other.
-        self._jobs, self._environment = jobs, {**environment, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._quotas = quotas
+        self._jobs, self._quotas = jobs, quotas
+        self._task = ChildTask(
+            module="horizon_server.services.merge_child",
+            who="the child that merges an adapter",
+            # The child has threads of its own, and products so small that BLAS's would only wait for each other.
+            environment={**environment, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            limits=_LIMITS,
+        )
         self._turn = asyncio.Lock()
 
     async def merge(
@@ -117,7 +123,7 @@ class Merges:
         return differs is not None
 
     async def _merged(
-        self, job: JobRecord, checkpoints: CheckpointFolder, step: int, manifest: Manifest, dtype: Any, merge_base: str
+        self, job: JobRecord, checkpoints: CheckpointFolder, step: int, manifest: Manifest, dtype: Any, merge_base: Any
     ) -> AsyncGenerator[MergeProgress, None]:
         """Make the merged model. One that is there stays until the new one is complete, and gives it what is not asked for."""
         assert manifest.base is not None, "a checkpoint of adapters names its base"
@@ -134,41 +140,28 @@ class Merges:
         await self._quotas.require_stored(job.owner, max(0, needed_bytes - old_bytes))
         # Of a merge that was cut together with the daemon.
         await asyncio.to_thread(_remove_unlisted, folder)
-        request = {
-            "base": str(base),
-            "base_name": manifest.base.model,
-            "base_sha256": manifest.base.sha256,
-            "digests": str(self._jobs.folders.digests),
-            "adapter": str(folder / (part or "")),
-            "target": str(folder / (NEW_MERGED_FOLDER if old else MERGED_FOLDER)),
-            "dtype": dtype,
-            "merge_base": merge_base,
-            "kept_as": job.spec.train.lora.base,
-            "min_free_bytes": self._jobs.folders.min_free_bytes,
-        }
-        news: asyncio.Queue[MergeProgress | None] = asyncio.Queue()
-
-        async def on_event(line: WorkerLine) -> None:
-            if isinstance(line, MergeProgress):
-                news.put_nowait(line)
-
-        async def run() -> Any:
-            try:
-                child = await Child.start(
-                    _CHILD_MODULE, request, who=_WHO, environment=self._environment, limits=_LIMITS
-                )
-                return await child.answer(on_event)
-            finally:
-                news.put_nowait(None)
-
-        # The first answer says that a model is about to be made, before anything is read: a caller may have nowhere to put it.
-        news.put_nowait(MergeProgress(done_bytes=0, total_bytes=base_bytes))
-        running = asyncio.create_task(run(), name="merge")
+        request = MergeRequest(
+            base=base,
+            base_model=manifest.base,
+            digests=self._jobs.folders.digests,
+            adapter=folder / (part or ""),
+            target=folder / (NEW_MERGED_FOLDER if old else MERGED_FOLDER),
+            dtype=dtype,
+            merge_base=merge_base,
+            kept_as=job.spec.train.lora.base,
+            min_free_bytes=self._jobs.folders.min_free_bytes,
+        )
+        files: dict[str, FileRecord] = {}
         try:
             with await self._jobs.leases.take(checkpoints, step):
-                while (line := await news.get()) is not None:
-                    yield line
-                files = {name: FileRecord(**record) for name, record in (await running).items()}
+                # Before anything is read, it says that a model is about to be made: a caller may have nowhere to put it.
+                yield MergeProgress(done_bytes=0, total_bytes=base_bytes)
+                async with contextlib.aclosing(self._task.stream(to_plain(request))) as lines:
+                    async for line in lines:
+                        if isinstance(line, MergeProgress):
+                            yield line
+                        elif isinstance(line, Answer):
+                            files = {name: FileRecord(**record) for name, record in line.value.items()}
                 # Again, of what was really written: others have stored things meanwhile.
                 new_bytes = sum(record.size_bytes for record in files.values())
                 await self._quotas.require_stored(job.owner, max(0, new_bytes - old_bytes))
@@ -179,8 +172,6 @@ class Merges:
             else:
                 await in_thread(lambda: checkpoints.add_merged(step, files))
         except BaseException:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
             # A child that was killed had no time to clean up.
             await in_thread(lambda: _remove_unlisted(folder))
             raise
@@ -188,11 +179,9 @@ class Merges:
 
 def _expected_bytes(base: Path, dtype: ExportDtype) -> tuple[int, int]:
     """The bytes of the base's tensors, which are read, and the most that a merged model takes."""
-    try:
+    with naming({base: "the base model"}):
         headers = read_safetensors_headers(base)
         return sum(header.end - header.start for header in headers.values()), merged_bytes(base, dtype)
-    except InvalidModel as error:
-        raise InvalidModel(in_words(error.message, {base: "the base model"}), violations=error.violations) from error
 
 
 def remove_cut_merges(folders: JobFolders) -> None:
@@ -214,9 +203,7 @@ def _remove_unlisted(folder: Path) -> None:
 
 def _made_with(merged: Path) -> tuple[ExportDtype, str]:
     """The `dtype` and `base` that a merged model was made with."""
-    origin = read_origin(merged)
-    # Earlier versions merged into the model folder's own weights, and wrote no origin.
-    return merged_dtype(merged), "source" if origin is None else origin.base
+    return merged_dtype(merged), read_origin(merged).base
 
 
 def _difference(merged: Path, dtype: Any, base: str, *, kept_as: str, model: Path | None) -> tuple[str, str] | None:
@@ -224,8 +211,8 @@ def _difference(merged: Path, dtype: Any, base: str, *, kept_as: str, model: Pat
 
     What counts is the result: dtype by the formats of the tensors, base by the format of the values that were used.
     """
-    origin, (made_dtype, made_base) = read_origin(merged), _made_with(merged)
-    if base and ("source" if origin is None else origin.base_format) != (kept_as if base == "trained" else "source"):
+    made_dtype, made_base = _made_with(merged)
+    if base and read_origin(merged).base_format != (kept_as if base == "trained" else "source"):
         return "base", made_base
     if dtype and not has_dtype(merged, dtype, model):
         return "dtype", made_dtype

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from horizon_formats.model_files import is_adapter, refusal
 from horizon_server.children.entry import EventWriter, serve
-from horizon_server.errors import FieldViolation, InvalidModel, in_words
+from horizon_server.errors import FieldViolation, InvalidModel, naming
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.adapter_files import ADAPTER_FILE, PEFT_LORA, read_adapter_folder, read_base_sha256
@@ -96,7 +96,8 @@ def check_config(config: Mapping[str, Any]) -> str:
 
 def check_folder(folder: Path) -> ModelFacts:
     """Return what the folder says, having read config and weight headers as a job's plan does. Raises InvalidModel."""
-    try:
+    # Where the folder is on the node is not the caller's concern.
+    with naming({folder: ""}):
         if is_adapter(path.name for path in folder.iterdir()):
             # Its base need not be on the node yet: it is compared when a job starts.
             read_base_sha256(folder)
@@ -123,10 +124,6 @@ def check_folder(folder: Path) -> ModelFacts:
             raise
         _refuse_quantised(found.headers)
         return ModelFacts(architecture=model_type, num_parameters=found.layout.num_parameters)
-    except InvalidModel as error:
-        # Where the folder is on the node is not the caller's concern.
-        message = in_words(error.message, {folder: ""})
-        raise InvalidModel(message, violations=error.violations) from error
 
 
 def _refuse_code(name: str, document: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from horizon_server.children.child import Limits, run_child
+from horizon_server.children.child import ChildTask, Limits
 from horizon_server.errors import HorizonError, InvalidModel, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.services.model_check import ModelFacts
 from horizon_server.settings import child_environment
@@ -26,7 +26,6 @@ LIMITS = Limits(memory_bytes=2 * 2**30, cpu_s=60, file_bytes=2**20, wall_s=300.0
 _LEAST_READ_BYTES_PER_S, _LEAST_HASHED_BYTES_PER_S = 20e6, 100e6
 # A trial loads torch and builds the model without storage: seconds, and less than a gigabyte for the largest models published.
 TRIAL_LIMITS = Limits(memory_bytes=8 * 2**30, cpu_s=120, file_bytes=2**20, wall_s=300.0, oom_score_adj=1000)
-_MODULE = "horizon_server.services.model_check"
 _TOO_MUCH = (
     "config.json and the headers of its weights take more {what} to read than those of any model; "
     "push a folder written by save_pretrained"
@@ -58,12 +57,14 @@ async def try_model(folder: Path, *, environment: Mapping[str, str]) -> None:
     Raises:
         InvalidModel: the class is not one that can be trained layer by layer, or the folder is not what its config says.
     """
-    request = {"try": str(folder)}
+    task = ChildTask(
+        module="horizon_server.worker.measure",
+        who="the trial of the model",
+        environment=environment,
+        limits=TRIAL_LIMITS,
+    )
     try:
-        await run_child(
-            "horizon_server.worker.measure", request, who="the trial of the model", environment=environment,
-            limits=TRIAL_LIMITS,
-        )  # fmt: skip
+        await task.run({"try": str(folder)})
     except InvalidModel:
         raise
     except HorizonError as error:
@@ -71,16 +72,20 @@ async def try_model(folder: Path, *, environment: Mapping[str, str]) -> None:
 
 
 async def _read(request: Mapping[str, Any], who: str, limits: Limits) -> Any:
-    try:
-        return await run_child(_MODULE, request, who=who, environment=child_environment(), limits=limits)
-    except Stalled as error:
-        raise InvalidModel(_TOO_MUCH.format(what="time")) from error
-    except OutOfMemory as error:
-        raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
-    except WorkerCrashed as error:
-        raise InvalidModel(
-            "the model folder could not be read: the reader crashed. The files are probably damaged; create them again"
-        ) from error
+    task = ChildTask(
+        module="horizon_server.services.model_check",
+        who=who,
+        environment=child_environment(),
+        limits=limits,
+        meanings={
+            Stalled: InvalidModel(_TOO_MUCH.format(what="time")),
+            OutOfMemory: InvalidModel(_TOO_MUCH.format(what="memory")),
+            WorkerCrashed: InvalidModel(
+                "the model folder could not be read: the reader crashed. The files are probably damaged; create them again"
+            ),
+        },
+    )
+    return await task.run(request)
 
 
 async def _with_reading(folder: Path, limits: Limits) -> Limits:

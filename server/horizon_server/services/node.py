@@ -84,7 +84,7 @@ class NodeFacts:
     async def describe(self, principal: Principal) -> NodeStatus:
         """Return the node as it is now, and who asks."""
         now_s, scheduler, machine = time.time(), self._scheduler, self._machine_figures()
-        condition = await scheduler.view.sharing.condition()
+        condition = await scheduler.runtime.view.sharing.condition()
         residents = await self._store.in_states(sorted(RESIDENT))
         return NodeStatus(
             hostname=socket.gethostname(),
@@ -100,7 +100,7 @@ class NodeFacts:
             role=principal.role,
             condition=condition,
             mode=condition.at(now_s),
-            time_slice_s=scheduler.view.rules.time_slice_s,
+            time_slice_s=scheduler.runtime.view.rules.time_slice_s,
             share_half_life_s=self._share_half_life_s,
             devices=tuple(
                 DeviceStatus(
@@ -110,7 +110,7 @@ class NodeFacts:
                 )
                 for name, turns in scheduler.turns.items()
             ),
-            share_uses=tuple(scheduler.view.shares.uses(now_s)),
+            share_uses=tuple(scheduler.runtime.view.shares.uses(now_s)),
             host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan)
             + scheduler.held_bytes(),
         )

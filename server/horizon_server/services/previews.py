@@ -6,13 +6,12 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 
-from horizon_server.children.child import Limits, run_child
+from horizon_server.children.child import ChildTask, Limits
 from horizon_server.codec import to_plain
 from horizon_server.datasets.preview import (
     DatasetPreview,
     PreviewOptions,
     PreviewRequest,
-    PreviewRow,
     rows_from_answer,
 )
 from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled, WorkerCrashed
@@ -32,10 +31,25 @@ class Previews:
     def __init__(self, resources: NodeResources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
         """`limit_s` is the longest time that one preview may take."""
         self._resources = resources
-        # One thread: few rows need no more.
-        self._environment = {**environment, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self._limits = Limits(
-            memory_bytes=_MEMORY_BYTES, cpu_s=60, file_bytes=64 * 2**20, wall_s=limit_s, oom_score_adj=1000
+        self._task = ChildTask(
+            module="horizon_server.datasets.preview_child",
+            who="the preview",
+            # One thread: few rows need no more.
+            environment={**environment, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+            limits=Limits(
+                memory_bytes=_MEMORY_BYTES, cpu_s=60, file_bytes=64 * 2**20, wall_s=limit_s, oom_score_adj=1000
+            ),
+            meanings={
+                Stalled: Stalled(
+                    f"the rows were not rendered within {limit_s:g} s; ask for fewer rows, or for earlier ones; "
+                    "if that does not help, the model's chat template may never end"
+                ),
+                WorkerCrashed: InvalidModel("rendering these rows crashes; is the chat template right?"),
+                OutOfMemory: InvalidModel(
+                    f"rendering these rows takes more than {_MEMORY_BYTES // 2**30} GiB of memory; ask for fewer rows, or correct the "
+                    "model's chat template"
+                ),
+            },
         )
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._of_user: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -71,28 +85,5 @@ class Previews:
         # First the user's own turn: what waits for it must not hold one of the slots.
         async with self._of_user[principal.name], self._slots:
             with self._resources.reading(record.dataset_id, model_id):
-                rows = await self._render(request)
+                rows = rows_from_answer(await self._task.run(to_plain(request)))
         return DatasetPreview(rows=rows, num_rows=record.num_rows, format=record.format, options=options)
-
-    async def _render(self, request: PreviewRequest) -> tuple[PreviewRow, ...]:
-        try:
-            answer = await run_child(
-                "horizon_server.datasets.preview_child",
-                to_plain(request),
-                who="the preview",
-                environment=self._environment,
-                limits=self._limits,
-            )
-        except Stalled as error:
-            raise Stalled(
-                f"the rows were not rendered within {self._limits.wall_s:g} s; ask for fewer rows, or for earlier ones; "
-                "if that does not help, the model's chat template may never end"
-            ) from error
-        except WorkerCrashed as error:
-            raise InvalidModel("rendering these rows crashes; is the chat template right?") from error
-        except OutOfMemory as error:
-            raise InvalidModel(
-                f"rendering these rows takes more than {_MEMORY_BYTES // 2**30} GiB of memory; ask for fewer rows, or correct the "
-                "model's chat template"
-            ) from error
-        return rows_from_answer(answer)

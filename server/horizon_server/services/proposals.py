@@ -14,7 +14,7 @@ from pathlib import Path
 
 from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.db.jobs import AdmitJob
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotFound, QuotaExceeded
+from horizon_server.errors import DoesNotFit, InvalidModel, InvalidSpec, NotFound, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, known_size
 from horizon_server.planning.data_size import DataSize
@@ -28,7 +28,7 @@ from horizon_server.services.inputs import NodeResources
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
 from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
-from horizon_server.store.base_digest import other_base
+from horizon_server.store.base_digest import INIT_ADAPTER, check_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,11 @@ class Proposals:
         """
         start = await self._named_start(principal, spec, model_id)
         wanted = "" if start is None else await asyncio.to_thread(start.base_sha256)
-        if wanted and (found := await self.resources.digest_of(principal, folder)) != wanted:
-            raise InvalidSpec.of("init_from", other_base("init_from: the adapter", wanted, found))
+        if wanted:
+            try:
+                check_base(INIT_ADAPTER, wanted, await self.resources.digest_of(principal, folder), model=spec.model)
+            except InvalidModel as error:
+                raise InvalidSpec.of("init_from", error.message) from error
         return start
 
     async def _named_start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:

@@ -483,7 +483,7 @@ class ModelService(PushedService[ModelRecord]):
     async def _check(self, record: ModelRecord) -> dict[str, Any]:
         folder = self.folder(record.model_id)
         with disk_full_reported():
-            await in_thread(lambda: link_folder(self._uploads.store, record.files, folder))
+            await in_thread(lambda: link_folder(self._uploads.store.path, record.files, folder))
         facts = await check_model(folder, digests=self._digests)
         if self._trial is not None and facts["architecture"] != PEFT_LORA:
             await self._trial(folder)

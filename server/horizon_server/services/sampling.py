@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import DoesNotFit, InvalidModel, NotFound, OutOfMemory, Stalled, WorkerCrashed, WorkerFailed
-from horizon_server.events import SampledText, WorkerLine
+from horizon_server.children.child import streamed
+from horizon_server.children.entry import Answer
+from horizon_server.errors import NotFound, WorkerFailed
+from horizon_server.events import SampledText
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import (
@@ -38,9 +40,6 @@ from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
-
-# Texts that wait for a caller who reads slowly; then the child waits too.
-_WAITING_TEXTS = 256
 
 Sampled = SampledText | SampleFigures
 
@@ -134,58 +133,26 @@ class Samples:
         return base, adapter, f"{job.spec.model} in {kept_as}, as the adapter was trained on it, with the adapter"
 
     async def _answered(self, request: SampleRequest, memory: SampleMemory) -> AsyncGenerator[Sampled, None]:
-        news: asyncio.Queue[Sampled | None] = asyncio.Queue(_WAITING_TEXTS)
-
-        async def on_event(line: WorkerLine) -> None:
-            if isinstance(line, SampledText):
-                await news.put(line)
-
-        async def run() -> tuple[Any, bool]:
-            try:
-                return await self._child.answer(request, memory, on_event)
-            finally:
-                # Where the queue is full, the reader looks at this task when it is empty.
-                with contextlib.suppress(asyncio.QueueFull):
-                    news.put_nowait(None)
-
         start_s = time.monotonic()
-        running = asyncio.create_task(run(), name="sample")
-        try:
-            while not (running.done() and news.empty()):
-                text = await news.get()
-                if text is None:
-                    break
-                yield text
-            answer, was_loaded = await self._explained(running)
-            figures = _figures(answer)
-            # With the start of the child, which takes longer than a small model's weights.
-            load_s = max(figures.load_s, time.monotonic() - start_s - figures.duration_s)
-            yield replace(figures, load_s=0.0 if was_loaded else load_s)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        lines = streamed(lambda on_event: self._child.answer(request, memory, on_event))
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                if isinstance(line, SampledText):
+                    yield line
+                elif isinstance(line, Answer):
+                    answer, was_loaded = line.value
+                    figures = _figures(answer)
+                    # With the start of the child, which takes longer than a small model's weights.
+                    load_s = max(figures.load_s, time.monotonic() - start_s - figures.duration_s)
+                    yield replace(figures, load_s=0.0 if was_loaded else load_s)
 
     async def close(self) -> None:
         """Free the memory of a model that no call uses; none stays in memory from now on."""
         await self._child.close()
 
-    async def _explained(self, running: asyncio.Task[tuple[Any, bool]]) -> tuple[Any, bool]:
-        try:
-            return await running
-        except Stalled as error:
-            raise Stalled(
-                f"the prompts were not answered within {self._child.limit_s:g} s; send fewer at a time, or lower max_tokens"
-            ) from error
-        except OutOfMemory as error:
-            raise DoesNotFit(
-                "answering these prompts takes more memory than planned; send fewer or shorter ones"
-            ) from error
-        except WorkerCrashed as error:
-            raise InvalidModel("answering with this checkpoint crashes; is its chat template right?") from error
-
 
 def _answers_folder(checkpoint: Path, model: Path) -> Path:
-    # Checkpoints of earlier versions may have none.
+    # A checkpoint of adapters has one where it has ends to list that the model does not.
     return checkpoint if (checkpoint / GENERATION_CONFIG_FILE).is_file() else model
 
 

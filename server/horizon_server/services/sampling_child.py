@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.child import Child, Limits, OnEvent
+from horizon_server.children.child import Child, ChildTask, Limits, OnEvent
 from horizon_server.codec import to_plain
-from horizon_server.errors import DoesNotFit
+from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.planning.sampling import SampleMemory
 from horizon_server.records.sample import SampleOptions, SampleRequest
 from horizon_server.texts import size_text
 
-CHILD_MODULE = "horizon_server.worker.sampling"
 # Of one call, its turn not counted.
 LIMIT_S = 900.0
 # Between two looks at the files that the idle child's model was loaded from.
@@ -69,7 +68,7 @@ class SamplingChild:
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         """`free_bytes` is what jobs leave of the host's memory, all but the one of that id; `keep_s` how long an idle child stays."""
-        self.limit_s, self.busy_bytes = limit_s, 0
+        self._limit_s, self.busy_bytes = limit_s, 0
         self._environment, self._free_bytes = environment, free_bytes
         self._keep_s, self._look_every_s = keep_s, look_every_s
         self._idle: _Idle | None = None
@@ -138,19 +137,28 @@ class SamplingChild:
             return None
 
     async def _start(self, request: SampleRequest, memory: SampleMemory) -> Child:
-        return await Child.start(
-            CHILD_MODULE,
-            to_plain(request),
+        task = ChildTask(
+            module="horizon_server.worker.sampling",
             who="the child that answers prompts",
             environment=self._environment,
             limits=Limits(
                 memory_bytes=memory.private,
                 # The planes are files, in memory.
                 file_bytes=max(memory.planes, _LOG_BYTES),
-                wall_s=self.limit_s,
+                wall_s=self._limit_s,
                 oom_score_adj=1000,
             ),
+            meanings={
+                Stalled: Stalled(
+                    f"the prompts were not answered within {self._limit_s:g} s; send fewer at a time, or lower max_tokens"
+                ),
+                OutOfMemory: DoesNotFit(
+                    "answering these prompts takes more memory than planned; send fewer or shorter ones"
+                ),
+                WorkerCrashed: InvalidModel("answering with this checkpoint crashes; is its chat template right?"),
+            },
         )
+        return await task.start(to_plain(request))
 
     async def _watch(self, child: Child, model: _Model) -> None:
         """End a child that is idle for its time, or whose model is not that of its files any more."""

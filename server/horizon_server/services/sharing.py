@@ -56,7 +56,7 @@ class SharingService:
         async with self.jobs.turns.of(principal.name):
             allowances = await self.quotas.of(principal.name, *projects)
             used = await self.quotas.used(principal.name, *projects)
-        most = self.scheduler.view.rules.max_resident_jobs
+        most = self.scheduler.runtime.view.rules.max_resident_jobs
         return list(zip([with_defaults(one, max_resident_jobs=most) for one in allowances], used, strict=True))
 
     async def condition(self) -> NodeCondition:

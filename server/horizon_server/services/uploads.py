@@ -59,7 +59,7 @@ class Uploads:
         """
         check_ref(ref, max_bytes=self._max_blob_bytes)
         if self._has(owner, ref, await self._references.of_ready(owner, [ref.sha256])):
-            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+            return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
         num_bytes, result = 0, "cut"
 
         async def counted() -> AsyncIterator[bytes]:
@@ -151,7 +151,7 @@ class Uploads:
 
     async def _status(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> BlobStatus:
         if self._has(owner, ref, ready):
-            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+            return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
         return await self.store.status(owner, ref)  # makes the empty content, which need not be sent
 
     def _has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:

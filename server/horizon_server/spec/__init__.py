@@ -12,13 +12,11 @@ from horizon_server.spec.job import (
     LimitsSpec,
     check_kinds,
     job_schema,
-    needs_references,
     parse_job_spec,
 )
 from horizon_server.spec.lora import ALL_LINEAR, BaseFormat, LoraSpec
 from horizon_server.spec.objective import (
-    PAIRED,
-    WITH_OPTIONS,
+    METHODS,
     DpoSpec,
     IpoSpec,
     KtoSpec,
@@ -43,10 +41,9 @@ __all__ = [
     "EVAL_SET",
     "EVERYTHING",
     "LORA",
+    "METHODS",
     "NAME_PATTERN",
     "NAME_RULE",
-    "PAIRED",
-    "WITH_OPTIONS",
     "BaseFormat",
     "CheckpointSpec",
     "CompileChoice",
@@ -69,6 +66,5 @@ __all__ = [
     "check_kind",
     "check_kinds",
     "job_schema",
-    "needs_references",
     "parse_job_spec",
 ]

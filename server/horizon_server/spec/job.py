@@ -12,7 +12,7 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
 from horizon_server.spec.objective import (
-    WITH_OPTIONS,
+    METHODS,
     DpoSpec,
     IpoSpec,
     KtoSpec,
@@ -148,7 +148,7 @@ class JobSpec(Section):
     kto: Annotated[KtoSpec, absent_as_empty] = KtoSpec()
     policy: Annotated[PolicySpec, absent_as_empty] = PolicySpec()
 
-    @field_validator(*WITH_OPTIONS)
+    @field_validator(*(name for name, facts in METHODS.items() if facts.has_objective))
     @classmethod
     def _options_of_the_method(cls, options: Section, info: ValidationInfo) -> Section:
         assert info.field_name is not None
@@ -173,11 +173,14 @@ class JobSpec(Section):
     @classmethod
     def _fields_that_the_method_uses(cls, train: TrainSpec, info: ValidationInfo) -> TrainSpec:
         method = info.data.get("method")
-        if method not in WITH_OPTIONS:
+        options = METHODS[method].options if method else None
+        if options is None:
             return train
         if train.label_smoothing:
             own = (
-                f"; {method}.label_smoothing is another thing, and this method's" if method in ("dpo", "simpo") else ""
+                f"; {method}.label_smoothing is another thing, and this method's"
+                if "label_smoothing" in options.model_fields
+                else ""
             )
             raise WrongField(
                 "label_smoothing",
@@ -240,6 +243,16 @@ class JobSpec(Section):
             (steps for steps in (self.train.max_steps, self.limits.max_steps) if steps is not None), default=None
         )
 
+    @property
+    def options(self) -> Section | None:
+        """The section of the job's method; None for plain cross-entropy."""
+        return getattr(self, self.method) if METHODS[self.method].has_objective else None
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the job compares with the log-probabilities of the weights that it starts with."""
+        return METHODS[self.method].needs_references(self.options)
+
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data that `parse_job_spec` turns back into an equal spec."""
         return self.model_dump(mode="json")
@@ -275,11 +288,6 @@ def check_kinds(spec: JobSpec, kind: str, of_sets: Mapping[str, str]) -> None:
     if figure == ACCURACY and kinds[judged] != "text":
         problem = f"eval.best_by is {spec.eval.best_by!r}, and data of kind {kinds[judged]} has no accuracy; use {judged}.loss"
         raise InvalidSpec.of("eval.best_by", problem)
-
-
-def needs_references(spec: JobSpec) -> bool:
-    """Return whether the job's method compares with the log-probabilities of the weights that the job starts with."""
-    return spec.method in ("dpo", "ipo", "kto") or (spec.method == "policy" and spec.policy.kl_coefficient > 0)
 
 
 def job_schema() -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,11 +13,6 @@ from horizon_server.spec.fields import Section
 
 # Named, because a preview takes the same choice without being a job.
 Method = Literal["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy"]
-
-PAIRED = ("dpo", "ipo", "orpo", "simpo")
-"""Methods that learn from pairs of a chosen and a rejected answer."""
-WITH_OPTIONS = (*PAIRED, "kto", "policy")
-"""Methods with a section of their own in the spec, which has the method's name; the others are plain cross-entropy."""
 
 Beta = Annotated[float, Field(gt=0, le=1000)]
 SwappedShare = Annotated[float, Field(ge=0, lt=0.5)]
@@ -112,7 +109,35 @@ class PolicySpec(Section):
     )
 
 
-_KINDS: dict[str, str] = {**dict.fromkeys(PAIRED, "preference"), "kto": "kto", "policy": "samples"}
+@dataclass(frozen=True, kw_only=True)
+class MethodFacts:
+    """What the daemon knows of a method. `engine.objectives.OBJECTIVES` has its loss under the same name."""
+
+    data: Literal["text", "preference", "kto", "samples"] = "text"
+    """The kind of data that it learns from."""
+    options: type[Section] | None = None
+    """Its section of the spec, which has the method's name; None for plain cross-entropy."""
+    needs_references: Callable[[Any], bool] = lambda options: False
+    """Whether it compares, with these options, with the log-probabilities of the weights that a job starts with."""
+
+    @property
+    def has_objective(self) -> bool:
+        """Whether its loss is a function of the tokens' log-probabilities; else it is cross-entropy, which needs no second pass."""
+        return self.options is not None
+
+
+METHODS: dict[str, MethodFacts] = {
+    "sft": MethodFacts(),
+    "pretrain": MethodFacts(),
+    "dpo": MethodFacts(data="preference", options=DpoSpec, needs_references=lambda dpo: True),
+    "ipo": MethodFacts(data="preference", options=IpoSpec, needs_references=lambda ipo: True),
+    "orpo": MethodFacts(data="preference", options=OrpoSpec),
+    "simpo": MethodFacts(data="preference", options=SimpoSpec),
+    "kto": MethodFacts(data="kto", options=KtoSpec, needs_references=lambda kto: True),
+    "policy": MethodFacts(
+        data="samples", options=PolicySpec, needs_references=lambda policy: policy.kl_coefficient > 0
+    ),
+}
 
 
 def check_kind(method: str, kind: str, dataset: str = "") -> None:
@@ -121,10 +146,10 @@ def check_kind(method: str, kind: str, dataset: str = "") -> None:
     Raises:
         InvalidSpec: it does not; the message says which methods do, and which data the method needs.
     """
-    wanted = _KINDS.get(method, "text")
+    wanted = METHODS[method].data
     if kind == wanted:
         return
-    methods = [name for name, its in _KINDS.items() if its == kind] or ["sft", "pretrain"]
+    methods = [name for name, facts in METHODS.items() if facts.data == kind]
     found = f"dataset {dataset}" if dataset else "the dataset"
     problem = (
         f"{method}, which learns from data of kind {wanted}, and {found} is of kind {kind}; set method to {' or '.join(methods)}, "

@@ -123,15 +123,17 @@ class AdapterFolder:
             name = _base_tensor(module, shapes)
             if name is None:
                 raise InvalidModel(
-                    f"{self.path}: the adapter is for {module}, which the base model does not have; give the base that it was trained on"
+                    f": the adapter is for {module}, which the base model does not have; give the base that it was trained on",
+                    file=self.path,
                 )
             wanted = headers.b.shape[0], headers.a.shape[1]
             if self.config.transposed:
                 wanted = wanted[::-1]
             if shapes[name] != wanted:
                 raise InvalidModel(
-                    f"{self.path}: the adapter of {module} is for a weight of shape {list(wanted)}, the base's is {list(shapes[name])}; "
-                    "give the base that it was trained on"
+                    f": the adapter of {module} is for a weight of shape {list(wanted)}, the base's is {list(shapes[name])}; "
+                    "give the base that it was trained on",
+                    file=self.path,
                 )
             found[name] = headers
         return found
@@ -147,7 +149,8 @@ def read_base_sha256(folder: Path) -> str:
         text = stream.read(_MAX_DIGEST_BYTES).decode("ascii", errors="replace").strip()
     if not _DIGEST.fullmatch(text):
         raise InvalidModel(
-            f"{file} must hold a sha256, 64 digits from 0 to 9 and a to f; copy the adapter again, or leave the file out"
+            "must hold a sha256, 64 digits from 0 to 9 and a to f; copy the adapter again, or leave the file out",
+            file=file,
         )
     return text
 
@@ -192,8 +195,9 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
     config = _read_config(folder / ADAPTER_CONFIG_FILE)
     if not (folder / ADAPTER_FILE).is_file():
         raise InvalidModel(
-            f"{folder} has no {ADAPTER_FILE}; save the adapter as safetensors (save_pretrained writes them, a .bin file is a pickle and "
-            "is never read)"
+            f"has no {ADAPTER_FILE}; save the adapter as safetensors (save_pretrained writes them, a .bin file is a pickle and "
+            "is never read)",
+            file=folder,
         )
     headers = read_safetensors_headers(folder, stem=ADAPTER_STEM)
     adapters: dict[str, AdapterHeaders] = {}
@@ -203,67 +207,73 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
         if name not in keys:
             what = "of LoRA with use_dora" if config.dora else "of plain LoRA"
             ends = f"{LORA_A}, {LORA_B} or {MAGNITUDE}" if config.dora else f"{LORA_A} or {LORA_B}"
-            raise InvalidModel(f"{header.file}: {name} is not a tensor {what} ({PEFT_PREFIX}*{ends}); {_MERGE_FIRST}")
+            raise InvalidModel(
+                f": {name} is not a tensor {what} ({PEFT_PREFIX}*{ends}); {_MERGE_FIRST}", file=header.file
+            )
         if any(key not in headers for key in keys):
-            raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")
+            raise InvalidModel(f": {name} has no counterpart; copy or download the adapter again", file=header.file)
         found = AdapterHeaders(*(headers[key] for key in keys))
         for header in found.present:
             if header.dtype not in _DTYPES:
                 raise InvalidModel(
-                    f"{header.file}: {header.name} is {header.dtype}; adapters must be float32, float16 or bfloat16"
+                    f": {header.name} is {header.dtype}; adapters must be float32, float16 or bfloat16",
+                    file=header.file,
                 )
         a, b = found.a, found.b
         ranks = (a.shape[0], b.shape[1]) if len(a.shape) == len(b.shape) == 2 else ()
         if ranks != (config.rank, config.rank):
             raise InvalidModel(
-                f"{a.file}: the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}; with r {config.rank} they must be "
-                f"[{config.rank}, inputs] and [outputs, {config.rank}]"
+                f": the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}; with r {config.rank} they must be "
+                f"[{config.rank}, inputs] and [outputs, {config.rank}]",
+                file=a.file,
             )
         if found.magnitude is not None and found.magnitude.shape != (b.shape[0],):
             raise InvalidModel(
-                f"{a.file}: the magnitudes of {module} have shape {list(found.magnitude.shape)}; they must be [{b.shape[0]}], one for each "
-                "output of the map"
+                f": the magnitudes of {module} have shape {list(found.magnitude.shape)}; they must be [{b.shape[0]}], one for each "
+                "output of the map",
+                file=a.file,
             )
         adapters[module] = found
     if not adapters:
-        raise InvalidModel(f"{folder / ADAPTER_FILE} holds no adapter")
+        raise InvalidModel("holds no adapter", file=folder / ADAPTER_FILE)
     return AdapterFolder(path=folder, config=config, adapters=adapters)
 
 
 def _read_config(file: Path) -> AdapterConfig:
     if not file.is_file():
-        raise InvalidModel(f"{file.parent} has no {file.name}; give a folder that PEFT's save_pretrained wrote")
+        raise InvalidModel(f"has no {file.name}; give a folder that PEFT's save_pretrained wrote", file=file.parent)
     if file.stat().st_size > MAX_ADAPTER_CONFIG_BYTES:
-        raise InvalidModel(f"{file} is larger than {MAX_ADAPTER_CONFIG_BYTES} bytes, which no adapter's config is")
+        raise InvalidModel(f"is larger than {MAX_ADAPTER_CONFIG_BYTES} bytes, which no adapter's config is", file=file)
     try:
         plain = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
+        raise InvalidModel(f"is not valid JSON: {error}", file=file) from error
     if not isinstance(plain, dict):
-        raise InvalidModel(f"{file} must hold a JSON object, not a {type(plain).__name__}")
-    return parse_adapter_config(plain, str(file))
+        raise InvalidModel(f"must hold a JSON object, not a {type(plain).__name__}", file=file)
+    return parse_adapter_config(plain, file)
 
 
-def parse_adapter_config(plain: Mapping[str, Any], file: str = ADAPTER_CONFIG_FILE) -> AdapterConfig:
+def parse_adapter_config(plain: Mapping[str, Any], file: Path = Path(ADAPTER_CONFIG_FILE)) -> AdapterConfig:
     """What the object in an adapter_config.json says; `file` names it in messages. Raises InvalidModel, which names the option."""
     if (kind := plain.get("peft_type")) != "LORA":
-        raise InvalidModel(f"{file}: peft_type is {_shown(kind)}; only LORA is supported, so {_MERGE_FIRST}")
+        raise InvalidModel(f": peft_type is {_shown(kind)}; only LORA is supported, so {_MERGE_FIRST}", file=file)
     for name, value in plain.items():
         # PEFT writes every option that it knows, nearly all of them switched off.
         is_off = value in (None, False, "none") or value == {} or value == []
         if name not in _INFORMATION and name != "megatron_config" and not is_off:
             advice = _ADVICE.get(name, f"that is not supported, so {_MERGE_FIRST}")
-            raise InvalidModel(f"{file}: {_shown(name)} is {_shown(value)}; {advice}")
+            raise InvalidModel(f": {_shown(name)} is {_shown(value)}; {advice}", file=file)
     # Another way to begin changes the base's own weights; what is written with true or false does not.
     started = plain.get("init_lora_weights", True)
     if isinstance(started, str) and started not in ("gaussian", "orthogonal"):
         raise InvalidModel(
-            f"{file}: init_lora_weights is {_shown(started)}, which changes the base's weights; convert the adapter with PEFT "
-            "(path_initial_model_for_weight_conversion), and push that"
+            f": init_lora_weights is {_shown(started)}, which changes the base's weights; convert the adapter with PEFT "
+            "(path_initial_model_for_weight_conversion), and push that",
+            file=file,
         )
     rank = plain.get("r")
     if type(rank) is not int or not 1 <= rank <= MAX_ADAPTER_RANK:
-        raise InvalidModel(f"{file}: r is {_shown(rank)}; it must be a whole number from 1 to {MAX_ADAPTER_RANK}")
+        raise InvalidModel(f": r is {_shown(rank)}; it must be a whole number from 1 to {MAX_ADAPTER_RANK}", file=file)
     base = plain.get("base_model_name_or_path")
     return AdapterConfig(
         rank=rank,
@@ -276,18 +286,18 @@ def parse_adapter_config(plain: Mapping[str, Any], file: str = ADAPTER_CONFIG_FI
     )
 
 
-def _number(plain: Mapping[str, Any], name: str, file: str, *, default: float, high: float) -> float:
+def _number(plain: Mapping[str, Any], name: str, file: Path, *, default: float, high: float) -> float:
     value = plain.get(name, default)
     # isinstance takes True for a number, and NaN is in no range.
     if type(value) not in (int, float) or not 0 <= value <= high:
-        raise InvalidModel(f"{file}: {name} is {_shown(value)}; it must be a number from 0 to {high:g}")
+        raise InvalidModel(f": {name} is {_shown(value)}; it must be a number from 0 to {high:g}", file=file)
     return float(value)
 
 
-def _switch(plain: Mapping[str, Any], name: str, file: str) -> bool:
+def _switch(plain: Mapping[str, Any], name: str, file: Path) -> bool:
     value = plain.get(name, False)
     if value not in (None, True, False):
-        raise InvalidModel(f"{file}: {name} is {_shown(value)}; it must be true or false")
+        raise InvalidModel(f": {name} is {_shown(value)}; it must be true or false", file=file)
     return bool(value)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from horizon_formats.model_files import ADAPTER_BASE_FILE
 from horizon_server import progress
 from horizon_server.durable import replace_file
 from horizon_server.errors import InvalidModel
@@ -98,14 +97,25 @@ def model_digest(folder: Path) -> str:
     return _digest(folder, read_safetensors_headers(folder))
 
 
-def other_base(adapter: str, wanted: str, found: str) -> str:
-    """Return why an adapter cannot be used with a model: `wanted` is the digest of its base, `found` that of the model."""
-    return (
-        f"{adapter} was trained on other weights than those of model: their digest is {wanted[:12]}, not {found[:12]}; "
-        "merge it (horizon checkpoint merge) and start from the merged model, or give the model that it was trained on. The digest is of "
-        "the config and of every weight; versions before this one made it in another way: where the model is surely the same, push the "
-        f"adapter without its file {ADAPTER_BASE_FILE}"
-    )
+INIT_ADAPTER = "the adapter of init_from"
+"""How `check_base` names the adapter that a job starts with."""
+
+
+def check_base(adapter: str, wanted: str, found: str, *, model: str = "") -> None:
+    """Refuse a model as the base of an adapter: `wanted` is the digest of what it was trained on, `found` that of the model.
+
+    `adapter` and `model` are their names in the message.
+
+    Raises:
+        InvalidModel: the digests differ.
+    """
+    if found != wanted:
+        named = f"the model {model}" if model else "the model"
+        raise InvalidModel(
+            f"{named} is not the one that {adapter} was trained on: its digest is {found[:12]}, not {wanted[:12]}; restore the model's "
+            "files, or give the model that it was trained on; next to that one it can be merged (horizon checkpoint merge), and the "
+            "merged model used"
+        )
 
 
 def files_digest(folder: Path, names: Sequence[str]) -> str:
@@ -145,7 +155,7 @@ def _files(headers: Mapping[str, TensorHeader]) -> set[Path]:
 def _identity(model: Path, headers: Mapping[str, TensorHeader]) -> str:
     """What names the files of a folder as they are now. A hard link has another folder, but the same inode, size and times."""
     if not (model / CONFIG_FILE).is_file():
-        raise InvalidModel(f"{model} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
+        raise InvalidModel(f"holds no {CONFIG_FILE}; give a folder written by save_pretrained", file=model)
     names = sorted({CONFIG_FILE, *(file.name for file in _files(headers))})
     return _named([model / name for name in names])
 
@@ -166,7 +176,7 @@ def _sha256_of(header: TensorHeader, descriptor: int) -> str:
     while position < header.end:
         piece = os.pread(descriptor, min(PIECE_BYTES, header.end - position), position)
         if not piece:
-            raise InvalidModel(f"{header.file} is truncated in {header.name}; copy or download it again")
+            raise InvalidModel(f"is truncated in {header.name}; copy or download it again", file=header.file)
         digest.update(piece)
         position += len(piece)
         progress.advance()

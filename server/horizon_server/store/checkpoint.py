@@ -43,6 +43,7 @@ from horizon_server.store.adapter_files import (
     read_adapter_folder,
 )
 from horizon_server.store.adapter_load import rounding_of, weight_change
+from horizon_server.store.base_digest import check_base
 from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, MergeBase, adapter_part
 from horizon_server.store.generation_config import text_with_ends
 from horizon_server.store.host_store import HostStore, merge_master, split_master
@@ -223,22 +224,19 @@ def load_checkpoint(
     manifest = read_manifest(folder)
     if _has_adapters(store.layout) != (manifest.base is not None):
         held = "the whole model" if manifest.base is None else "adapters only"
-        raise InvalidModel(f"{folder} is a checkpoint of {held}, which this job does not train; use another checkpoint")
+        raise InvalidModel(
+            f"is a checkpoint of {held}, which this job does not train; use another checkpoint", file=folder
+        )
     if manifest.base is not None:
         assert base is not None and base_sha256 is not None, "adapters have a base"
-        if (found := base_sha256()) != manifest.base.sha256:
-            raise InvalidModel(
-                f"the model {manifest.base.model} is not the one that the checkpoint's adapters were trained on: its digest is "
-                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job. Versions before this "
-                "one made the digest in another way: where the model is surely the same, pull the checkpoint, push it without its file "
-                "base.sha256 and start a new job from it (init_from)"
-            )
+        check_base("the checkpoint's adapter", manifest.base.sha256, base_sha256(), model=manifest.base.model)
     for name, record in manifest.files.items():
         if not (folder / name).is_file():
-            raise InvalidModel(f"{folder / name} is missing from the checkpoint; use another checkpoint")
+            raise InvalidModel("is missing from the checkpoint; use another checkpoint", file=folder / name)
         if (size_bytes := (folder / name).stat().st_size) != record.size_bytes:
             raise InvalidModel(
-                f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint"
+                f"has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint",
+                file=folder / name,
             )
     contents = _plan_reads(store, folder, manifest)
     if manifest.base is not None:
@@ -250,7 +248,7 @@ def load_checkpoint(
         # A file without tensors is read for its checksum only.
         sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
         if sha256 != manifest.files[name].sha256:
-            raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
+            raise InvalidModel("does not match its checksum: the file is corrupt; use another checkpoint", file=file)
 
     # The rounding bits change what the model's own files have put in place.
     is_late = {name: name in contents and contents[name][0] == _ROUNDING for name in manifest.files}
@@ -389,9 +387,6 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     held, of_adapter = _held(store.layout), adapter_part(manifest.files)
     for stem in _STEMS:
         prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
-        is_there = any(name.startswith(f"{prefix}{stem}") and name.endswith(".safetensors") for name in manifest.files)
-        if stem == _ROUNDING and not is_there:
-            continue  # Format 1 exported `hi` itself.
         wanted = {t.name: form for t in held if (form := _form(stem, t, dtypes.get(t.name, "")))}
         if not wanted:
             continue
@@ -400,15 +395,18 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         else:
             headers = read_safetensors_headers(folder / prefix, stem=stem)
         if differing := sorted(set(wanted) ^ set(headers)):
-            raise InvalidModel(f"{folder} is a checkpoint of another model: {differing[0]} is in only one of the two")
+            raise InvalidModel(
+                f"is a checkpoint of another model: {differing[0]} is in only one of the two", file=folder
+            )
         for name, (dtype, shape) in wanted.items():
             found = headers[name]
             # The model's own weights may have any dtype that is exported.
             is_read = found.dtype in _CONFIG_NAMES if stem == _MODEL else found.dtype == dtype
             if found.shape != shape or not is_read:
                 raise InvalidModel(
-                    f"{found.file}: {name} is {found.dtype} {list(found.shape)}, "
-                    f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model"
+                    f": {name} is {found.dtype} {list(found.shape)}, "
+                    f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model",
+                    file=found.file,
                 )
         if stem == _MODEL:
             # Which halves are in the files under trainer/ follows from the format of the model's own.
@@ -416,7 +414,7 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         for header in headers.values():
             name = header.file.relative_to(folder).as_posix()
             if name not in manifest.files:
-                raise InvalidModel(f"{header.file} is not in the checkpoint's manifest; use another checkpoint")
+                raise InvalidModel("is not in the checkpoint's manifest; use another checkpoint", file=header.file)
             contents.setdefault(name, (stem, []))[1].append(header)
     return contents
 

@@ -18,9 +18,7 @@ from horizon_server.errors import InvalidModel
 
 TRAINER_FOLDER = "trainer"
 MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
-# Format 1 stored `hi` itself in the model's own files; it is still read. Format 3 is that of checkpoints that name a base.
-FORMAT_VERSION = 3
-_WITHOUT_BASE = 2
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +56,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint folder; it comes last, after every file it names."""
-    files = {name: asdict(record) for name, record in manifest.files.items()}
-    document: dict[str, Any] = {"format_version": _WITHOUT_BASE, "versions": dict(manifest.versions), "files": files}
-    if manifest.base is not None:
-        document |= {"format_version": FORMAT_VERSION, "base": asdict(manifest.base)}
+    document = {"format_version": FORMAT_VERSION, **asdict(manifest)}
     replace_file(folder / MANIFEST_FILE, json.dumps(document, indent=2) + "\n")
 
 
@@ -73,28 +68,31 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     if not file.is_file():
-        raise InvalidModel(f"{folder} is not a checkpoint: it has no {MANIFEST_FILE}")
+        raise InvalidModel(f"is not a checkpoint: it has no {MANIFEST_FILE}", file=folder)
     try:
         document: dict[str, Any] = json.loads(file.read_bytes())
         version = document["format_version"]
         if type(version) is not int or version > FORMAT_VERSION:
             raise InvalidModel(
-                f"{file} has format_version {version!r}, this version reads up to {FORMAT_VERSION}; update horizon-train"
+                f"has format_version {version!r}, this version reads up to {FORMAT_VERSION}; update horizon-train",
+                file=file,
             )
         files = {
             name: FileRecord(size_bytes=int(entry["size_bytes"]), sha256=str(entry["sha256"]))
             for name, entry in document["files"].items()
         }
         versions = {str(name): str(version) for name, version in document["versions"].items()}
-        named = document.get("base")
+        named = document["base"]
         base = None if named is None else BaseModel(model=str(named["model"]), sha256=str(named["sha256"]))
     except InvalidModel:
         raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidModel(f"{file} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+        raise InvalidModel(
+            f"is damaged ({type(error).__name__}: {error}); use another checkpoint", file=file
+        ) from error
     # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise InvalidModel(f"{file} names {outside[0]}, which is outside the checkpoint; use another checkpoint")
+        raise InvalidModel(f"names {outside[0]}, which is outside the checkpoint; use another checkpoint", file=file)
     return Manifest(files=files, versions=versions, base=base)
 
 

@@ -88,12 +88,14 @@ def base_format(base: MergeBase, packing_of: Mapping[str, Packing]) -> str:
     return next(iter(packing_of.values()), "source") if base == "trained" else "source"
 
 
-def read_origin(merged: Path) -> MergeOrigin | None:
-    """What a merged model in this folder was made from; None where it does not say."""
+def read_origin(merged: Path) -> MergeOrigin:
+    """What a merged model in this folder was made from. Raises InvalidModel where it does not say."""
     try:
         return MergeOrigin(**json.loads((merged / ORIGIN_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidModel(
+            f"{merged / ORIGIN_FILE} cannot be read ({error}); remove the merged model, then merge again"
+        ) from error
 
 
 def merged_dtype(merged: Path) -> ExportDtype:
@@ -249,7 +251,7 @@ def read_floats(header: TensorHeader) -> Floats:
         stream.seek(header.start)
         values = _as_floats(stream.read(header.end - header.start), header.dtype)
     if not np.isfinite(values).all():
-        raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the adapter is broken")
+        raise InvalidModel(f": {header.name} holds NaN or infinite values; the adapter is broken", file=header.file)
     return values.reshape(header.shape)
 
 
@@ -298,7 +300,9 @@ def _pieces(
                 while done < len(raw):
                     count = stream.readinto(memoryview(raw)[done:])
                     if not count:
-                        raise InvalidModel(f"{header.file} became shorter while it was read; copy or download it again")
+                        raise InvalidModel(
+                            "became shorter while it was read; copy or download it again", file=header.file
+                        )
                     done += count
                 yield start, end, raw
 

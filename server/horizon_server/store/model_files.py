@@ -34,21 +34,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The object in a folder's config.json."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
+        raise InvalidModel(f"holds no {CONFIG_FILE}; give a folder written by save_pretrained", file=folder)
     # Before it is read: what users push is parsed with bounded memory.
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise InvalidModel(f"{file} is larger than {MAX_CONFIG_BYTES} bytes, which no model config is")
-    return parse_config(file.read_bytes(), str(file))
+        raise InvalidModel(f"is larger than {MAX_CONFIG_BYTES} bytes, which no model config is", file=file)
+    return parse_config(file.read_bytes(), file)
 
 
-def parse_config(content: bytes, file: str = CONFIG_FILE) -> dict[str, Any]:
+def parse_config(content: bytes, file: Path = Path(CONFIG_FILE)) -> dict[str, Any]:
     """The object in the content of a config.json; `file` names it in messages."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
+        raise InvalidModel(f"is not valid JSON: {error}", file=file) from error
     if not isinstance(config, dict):
-        raise InvalidModel(f"{file} must hold a JSON object, not a {type(config).__name__}")
+        raise InvalidModel(f"must hold a JSON object, not a {type(config).__name__}", file=file)
     return config
 
 

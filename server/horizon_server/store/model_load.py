@@ -93,8 +93,9 @@ def _check(layout: StoreLayout, own: Sequence[TensorLayout], headers: Mapping[st
     ]
     if unknown:
         raise InvalidModel(
-            f"{folder} holds {_some(unknown)}, which the model in its config.json does not have; "
-            f"config and weights must belong together"
+            f"holds {_some(unknown)}, which the model in its config.json does not have; "
+            f"config and weights must belong together",
+            file=folder,
         )
 
 
@@ -102,14 +103,19 @@ def _check_tensors(places: Sequence[TensorLayout], headers: Mapping[str, TensorH
     wanted = {place.name: place.shape for place in places}
     if missing := sorted(set(wanted) - set(headers)):
         raise InvalidModel(
-            f"{folder} lacks {_some(missing)}, which the model in its config.json has; config and weights must belong together"
+            f"lacks {_some(missing)}, which the model in its config.json has; config and weights must belong together",
+            file=folder,
         )
     for name, shape in wanted.items():
         header = headers[name]
         if header.shape != shape:
-            raise InvalidModel(f"{header.file}: {name} has shape {list(header.shape)}, the model needs {list(shape)}")
+            raise InvalidModel(
+                f": {name} has shape {list(header.shape)}, the model needs {list(shape)}", file=header.file
+            )
         if header.dtype not in _DTYPES:
-            raise InvalidModel(f"{header.file}: {name} is {header.dtype}; weights must be bfloat16, float16 or float32")
+            raise InvalidModel(
+                f": {name} is {header.dtype}; weights must be bfloat16, float16 or float32", file=header.file
+            )
 
 
 def _zero(part: torch.Tensor) -> None:
@@ -201,7 +207,7 @@ def _load_in_place(hi: torch.Tensor, header: TensorHeader) -> None:
 
 def _require_finite(values: torch.Tensor, header: TensorHeader) -> None:
     if values.numel() and not sum_squares(values).is_finite:
-        raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the weights are broken")
+        raise InvalidModel(f": {header.name} holds NaN or infinite values; the weights are broken", file=header.file)
 
 
 def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) -> None:
@@ -210,7 +216,7 @@ def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) ->
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], position + done)
         if count == 0:
-            raise InvalidModel(f"{file} became shorter while it was read; copy or download it again")
+            raise InvalidModel("became shorter while it was read; copy or download it again", file=file)
         done += count
 
 

@@ -216,9 +216,7 @@ class PreparedFolder:
                     planes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if is_out_of_space(error):
-            raise DiskFull(
-                f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
-            ) from error
+            raise DiskFull(f"no space left for the prepared dataset ({error.strerror}); free some and retry") from error
 
     def publish(self, report: Mapping[str, object], *, on_bytes: Callable[[], None] = lambda: None) -> None:
         """Finish the files and give the folder its name; a folder that is there already is kept as it is."""
@@ -258,7 +256,7 @@ def parse_kind(name: str, path: Path) -> DataKind:
         return DataKind(name)
     except ValueError:
         known = ", ".join(DataKind)
-        raise InvalidData(f"{path} holds data of kind {name!r:.40}; this version knows {known}") from None
+        raise InvalidData(f"holds data of kind {name!r:.40}; this version knows {known}", file=path) from None
 
 
 def document_lengths(folder: Path) -> NDArray[np.int64]:
@@ -288,10 +286,10 @@ def _planes_in(folder: Path) -> Iterator[tuple[BinaryIO, dict[str, Any]]]:
         with path.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             if not 0 < size <= _MAX_HEADER_BYTES:
-                raise InvalidData(f"{path} is damaged; prepare the dataset again")
+                raise InvalidData("is damaged; prepare the dataset again", file=path)
             yield stream, json.loads(stream.read(size))
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
+        raise InvalidData(f"is not a prepared dataset ({error}); prepare the dataset again", file=folder) from error
 
 
 def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -307,13 +305,12 @@ def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         # Only torch's tensors are views of the mapped file; NumPy's would be copies.
         with safe_open(path, framework="pt") as tensors:
-            # Folders from before there were kinds hold text.
-            kind = parse_kind(report.get("kind", DataKind.TEXT), path)
+            kind = parse_kind(report["kind"], path)
             planes = planes_of(kind, weighted=WEIGHTS in set(tensors.keys()))
             for name, dtype in planes.items():
                 found = tensors.get_slice(name).get_dtype()
                 if found != dtype:
-                    raise InvalidData(f"{path}: {name} is {found}, expected {dtype}; prepare the dataset again")
+                    raise InvalidData(f": {name} is {found}, expected {dtype}; prepare the dataset again", file=path)
             return {name: tensors.get_tensor(name).numpy() for name in planes}, report
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise InvalidData(f"is not a prepared dataset ({error}); prepare the dataset again", file=folder) from error

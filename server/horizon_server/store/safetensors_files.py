@@ -71,7 +71,7 @@ def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, 
         InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is truncated; the message names it.
     """
     if not folder.is_dir():
-        raise InvalidModel(f"{folder} is not a folder; give a folder written by save_pretrained")
+        raise InvalidModel("is not a folder; give a folder written by save_pretrained", file=folder)
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
         return _read_file(single, MAX_HEADER_BYTES)[0]
@@ -79,14 +79,15 @@ def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, 
         return _read_sharded(folder, index)
     if found := [name for name in _PICKLES if (folder / name).exists()]:
         raise InvalidModel(
-            f"{folder} holds {found[0]}, a pickle: opening one can run code, so none is ever read; "
-            f"save the model as safetensors with save_pretrained"
+            f"holds {found[0]}, a pickle: opening one can run code, so none is ever read; "
+            f"save the model as safetensors with save_pretrained",
+            file=folder,
         )
     if (folder / "adapter_model.safetensors").exists():
         problem = "holds an adapter, not a model; merge it into its base model and give the merged folder"
     else:
         problem = f"holds neither {stem}.safetensors nor its index; give a folder written by save_pretrained"
-    raise InvalidModel(f"{folder} {problem}")
+    raise InvalidModel(f"{problem}", file=folder)
 
 
 def list_number(part: str) -> int | None:
@@ -104,11 +105,11 @@ def _read_file(file: Path, max_header_bytes: int) -> tuple[dict[str, TensorHeade
     for tensor in tensors:
         if tensor.start != position:
             problem = "overlaps the tensor before it" if tensor.start < position else "leaves a hole before it"
-            raise InvalidModel(f"{file}: {tensor.name} {problem}; {_COPY_AGAIN}")
+            raise InvalidModel(f": {tensor.name} {problem}; {_COPY_AGAIN}", file=file)
         position = tensor.end
     if position != file_bytes:
         state = "truncated" if file_bytes < position else "followed by bytes that belong to no tensor"
-        raise InvalidModel(f"{file} is {state}: {file_bytes} bytes on disk, {position} announced; {_COPY_AGAIN}")
+        raise InvalidModel(f"is {state}: {file_bytes} bytes on disk, {position} announced; {_COPY_AGAIN}", file=file)
     return {tensor.name: tensor for tensor in tensors}, data_start
 
 
@@ -118,14 +119,16 @@ def _read_sharded(folder: Path, index: Path) -> dict[str, TensorHeader]:
     bytes_left = MAX_HEADER_BYTES
     for shard in dict.fromkeys(shard_of.values()):
         if not (folder / shard).is_file():
-            raise InvalidModel(f"{folder} lacks the shard {shard} that {index.name} names; copy or download it again")
+            raise InvalidModel(
+                f"lacks the shard {shard} that {index.name} names; copy or download it again", file=folder
+            )
         found, header_bytes = _read_file(folder / shard, bytes_left)
         bytes_left -= header_bytes
         _check_count(folder, len(tensors) + len(found))
         for name, tensor in found.items():
             if name in tensors:
                 raise InvalidModel(
-                    f"{folder}: {name} is in both {tensors[name].file.name} and {shard}; keep one of them"
+                    f": {name} is in both {tensors[name].file.name} and {shard}; keep one of them", file=folder
                 )
             tensors[name] = tensor
     for name, shard in shard_of.items():
@@ -161,27 +164,30 @@ def _read_header(file: Path, max_bytes: int) -> tuple[dict[str, Any], int, int]:
         file_bytes = file.stat().st_size
         header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if file_bytes < _LENGTH_BYTES + 2:
-            raise InvalidModel(f"{file} is truncated: its {file_bytes} bytes hold no safetensors header; {_COPY_AGAIN}")
+            raise InvalidModel(
+                f"is truncated: its {file_bytes} bytes hold no safetensors header; {_COPY_AGAIN}", file=file
+            )
         if header_bytes > max_bytes:
             raise InvalidModel(
-                f"{file} is not a safetensors file, or has too many tensors: its header takes {header_bytes} bytes; "
-                f"all headers of a model together may take {MAX_HEADER_BYTES}"
+                f"is not a safetensors file, or has too many tensors: its header takes {header_bytes} bytes; "
+                f"all headers of a model together may take {MAX_HEADER_BYTES}",
+                file=file,
             )
         if _LENGTH_BYTES + header_bytes > file_bytes:
-            raise InvalidModel(f"{file} is truncated within its header, or not a safetensors file; {_COPY_AGAIN}")
+            raise InvalidModel(f"is truncated within its header, or not a safetensors file; {_COPY_AGAIN}", file=file)
         raw = stream.read(header_bytes)
     # Counted before the JSON is parsed, because parsing a long list holds the interpreter's lock.
     _check_count(file, raw.count(b'"data_offsets"'))
     if raw.count(b",") > MAX_TENSORS * _COMMAS_PER_TENSOR:
         raise InvalidModel(
-            f"{file} is not a safetensors file: its header has more values than {MAX_TENSORS} tensors need"
+            f"is not a safetensors file: its header has more values than {MAX_TENSORS} tensors need", file=file
         )
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
+        raise InvalidModel(f"is not a safetensors file: its header is not JSON ({error})", file=file) from error
     if not isinstance(header, dict):
-        raise InvalidModel(f"{file} is not a safetensors file: its header is not a JSON object")
+        raise InvalidModel("is not a safetensors file: its header is not a JSON object", file=file)
     return header, _LENGTH_BYTES + header_bytes, file_bytes
 
 
@@ -195,18 +201,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_count(place: Path, num_tensors: int) -> None:
     if num_tensors > MAX_TENSORS:
-        raise InvalidModel(f"{place} has more than {num_tensors - 1} tensors; a model may have at most {MAX_TENSORS}")
+        raise InvalidModel(
+            f"has more than {num_tensors - 1} tensors; a model may have at most {MAX_TENSORS}", file=place
+        )
 
 
 def _check_name(file: Path, name: str) -> None:
     num_numbers = sum(part.isdigit() for part in name.split(".", MAX_NAME_CHARS))
     if len(name) > MAX_NAME_CHARS or num_numbers > MAX_NAME_NUMBERS:
         raise InvalidModel(
-            f"{file}: the tensor name {_short(name)} has {len(name)} characters and {num_numbers} numbers in it; "
-            f"a name may have at most {MAX_NAME_CHARS} characters and {MAX_NAME_NUMBERS} numbers"
+            f": the tensor name {_short(name)} has {len(name)} characters and {num_numbers} numbers in it; "
+            f"a name may have at most {MAX_NAME_CHARS} characters and {MAX_NAME_NUMBERS} numbers",
+            file=file,
         )
     if not name.isprintable() or not all(part.isascii() for part in name.split(".") if part.isdigit()):
-        raise InvalidModel(f"{file}: the tensor name {_short(name)} has characters that a name cannot have")
+        raise InvalidModel(f": the tensor name {_short(name)} has characters that a name cannot have", file=file)
 
 
 def _short(value: object) -> str:
@@ -218,20 +227,21 @@ def _short(value: object) -> str:
 def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHeader:
     _check_name(file, name)
     if not isinstance(entry, dict):
-        raise InvalidModel(f"{file}: the header entry of {name} is not an object; {_COPY_AGAIN}")
+        raise InvalidModel(f": the header entry of {name} is not an object; {_COPY_AGAIN}", file=file)
     dtype, shape, offsets = entry.get("dtype"), _sizes(entry.get("shape")), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise InvalidModel(
-            f"{file}: {name} has dtype {_short(dtype)}, which is not read; save it as bfloat16 or float32"
+            f": {name} has dtype {_short(dtype)}, which is not read; save it as bfloat16 or float32", file=file
         )
     span: list[Any] = offsets if isinstance(offsets, list) else []
     if shape is None or len(span) != 2 or not all(type(at) is int and 0 <= at < _MAX_ELEMENTS for at in span):
         raise InvalidModel(
-            f"{file}: the shape or the offsets of {name} are malformed (at most {MAX_DIMENSIONS} dimensions); {_COPY_AGAIN}"
+            f": the shape or the offsets of {name} are malformed (at most {MAX_DIMENSIONS} dimensions); {_COPY_AGAIN}",
+            file=file,
         )
     start, end = span
     if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise InvalidModel(f"{file}: {name} is {dtype} {list(shape)}, but {end - start} bytes long; {_COPY_AGAIN}")
+        raise InvalidModel(f": {name} is {dtype} {list(shape)}, but {end - start} bytes long; {_COPY_AGAIN}", file=file)
     return TensorHeader(name=name, shape=shape, dtype=dtype, file=file, start=data_start + start, end=data_start + end)
 
 

@@ -6,15 +6,10 @@ The compiler takes seconds to load, hundreds of megabytes, and has been seen to 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
-import select
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +18,14 @@ from typing import Any, Literal
 import torch
 
 from horizon_server import progress
-from horizon_server.children.entry import Answer, EventWriter, Failure, decode_line, serve
-from horizon_server.codec import from_plain, to_json
+from horizon_server.children.child import ChildTask, Limits
+from horizon_server.children.entry import EventWriter, serve
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.engine.compiled.layers import CompiledLayers, is_complete
 from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
-from horizon_server.errors import HorizonError, InvalidSpec
-from horizon_server.events import Message
+from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
+from horizon_server.events import Message, WorkerLine
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DeviceKind
@@ -44,7 +40,9 @@ Choice = Literal["auto", "on", "off"]
 WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 # It gets little of the processors beside jobs that train.
 _MAX_COMPILE_S = 3600.0
+# How soon an order to end is seen.
 _POLL_S = 0.5
+_OWN_LOG = Path("/proc/self/fd/2")
 # A job is not to wait forever on a node that has no memory for the compiler.
 _MOST_KILLS = 3
 
@@ -133,74 +131,56 @@ class Compilation:
         if shutil.which(CPP_COMPILER) is None:
             return [f"there is no C++ compiler ({CPP_COMPILER}) on this node"]
         for _ in range(_MOST_KILLS):
-            failures = self._run_child()
+            failures = asyncio.run(self._run_child())
             if failures is not None:
                 return failures
-            self._warn("the compiling process was killed by SIGKILL: by hand, or by the kernel for lack of memory")
         return ["the compiling process was killed every time"]
 
-    def _run_child(self) -> list[str] | None:
+    async def _run_child(self) -> list[str] | None:
         """Run the child once; returns why it could not make what the library lacks, None where it was killed."""
         scratch = self._library.make_scratch()
         # TORCHINDUCTOR_CACHE_DIR is read by the compiler: its own default is a folder in /tmp that anybody could have made before.
         environment = {**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
         if self._request.device.startswith("cuda"):
             environment = compiler_environment(environment, scratch)
-        with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
-            file = Path(folder) / "request.json"
-            file.write_text(to_json(self._request), "ascii")
-            child = subprocess.Popen(
-                [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment,
-            )  # fmt: skip
-            stack.callback(_end, child)
-            return self._answer_of(child)
+        task = ChildTask(
+            module="horizon_server.worker.compilation",
+            who="the compilation",
+            environment=environment,
+            limits=Limits(wall_s=_MAX_COMPILE_S),
+        )
 
-    def _answer_of(self, child: subprocess.Popen[bytes]) -> list[str] | None:
-        assert child.stdout is not None
-        deadline_s = time.monotonic() + _MAX_COMPILE_S
-        pending = b""
-        # Not select(), which refuses descriptors above 1023.
-        poll = select.poll()
-        poll.register(child.stdout, select.POLLIN | select.POLLHUP)
-        while self._orders.current is StopRequest.NOTHING:
-            if time.monotonic() > deadline_s:
-                return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
-            progress.advance()  # it has a limit of its own
-            if not poll.poll(1000 * _POLL_S):
-                continue
-            data = os.read(child.stdout.fileno(), 1 << 16)
-            if not data:
-                status = child.wait()
-                # A kill says nothing about the model, while a job with other layers than the last time would get other bits.
-                if status == -signal.SIGKILL:
-                    return None
-                return [f"the compiling process ended with status {status}; the log of the attempt has its last lines"]
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                match decode_line(line):
-                    case Answer(value):
-                        return [str(refusal) for refusal in value]
-                    case Failure(error):
-                        return [error.message]
-                    case Message() as message:
-                        self._events.send(message)
-                    case _:
-                        pass
-        return []
+        async def on_event(line: WorkerLine) -> None:
+            if isinstance(line, Message):
+                self._events.send(line)
+
+        # What the compiler prints goes to the attempt's log.
+        answering = asyncio.create_task(task.run(to_plain(self._request), on_event, log_file=_OWN_LOG))
+        try:
+            while not answering.done():
+                if self._orders.current is not StopRequest.NOTHING:
+                    return []
+                progress.advance()  # it has a limit of its own
+                await asyncio.wait({answering}, timeout=_POLL_S)
+            return [str(refusal) for refusal in await answering]
+        except Stalled:
+            return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
+        except HorizonError as error:
+            # A kill says nothing about the model, while a job with other layers than the last time would get other bits.
+            if isinstance(error, WorkerDied) and error.retry_after_s is not None:
+                self._warn(error.message)
+                return None
+            return [error.message]
+        finally:
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError, HorizonError):
+                await answering
 
     def _tell(self, text: str) -> None:
         self._events.send(Message(level="info", text=text))
 
     def _warn(self, text: str) -> None:
         self._events.send(Message(level="warning", text=text))
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    # The compiler's own children too, which are in the session that the child began.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
 
 
 def work(request: Any, events: EventWriter) -> list[str]:

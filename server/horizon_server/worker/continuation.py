@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.records.execution import ComputeDtype
 from horizon_server.store.adapter_files import read_adapter_folder, read_base_sha256
-from horizon_server.store.base_digest import other_base
+from horizon_server.store.base_digest import INIT_ADAPTER, check_base
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState
 from horizon_server.store.host_store import HostStore
@@ -36,17 +36,8 @@ class Continuation:
         """The last step done."""
         return 0 if self.state is None else int(self.state["trainer"]["step"])
 
-    def check(
-        self,
-        *,
-        data: dict[str, Any],
-        compute_dtype: ComputeDtype,
-        made_in: ComputeDtype,
-        job_id: str,
-        tokens_of: Callable[[str], str],
-    ) -> None:
-        """Refuse what would not be continued exactly. `made_in` is the dtype of a checkpoint that does not name one, and `tokens_of` gives
-        the digest of the tokens of an earlier preparation, by the name of its folder: empty where that is gone.
+    def check(self, *, data: dict[str, Any], compute_dtype: ComputeDtype, job_id: str) -> None:
+        """Refuse what would not be continued exactly.
 
         Raises:
             InvalidSpec: the tokens, their order or the dtype are others now.
@@ -54,10 +45,9 @@ class Continuation:
         kept = self.state
         assert kept is not None, "there is something to continue"
         # Other data would train too, without an error, but to another result than a run that was never stopped.
-        differences = _other_data(kept["data"], data, tokens_of)
+        differences = _other_data(kept["data"], data)
         # The step is not the same function in another dtype.
-        before = kept.get("compute_dtype", made_in)
-        if before != compute_dtype:
+        if (before := kept["compute_dtype"]) != compute_dtype:
             differences.append(
                 f"it was made in {before}, and this attempt computes in {compute_dtype} (train.compute_dtype)"
             )
@@ -69,31 +59,19 @@ class Continuation:
             )
 
 
-def _other_data(before: dict[str, Any], now: dict[str, Any], tokens_of: Callable[[str], str]) -> list[str]:
+def _other_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs in the data of a checkpoint and of this attempt, in words."""
     found = []
-    if before["prepared"] != now["prepared"]:
-        # Prepared again, as after an upgrade. Checkpoints of earlier versions name the folder alone.
-        tokens = before.get("tokens") or tokens_of(before["prepared"])
-        if not tokens:
-            found.append(
-                f"it was made from tokens that were prepared as {before['prepared'][:12]}, which are not on the node any more, so that "
-                f"they cannot be compared with those of now ({now['prepared'][:12]})"
-            )
-        elif tokens != now["tokens"]:
-            found.append(f"its tokens are others (their sha256 was {tokens[:12]} and is {now['tokens'][:12]})")
+    if before["tokens"] != now["tokens"]:
+        found.append(f"its tokens are others (their sha256 was {before['tokens'][:12]} and is {now['tokens'][:12]})")
     if before["num_steps"] != now["num_steps"]:
         found.append(f"the job had {before['num_steps']} steps and has {now['num_steps']} now")
     if before["seed"] != now["seed"]:
         found.append(f"its seed was {before['seed']} and is {now['seed']}")
-    # A checkpoint of a version that had no packing limit was made without one.
-    limits = before.get("packing_limit"), now["packing_limit"]
+    limits = before["packing_limit"], now["packing_limit"]
     if limits[0] != limits[1]:
         was, is_now = (f"up to {limit} tokens" if limit else "without a limit" for limit in limits)
         found.append(f"its rows were packed {was}, and are {is_now} now")
-    elif "rows" not in before:
-        if before["order"] != now["order"]:
-            found.append("its documents were in another order")
     # Which steps the digest is of depends on how many there are.
     elif before["num_steps"] == now["num_steps"] and before["rows"] != now["rows"]:
         found.append("its documents were in another order")
@@ -132,15 +110,10 @@ def load(
     adapters = None
     if adapter is not None:
         assert base_sha256 is not None, "a job that starts with an adapter trains adapters"
-        _check_base(adapter, base_sha256)
+        # The model's files may have changed since the job was submitted, when this was compared.
+        if wanted := read_base_sha256(adapter):
+            check_base(INIT_ADAPTER, wanted, base_sha256())
         names = {place.name for _, place in store.layout.tensors() if place.adapts}
         adapters = read_adapter_folder(adapter).tensors(names)
     load_model(store, model, seed=seed, adapters=adapters)
     return Continuation(state=None, refusal=refusal)
-
-
-def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
-    """Refuse an adapter that was trained on another model: its files have changed since the job was submitted, when this was compared."""
-    wanted = read_base_sha256(adapter)
-    if wanted and (found := base_sha256()) != wanted:
-        raise InvalidModel(other_base("init_from: the adapter", wanted, found))

@@ -70,9 +70,8 @@ class Ending:
 
     def state(self) -> dict[str, Any]:
         """What to keep in a checkpoint, as JSON values."""
-        # Its name is of the versions that knew the loss alone.
-        return {"best_loss": self._best, "num_without_gain": self._num_without_gain}
+        return {"best": self._best, "num_without_gain": self._num_without_gain}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned."""
-        self._best, self._num_without_gain = state["best_loss"], int(state["num_without_gain"])
+        self._best, self._num_without_gain = state["best"], int(state["num_without_gain"])

@@ -11,13 +11,13 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import to_plain
-from horizon_server.errors import InvalidModel, in_words
+from horizon_server.errors import naming
 from horizon_server.worker import let_launchers_run
 
 
 def work(request: Any, _: EventWriter) -> Any:
-    """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder keep; or nothing
-    of a folder whose model can be trained, which raises InvalidModel otherwise.
+    """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder keep; nothing
+    of a folder whose model can be trained, which raises InvalidModel otherwise; or the UUIDs of the GPUs.
     """
     let_launchers_run()
     if "layers_of" in request:
@@ -26,20 +26,30 @@ def work(request: Any, _: EventWriter) -> Any:
         return to_plain(measure_layer_memory(Path(request["layers_of"])))
     if "try" in request:
         return _tried(Path(request["try"]))
+    if "gpus" in request:
+        return _gpus()
     from horizon_server.engine.rate_probe import measure_rates
 
     rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])
     return to_plain(rates)
 
 
+def _gpus() -> list[str]:
+    """The UUIDs of the devices in torch's order, which need not be the driver's; "" for one that torch names none of."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [str(getattr(device, "uuid", "")) for device in devices]
+
+
 def _tried(folder: Path) -> dict[str, Any]:
     from horizon_server.engine.template import Template
 
-    try:
+    # Where the folder is on the node is not the caller's concern.
+    with naming({folder: ""}):
         Template.from_folder(folder)
-    except InvalidModel as error:
-        # Where the folder is on the node is not the caller's concern.
-        raise InvalidModel(in_words(error.message, {folder: ""})) from error
     return {}
 
 

@@ -16,53 +16,22 @@ from torch import Tensor
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.objectives import (
-    DPO,
-    KTO,
-    ORPO,
+    OBJECTIVES,
     Documents,
     Objective,
-    PolicyGradient,
-    SimPO,
     StepObjective,
     WeightedSFT,
 )
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import EvalFigures, total_evaluation
-from horizon_server.spec import JobSpec, check_kind, needs_references
+from horizon_server.spec import JobSpec, check_kind
 
 
 def objective_of(spec: JobSpec) -> Objective | None:
     """Return the engine's objective of a job; None where its method is plain cross-entropy."""
-    match spec.method:
-        case "dpo":
-            dpo = spec.dpo
-            return DPO(
-                beta=dpo.beta,
-                kind=dpo.loss,
-                label_smoothing=dpo.label_smoothing,
-                length_normalised=dpo.length_normalised,
-            )
-        case "ipo":
-            return DPO(beta=spec.ipo.beta, kind="ipo", length_normalised=spec.ipo.length_normalised)
-        case "orpo":
-            return ORPO(penalty=spec.orpo.penalty)
-        case "simpo":
-            simpo = spec.simpo
-            return SimPO(beta=simpo.beta, gamma=simpo.gamma, label_smoothing=simpo.label_smoothing)
-        case "kto":
-            kto = spec.kto
-            return KTO(beta=kto.beta, desirable_weight=kto.desirable_weight, undesirable_weight=kto.undesirable_weight)
-        case "policy":
-            policy = spec.policy
-            return PolicyGradient(
-                clip_low=policy.clip_low if policy.clip else None,
-                clip_high=policy.clip_high if policy.clip else None,
-                kl_coefficient=policy.kl_coefficient,
-                mean=policy.mean,
-            )
-        case _:
-            return None
+    options = spec.options
+    return None if options is None else OBJECTIVES[spec.method](**options.model_dump())
 
 
 class MethodData:
@@ -85,7 +54,7 @@ class MethodData:
         if not is_plain:
             check_kind(spec.method, str(self.dataset.kind))
         self._objective = None if is_plain else objective_of(spec)
-        self.needs_references = self._objective is not None and needs_references(spec)
+        self.needs_references = self._objective is not None and spec.needs_references
         self.references: References | None = None
         self._logprobs: list[Tensor] = []
         self._documents: list[int] = []

@@ -23,7 +23,7 @@ from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
 from horizon_server.engine.template import Template
-from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel, in_words
+from horizon_server.errors import DoesNotFit, FieldViolation, InvalidData, InvalidModel, naming
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
@@ -37,7 +37,7 @@ from horizon_server.records.sample import (
 )
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
-from horizon_server.store.base_digest import DigestBook
+from horizon_server.store.base_digest import DigestBook, check_base
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
@@ -65,14 +65,11 @@ class Answerer:
         """Send the text of every answer as it comes, and return what it took."""
         let_launchers_run()
         request = from_plain(SampleRequest, plain)
-        try:
+        names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
+        if request.adapter is not None:
+            names[request.adapter.folder] = "the checkpoint"
+        with naming(names):
             return to_plain(self.answer(request, events))
-        except HorizonError as error:
-            # Where the daemon keeps checkpoints is not the user's concern.
-            names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
-            if request.adapter is not None:
-                names[request.adapter.folder] = "the checkpoint"
-            raise type(error)(in_words(error.message, names), violations=error.violations) from error
 
     def answer(self, request: SampleRequest, events: EventWriter) -> SampleFigures:
         """Answer the prompts of a request.
@@ -149,11 +146,7 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
 
 
 def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:
-    if (found := DigestBook(asked.digests).digest(base)) != asked.base_sha256:
-        raise InvalidModel(
-            f"the model is not the one that the checkpoint's adapter was trained on: its digest is {found[:12]}, not "
-            f"{asked.base_sha256[:12]}; restore the model's files on the node"
-        )
+    check_base("the checkpoint's adapter", asked.base_sha256, DigestBook(asked.digests).digest(base))
     return read_adapter_folder(asked.folder)
 
 

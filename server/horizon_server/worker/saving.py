@@ -9,7 +9,7 @@ from typing import Any
 
 from horizon_server import progress
 from horizon_server.children.entry import EventWriter
-from horizon_server.errors import DiskFull, in_words
+from horizon_server.errors import DiskFull
 from horizon_server.events import CheckpointWritten, Message
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.job import StopRequest
@@ -139,11 +139,7 @@ class CheckpointWriter:
         self._events.send(Message(level="warning", text=text))
 
     def _report_lack(self, step: int, error: DiskFull, meanwhile: str) -> None:
-        # Where the state folder is need not be known to the job's owner.
-        why = in_words(error.message, {self._folder.path: "the disk of the checkpoints"})
-        text = (
-            f"the checkpoint of step {step} could not be written: {why}; {meanwhile}; next try in {self._retry_s:g} s"
-        )
+        text = f"the checkpoint of step {step} could not be written: {error.message}; {meanwhile}; next try in {self._retry_s:g} s"
         self._events.send(Message(level="warning", text=text))
         self._not_before_s = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)

@@ -28,10 +28,7 @@ from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE
 from horizon_server.records.job import StopRequest
-from horizon_server.spec import needs_references
-from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
@@ -81,7 +78,7 @@ class Training:
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
         # Step and loss of the newest evaluation; by another figure than the loss, also that figure and whether it is the better when high.
-        self._last_eval: tuple[Any, ...] | None = None
+        self._last_eval: tuple[int, float, float | None, bool] | None = None
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
@@ -248,7 +245,7 @@ class Training:
         # what the device copies from is registered with it.
         device.adopt(store)
         device.release_memory()
-        self._starting_weights = StartingWeights.of(request) if needs_references(self._spec) else None
+        self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
         self._data_identity = self._identify_data()
         self._compiled = self._compiled_layers(self._template)
         if not self._turn.take():
@@ -311,9 +308,8 @@ class Training:
         # Products in FP8 are made of casts that no compiled layer has yet.
         choice = "off" if train.matmul == "fp8" else train.compile
         compilation = Compilation(template, wanted, choice=choice, events=self._events, orders=self._orders)
-        # A checkpoint of a version that compiled nothing was made with eager layers.
         kept = self._continued.state
-        before = None if kept is None else list(kept.get("compiled", ()))
+        before = None if kept is None else list(kept["compiled"])
         flops = FlopsCount.of_folder(self._folder).of([train.sequence_length])
         total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
         # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
@@ -323,23 +319,18 @@ class Training:
         """Continue where the last attempt ended; returns the last finished step."""
         kept, request = self._continued.state, self._request
         if kept is not None:
-            # A checkpoint of a version that had no choice was made in the device's default.
-            made_in = DEFAULT_COMPUTE_DTYPE[self._execution.device_kind]
             self._continued.check(
-                data=self._data_identity, compute_dtype=self._execution.compute_dtype, made_in=made_in, job_id=request.job_id,
-                tokens_of=lambda name: self._request.tokens_digest(request.prepared.with_name(name)),
-            )  # fmt: skip
+                data=self._data_identity, compute_dtype=self._execution.compute_dtype, job_id=request.job_id
+            )
             self._trainer.restore(kept["trainer"])
             self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
             self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
-            # Absent in checkpoints of earlier versions.
-            if "ending" in kept:
-                self._ending.restore(kept["ending"])
+            self._ending.restore(kept["ending"])
             where = ", with the weights that are in memory" if self._continued.from_memory else ""
             self._events.send(Message(level="info", text=f"continues after step {self._continued.step}{where}"))
             # The number of threads decides the order in which products are added, and so the last bits (ADR 0008).
-            before, now = kept.get("num_threads"), self._execution.num_threads
-            if before not in (None, now):
+            before, now = kept["num_threads"], self._execution.num_threads
+            if before != now:
                 text = (
                     f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last "
                     "bits from those of a job that was not stopped"
@@ -396,10 +387,7 @@ class Training:
         done = self._evaluation.run(self._trainer, step)
         if done is None:
             return False
-        wanted = self._spec.eval
-        # By the loss alone it is as in every earlier version.
-        is_plain = wanted.best_by == LOSS
-        self._last_eval = (step, done.eval_loss, *(() if is_plain else (done.judged, wanted.prefers_high)))
+        self._last_eval = (step, done.eval_loss, done.judged, self._spec.eval.prefers_high)
         if done.judged is not None:
             self._ending.observe(done.judged)
         self._events.send(done)
@@ -478,8 +466,6 @@ class Training:
             "rows": self._plan.digest(),
             "num_steps": self._plan.num_steps,
             "seed": self._spec.train.seed,
-            # Of checkpoints that name no `rows`.
-            "order": StepPlan.ORDER,
             # None where no row is long enough to reach it.
             "packing_limit": limit if limit is not None and limit < self._spec.train.sequence_length else None,
         }

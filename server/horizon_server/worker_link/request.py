@@ -59,8 +59,6 @@ class WorkerRequest:
         return model_digest(self.model) if self.digests is None else DigestBook(self.digests).digest(self.model)
 
     def tokens_digest(self, prepared: Path) -> str:
-        """Return the digest of the tokens of a prepared folder, of its data alone; empty where there is no such folder any more."""
+        """Return the digest of the tokens of a prepared folder, of its data alone."""
         file = prepared / TOKENS_FILE
-        if not file.is_file():
-            return ""
         return file_digest(file) if self.digests is None else DigestBook(self.digests).of_file(file)

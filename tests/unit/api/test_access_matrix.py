@@ -30,10 +30,9 @@ from horizon_proto.v1 import (
     node_pb2,
     sharing_pb2,
 )
+from horizon_server.api.grpc.calls import CALLS, SERVICES
 from horizon_server.api.grpc.convert import to_message
-from horizon_server.api.grpc.effects import EFFECTS
 from horizon_server.api.grpc.server import start_grpc_server
-from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.http.server import make_app
 from horizon_server.errors import HorizonError
 from horizon_server.records.account import EVERYONE
@@ -315,12 +314,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
 
 
 def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_change_something() -> None:
-    assert EFFECTS.keys() == CASES.keys(), "every method is declared as reading or changing"
+    assert CALLS.keys() == CASES.keys(), "every method is declared as reading or changing"
     read, admin_read = ACCEPTED.index("read"), ACCEPTED.index("admin_read")
     for name, cases in CASES.items():
         for case in cases:
             outcomes = {case.outcomes[read], case.outcomes[admin_read]}
-            assert (outcomes == {"PERMISSION_DENIED"}) == (EFFECTS[name].need == "change"), name
+            assert (outcomes == {"PERMISSION_DENIED"}) == (CALLS[name].effect.need == "change"), name
 
 
 OPEN_ROUTES = ("/", "/version", "/openapi.json", "/healthz", "/readyz")
@@ -349,12 +348,7 @@ def expected(outcomes: Row, caller: str) -> str:
 
 
 async def test_every_method_answers_every_caller_as_it_should(scene: Scene) -> None:
-    methods = {
-        f"{service.name}/{method.name}": (service, method)
-        for module, _, _ in SERVICERS
-        for service in module.DESCRIPTOR.services_by_name.values()
-        for method in service.methods
-    }
+    methods = {f"{service.name}/{method.name}": (service, method) for service in SERVICES for method in service.methods}
     assert methods.keys() == CASES.keys(), "every method needs a case"
     server = await start_grpc_server(scene.services, address="127.0.0.1:0", tls=None)
     wrong = []

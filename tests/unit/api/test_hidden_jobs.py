@@ -15,8 +15,8 @@ from sqlalchemy import Engine, event
 from tests.access_scene import Scene
 
 from horizon_proto.v1 import checkpoint_pb2, housekeeping_pb2, job_pb2
+from horizon_server.api.grpc.calls import SERVICES
 from horizon_server.api.grpc.server import start_grpc_server
-from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.http.server import make_app
 from horizon_server.records.job import JobState
 
@@ -62,12 +62,7 @@ CALLS: dict[str, Make] = {
     "HousekeepingService/Delete": _delete(housekeeping_pb2.RESOURCE_KIND_JOB),
     "HousekeepingService/Delete checkpoint": _delete(housekeeping_pb2.RESOURCE_KIND_CHECKPOINT, "@3"),
 }  # fmt: skip
-METHODS = {
-    f"{service.name}/{method.name}": (service, method)
-    for module, _, _ in SERVICERS
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
+METHODS = {f"{service.name}/{method.name}": (service, method) for service in SERVICES for method in service.methods}
 
 
 def test_every_call_that_names_a_job_is_here() -> None:

@@ -31,7 +31,7 @@ from horizon_proto.v1 import (
 )
 from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
-from horizon_server.api.http.bodies import NOT_IN_REST, PUBLIC_NAMES, body_of
+from horizon_server.api.http.bodies import NOT_IN_REST, body_of, public_name
 from horizon_server.api.sharing import AllowanceUse, QueueEntry, QuotaLimit
 from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.figures import EvalSetFigures, TransferFigures
@@ -43,6 +43,7 @@ from horizon_server.records.housekeeping import Deletion
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook, ShareUse, Usage
+from horizon_server.records.times import is_time
 from horizon_server.services.node import DeviceStatus, NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -158,14 +159,9 @@ SPEC = parse_job_spec(
     {"name": "a", "model": "m", "dataset": "d", "eval_dataset": "e", "train": {"max_grad_norm": None}}
 )
 
-TIMES = ("created_s", "queued_s", "started_s", "ended_s", "time_s", "as_of_s", "added_s")
-OPTIONAL_TIMES = (
-    *("estimated_start_s", "estimated_end_s", "window_start_s", "window_end_s", "deletion_s"),
-    *("expires_s", "revoked_s", "last_used_s"),
-)
 CHOICES = {"job_state": ("RUNNING", "QUEUED"), "format": ("messages", "prompt-completion")}
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
-times = st.just(0.0) | st.integers(1, 2**42).map(lambda microseconds: microseconds / 1e6)
+times = st.integers(1, 2**42).map(lambda microseconds: microseconds / 1e6)
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: texts,
     bool: st.booleans(),
@@ -178,10 +174,10 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
     """What a field of this type can hold."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if name in TIMES:
-        return times
-    if name in OPTIONAL_TIMES:
-        return st.none() | times.filter(bool)
+    if is_time(hint) or name == "time_s":
+        return times | st.none() if type(None) in arguments else times
+    if origin is typing.Annotated:
+        return values(arguments[0])
     if name in CHOICES:
         return st.sampled_from(CHOICES[name]).map(hint)
     if hint in PLAIN:
@@ -203,9 +199,13 @@ def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
 
 
 def records(kind: type[Any], *, without: Collection[str] = ()) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in without]
-    return st.builds(kind, **{name: values(hints[name], name) for name in names})
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = [field for field in dataclasses.fields(kind) if field.name not in without]
+    # A time that is not known yet is 0, where that is the default.
+    unknown = {field.name: st.just(0.0) for field in fields if is_time(hints[field.name]) and field.default == 0.0}
+    return st.builds(
+        kind, **{f.name: unknown.get(f.name, st.nothing()) | values(hints[f.name], f.name) for f in fields}
+    )
 
 
 def private(kind: type[Any]) -> set[str]:
@@ -237,12 +237,13 @@ def test_a_record_comes_back_equal(kind: type[Any], data: st.DataObject) -> None
 def test_every_field_of_a_record_is_in_rest(kind: type[Any], data: st.DataObject) -> None:
     record = data.draw(records(kind))
     model: Any = body_of(cast(Any, kind))
+    hints = typing.get_type_hints(kind, include_extras=True)
     body = json.loads(json.dumps(model.model_validate(record).model_dump(mode="json"), allow_nan=False))
     for field in dataclasses.fields(kind):
         if field.name in NOT_IN_REST.get(kind, {}):
             continue
         value = getattr(record, field.name)
-        shown = body[PUBLIC_NAMES.get(field.name, field.name)]
+        shown = body[public_name(field.name, hints[field.name])]
         if isinstance(value, str | bool | int) or value is None:
             assert shown == value
         elif dataclasses.is_dataclass(value) or isinstance(value, list | tuple | dict):

@@ -48,10 +48,11 @@ EVERY_COMMAND = dict(_commands(horizon))
 
 
 def test_the_promised_commands_are_there() -> None:
-    promised = """login; profile list; profile use; version; dataset push; dataset list; dataset get; dataset delete; dataset preview;
-        model push; model list; model get; model delete; job plan; job submit; job list; job get; job watch; job logs; job cancel;
-        job pause; job resume; job set-priority; job update; queue simulate; usage; quota; node cordon; node drain; node uncordon;
-        node maintenance; plan; checkpoint list; checkpoint pull; checkpoint delete; node status"""
+    promised = """login; profile list; profile use; version; dataset push; dataset list; dataset get; dataset delete;
+        dataset preview; model push; model list; model get; model delete; job plan; job submit; job list;
+        job get; job watch; job logs; job cancel; job pause; job resume; job set-priority; queue
+        simulate; usage; quota; node cordon; node drain; node uncordon; node maintenance; plan; checkpoint
+        list; checkpoint pull; checkpoint delete; node status"""
     assert {tuple(command.split()) for command in promised.split(";")} <= set(EVERY_COMMAND)
 
 
@@ -354,9 +355,9 @@ def test_steering(run: Run, daemon: Daemon) -> None:
     assert "PAUSED" in run("job", "pause", "first").stdout
     assert "QUEUED" in run("job", "resume", "first").stdout
     assert run("job", "resume", "first").exit_code == 2
-    assert run("job", "update", "first", "--priority", "7").stdout == f"first ({job.job_id}): QUEUED #1, priority 7\n"
+    assert run("job", "set-priority", "first", "7").stdout == f"first ({job.job_id}): QUEUED #1, priority 7\n"
     assert run("job", "set-priority", "first", "-5").stdout == f"first ({job.job_id}): QUEUED #1, priority -5\n"
-    refused = run("job", "update", "first", "--priority", "500")
+    refused = run("job", "set-priority", "first", "500")
     assert (refused.exit_code, "only an admin" in refused.stderr) == (3, True)
     assert run("job", "cancel", "first", "-o", "name").stdout == f"{job.job_id}\n"
     assert run("job", "list", "--state", "cancelled", "-o", "name").stdout == f"{job.job_id}\n"

@@ -10,8 +10,8 @@ import click
 import pytest
 
 from horizon_client import Client, InvalidRequest
+from horizon_client.choices import METHODS
 from horizon_client.cli.preview_page import preview_page
-from horizon_client.cli.pushed import METHODS
 from horizon_client.resources import DatasetPreview, PreviewRow, PreviewSpan
 from horizon_server.spec import Method
 
@@ -27,7 +27,7 @@ def preview(*spans: PreviewSpan, num_documents: int = 1, problems: tuple[str, ..
 
 
 def test_a_preview_is_offered_for_every_method() -> None:
-    assert get_args(Method) == tuple(METHODS)
+    assert get_args(Method) == METHODS
 
 
 class Terminal(io.StringIO):

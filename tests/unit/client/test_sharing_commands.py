@@ -33,7 +33,7 @@ def shared(daemon: Daemon) -> tuple[str, str]:
     """A resident and a queued job with outlooks; returns their ids."""
     resident, queued = daemon.add_job("first", state=JobState.RUNNING), daemon.add_job("second")
     in_an_hour_s = time.time() + 3600
-    daemon.served.parts.parts.scheduler.view.outlooks = {
+    daemon.served.parts.parts.scheduler.runtime.view.outlooks = {
         resident.job_id: Outlook(why="resident, alone on the GPU", share=0.5, estimated_end_s=in_an_hour_s),
         queued.job_id: Outlook(
             why="waiting for 3 GiB", estimated_start_s=in_an_hour_s, estimated_end_s=in_an_hour_s + 60
@@ -231,7 +231,6 @@ def test_a_client_method_for_every_command(daemon: Daemon, client: Client) -> No
     assert client.sharing.usage()[0].user == "ada"
     assert [one.holder for one in client.sharing.quota()] == ["user", "project"]
     job = daemon.add_job("first")
-    assert client.jobs.update(job.job_id, priority=3).priority == 3
     assert client.jobs.set_priority(job.job_id, 4).priority == 4
     spec: dict[str, Any] = {"name": "x", "model": "tiny-base", "dataset": "gsm8k"}
     assert client.jobs.simulate(spec).outlook.why

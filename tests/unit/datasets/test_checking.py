@@ -18,7 +18,6 @@ import pytest
 from horizon_formats.checks import DatasetReport, check_files
 from horizon_formats.files import MAX_ROW_BYTES
 from horizon_formats.formats import DatasetFormat
-from horizon_server.api.status import status_of
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, IoFailed, WorkerDied
@@ -109,11 +108,13 @@ async def test_a_check_that_is_killed_says_so(tmp_path: Path) -> None:
         checkers()[0].kill()
         with pytest.raises(WorkerDied, match="the check of notes was killed by SIGKILL") as caught:
             await task
-    assert (status_of(caught.value).grpc, caught.value.retry_after_s) == ("UNAVAILABLE", 1.0), "clients may repeat it"
+    assert (caught.value.status.grpc, caught.value.retry_after_s) == ("UNAVAILABLE", 1.0), "clients may repeat it"
 
 
 async def test_a_file_that_is_gone_is_no_fault_of_the_data(tmp_path: Path) -> None:
-    with pytest.raises(IoFailed, match=r"the data check could not read or write a file \(gone\.jsonl\): No such file"):
+    with pytest.raises(
+        IoFailed, match=r"the data check could not read or write a file: No such file .* \(gone\.jsonl\)"
+    ):
         await check(tmp_path / "gone.jsonl")
 
 

@@ -337,7 +337,7 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     end = decode_line(done.stdout.splitlines()[-1].encode())
     assert isinstance(end, Failure)
     assert (done.returncode, end.error.reason) == (1, "DISK_FULL")
-    assert "no space left under" in end.error.message
+    assert "no space left for the prepared dataset" in end.error.message
     assert list((tmp_path / "work").iterdir()) == []
 
 

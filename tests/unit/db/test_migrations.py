@@ -1,4 +1,4 @@
-"""Databases of other versions: an earlier one is migrated whole or not at all, a newer one is refused."""
+"""Databases of other versions: that of a release becomes one of this version, whole or not at all; a newer one is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,32 @@ from pathlib import Path
 
 import click
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine
 from tests.support.later_schemas import later_migrations, later_schemas
+from tests.support.released_states import RELEASES, STATE, unpack
 
 from horizon_server.cli import horizond, run
 from horizon_server.db.database import Database, migrate
 from horizon_server.db.database_file import opened_file
+from horizon_server.db.tables import Table
 from horizon_server.services.accounts import Accounts
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_database_of_a_release_becomes_one_of_this_version(release: str, tmp_path: Path) -> None:
+    """Also where a migration that was released has changed: what it made then is not what a new database has now."""
+    unpack(release, tmp_path)
+    path = tmp_path / STATE / "horizon.db"
+    migrate(path)
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+    engine.dispose()
+    with opened_file(path) as file:
+        assert (file.damage(), file.contradictions(), file.jobs_without_data()) == ([], [], [])
+
 
 _KILLED = """
 import os, signal, sys

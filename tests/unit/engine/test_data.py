@@ -180,13 +180,14 @@ def write_prepared(folder: Path, **changes: NDArray[Any]) -> Path:
         "document_starts": np.array([0, 3, 5], dtype=np.int64),
     }
     save_file(planes | changes, folder / "tokens.safetensors")
-    (folder / "report.json").write_text(json.dumps({"rows": 2}))
+    (folder / "report.json").write_text(json.dumps({"kind": "text", "rows": 2}))
     return folder
 
 
 def test_opens_what_preparation_wrote(tmp_path: Path) -> None:
     dataset = PreparedDataset.open(write_prepared(tmp_path))
-    assert (dataset.num_documents, dataset.num_tokens, dataset.report) == (2, 5, {"rows": 2})
+    assert (dataset.num_documents, dataset.num_tokens) == (2, 5)
+    assert dataset.report == {"kind": "text", "rows": 2}
     row = dataset.micro_batch([1, 0])
     assert torch.equal(row.input_ids_T, torch.tensor([8, 9, 5, 6, 7]))
     assert torch.equal(row.labels_T, torch.tensor([9, -100, 6, 7, -100]))

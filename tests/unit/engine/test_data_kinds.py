@@ -100,7 +100,8 @@ def test_half_a_pair_an_unknown_kind_and_missing_planes_are_refused(tmp_path: Pa
     with pytest.raises(InvalidData, match="kind 'images'; this version knows text, preference, kto, samples"):
         PreparedDataset.open(tmp_path / "text")
     report.write_text("{}")
-    assert PreparedDataset.open(tmp_path / "text").kind is DataKind.TEXT
+    with pytest.raises(InvalidData, match="is not a prepared dataset"):
+        PreparedDataset.open(tmp_path / "text")
 
 
 def test_the_folder_of_text_has_the_planes_that_it_always_had() -> None:

@@ -144,16 +144,16 @@ CASES: dict[str, tuple[StepObjective, Callable[[Tensor], float]]] = {
         lambda p: dpo(p, lambda h: -math.log(sigmoid(0.3 * h)), weights=WEIGHTS),
     ),
     "hinge": (
-        StepObjective(objective=DPO(beta=0.3, kind="hinge"), documents=PAIRED, references_S=REFERENCES),
+        StepObjective(objective=DPO(beta=0.3, loss="hinge"), documents=PAIRED, references_S=REFERENCES),
         lambda p: dpo(p, lambda h: max(0.0, 1 - 0.3 * h)),
     ),
     "ipo": (
-        StepObjective(objective=DPO(beta=0.3, kind="ipo"), documents=PAIRED, references_S=REFERENCES),
+        StepObjective(objective=DPO(beta=0.3, loss="ipo"), documents=PAIRED, references_S=REFERENCES),
         lambda p: dpo(p, lambda h: (h - 1 / 0.6) ** 2),
     ),
     "ipo, as TRL": (
         StepObjective(
-            objective=DPO(beta=0.3, kind="ipo", length_normalised=True), documents=PAIRED, references_S=REFERENCES
+            objective=DPO(beta=0.3, loss="ipo", length_normalised=True), documents=PAIRED, references_S=REFERENCES
         ),
         lambda p: dpo(p, lambda h: (h - 1 / 0.6) ** 2, average=True),
     ),
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[StepObjective, Callable[[Tensor], float]]] = {
         ),
         lambda p: kto(p, has_kl=True),
     ),
-    "importance sampling": (StepObjective(objective=PolicyGradient(), documents=SAMPLED), policy),
+    "importance sampling": (StepObjective(objective=PolicyGradient(clip=False), documents=SAMPLED), policy),
     "ppo": (
         StepObjective(objective=PolicyGradient(clip_low=0.2, clip_high=0.3), documents=SAMPLED),
         lambda p: policy(p, clips=(0.2, 0.3)),

@@ -154,11 +154,11 @@ async def test_what_is_being_downloaded_stays(daemon: DaemonParts, ada: Principa
                 [refused] = await deleted(daemon, ada, kind, key, dry_run=dry_run)
                 assert "being downloaded" in refused.refusal
         # Another process, such as a worker that keeps the newest only.
-        daemon.parts.scheduler.folders.checkpoints(job.job_id).apply_retention(keep_last=1, keep_best=False)
+        daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id).apply_retention(keep_last=1, keep_best=False)
         assert path.read_bytes() == b"w" * 100
     with pytest.raises(InUse):
         # A download asks for one file after the other.
-        daemon.parts.scheduler.folders.checkpoints(job.job_id).delete(5)
+        daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id).delete(5)
     [gone] = await deleted(daemon, ada, "checkpoint", f"{job.job_id}@5")
     assert gone.refusal == "", "its owner need not wait until the last download is forgotten"
 
@@ -199,7 +199,7 @@ async def test_leases_of_many_downloads_are_bounded(
 ) -> None:
     monkeypatch.setattr("horizon_server.jobs.leases.MAX_LEASES", 2)
     job = await ended_job(daemon, ada, steps=(1, 2, 3, 4))
-    leases, checkpoints = ReadLeases(), daemon.parts.scheduler.folders.checkpoints(job.job_id)
+    leases, checkpoints = ReadLeases(), daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id)
     for step in (1, 2, 3, 4):
         with await leases.take(checkpoints, step):
             pass

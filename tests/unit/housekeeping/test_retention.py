@@ -30,7 +30,7 @@ async def due_now(daemon: DaemonParts, job: JobRecord) -> None:
 
 
 def steps(daemon: DaemonParts, job: JobRecord) -> list[int]:
-    return daemon.parts.scheduler.folders.checkpoints(job.job_id).steps()
+    return daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id).steps()
 
 
 async def test_after_its_days_a_jobs_checkpoints_are_announced_and_then_deleted(
@@ -137,7 +137,7 @@ async def test_a_download_delays_a_deletion(daemon: DaemonParts, ada: Principal)
 async def test_a_deletion_of_checkpoints_that_was_cut_short_is_finished(daemon: DaemonParts, ada: Principal) -> None:
     job = await ended_job(daemon, ada, steps=(5, 10), checkpoint={"keep_days": 1})
     await daemon.parts.journal.store.begin_deletion(job.job_id, CHECKPOINTS_BEING_DELETED)
-    daemon.parts.scheduler.folders.checkpoints(job.job_id).delete(5)
+    daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id).delete(5)
     await daemon.parts.sweep.run()
     assert steps(daemon, job) == []
     assert (await daemon.job(job.job_id)).deletion_s is None
@@ -166,7 +166,7 @@ async def test_of_a_succeeded_job_the_newest_and_the_best_keep_their_trainer_sta
         assert is_complete(folder)
         assert json.loads((folder / "trainer/trainer_state.json").read_bytes())
     assert list(read_manifest(folders[1]).files) == ["model.safetensors"]
-    assert daemon.parts.scheduler.folders.checkpoint_bytes() == {job.job_id: 800}
+    assert daemon.parts.scheduler.runtime.folders.checkpoint_bytes() == {job.job_id: 800}
     assert (await daemon.parts.sweep.run())[0] == []
 
 
@@ -176,12 +176,12 @@ async def test_other_jobs_keep_all_trainer_states(
 ) -> None:
     job = await ended_job(daemon, ada, state=state, steps=(1, 2), checkpoint={"keep_optimizer": keep})
     assert (await daemon.parts.sweep.run())[0] == []
-    assert daemon.parts.scheduler.folders.checkpoint_bytes() == {job.job_id: 600}
+    assert daemon.parts.scheduler.runtime.folders.checkpoint_bytes() == {job.job_id: 600}
 
 
 async def test_trainer_state_that_is_downloaded_stays_until_the_next_sweep(daemon: DaemonParts, ada: Principal) -> None:
     job = await ended_job(daemon, ada, steps=(1, 2))
-    checkpoints = daemon.parts.scheduler.folders.checkpoints(job.job_id)
+    checkpoints = daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id)
     with checkpoints.reading(1):
         await daemon.parts.sweep.run()
         with pytest.raises(InUse):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -109,9 +110,7 @@ async def test_a_pushed_adapter_that_names_its_base_is_compared_with_it(
     own = model_digest(daemon.model_folder)
     assert (start / "base.sha256").read_text() == own
     load(store, model=daemon.model_folder, resume_from=None, from_memory=False, adapter=start, base_sha256=lambda: own)
-    words = (
-        f"init_from: the adapter was trained on other weights than those of model: their digest is {own[:12]}, not 000"
-    )
+    words = f"the model is not the one that the adapter of init_from was trained on: its digest is 000000000000, not {own[:12]}"
     with pytest.raises(InvalidModel, match=words):
         load(
             store, model=daemon.model_folder, resume_from=None, from_memory=False, adapter=start,
@@ -128,11 +127,11 @@ async def test_an_adapter_of_another_model_is_refused_when_the_job_is_submitted(
     (checkpoint / "base.sha256").write_text("0" * 64)
     await daemon.model(ada, "other", checkpoint)
     words = (
-        "init_from: the adapter was trained on other weights than those of model: their digest is 000000000000, not "
+        rf"the model {re.escape(str(daemon.model_folder))} is not the one that the adapter of init_from was trained on: "
+        "its digest is .{12}, not 000000000000; "
     )
     with pytest.raises(InvalidSpec, match=words) as refused:
         await daemon.submit(ada, "second", init_from="other", train=LORA)
-    assert "without its file base.sha256" in refused.value.message
     assert [violation.field for violation in refused.value.violations] == ["init_from"]
     with pytest.raises(InvalidSpec, match=words):
         await daemon.services.jobs.plan(ada, daemon.spec(init_from="other", train=LORA))
@@ -376,7 +375,7 @@ async def test_the_node_merges_into_the_base_that_is_asked_for(
     for base in choices:
         await merged(daemon, ada, source, dtype="fp32", base=base)
         origin = read_origin(folder / "merged")
-        assert origin is not None and origin.base_sha256 == model_digest(daemon.model_folder)
+        assert origin.base_sha256 == model_digest(daemon.model_folder)
         assert (origin.base, origin.base_format) == (base, kept_as if base == "trained" else "source")
         found[base] = load_file(folder / "merged/model.safetensors")
         assert await merged(daemon, ada, source, base=base) == [], "the same is not made again"
@@ -402,7 +401,7 @@ async def test_where_nothing_is_asked_the_job_says_what_to_merge_into(
     await merged(daemon, ada, source)
     folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
     origin = read_origin(folder / "merged")
-    assert origin is not None and origin.base_format == base_format
+    assert origin.base_format == base_format
 
 
 @pytest.mark.parametrize(("kept_as", "export"), [("nf4", "both"), ("source", "both"), *further(("int8", "merged"))])
@@ -470,7 +469,7 @@ async def test_a_merge_leaves_the_disk_its_free_space(daemon: DaemonParts, ada: 
     checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
     before, there = checkpoints.manifest(3), what_is_there(checkpoints.of_step(3))
     daemon.services.jobs.folders.min_free_bytes = 2**60
-    with pytest.raises(DiskFull, match=r"merged needs \d+ bytes, but the checkpoint has 0 free besides"):
+    with pytest.raises(DiskFull, match=r"merged of the checkpoint needs \d+ bytes, but its disk has 0 free besides"):
         await merged(daemon, ada, source)
     assert checkpoints.manifest(3) == before and what_is_there(checkpoints.of_step(3)) == there
 
@@ -537,7 +536,9 @@ async def test_another_base_is_not_merged(daemon: DaemonParts, ada: Principal, t
     content = base.read_text()
     base.unlink()
     base.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 0.5}))
-    with pytest.raises(InvalidModel, match="the model tiny is not the one that the adapter was trained on"):
+    with pytest.raises(
+        InvalidModel, match="the model tiny is not the one that the checkpoint's adapter was trained on"
+    ):
         await merged(daemon, ada, job)
     assert not (checkpoints.of_step(3) / "merged").exists()
     await daemon.services.models.delete(ada, record.model_id)
@@ -564,10 +565,17 @@ async def test_messages_about_a_job_name_its_inputs_and_no_file_of_the_state_fol
     await source_of(daemon, ada)
     job = await daemon.submit(ada, "second", init_from="first@last", train=LORA)
     folders = daemon.services.jobs.folders
+    checkpoint = folders.checkpoints(job.job_id).of_step(8)
     words = {
-        f"{folders.start(job.job_id)}/adapter_model.safetensors: lora_A holds NaN":
-            "adapter_model.safetensors of init_from (first@last): lora_A holds NaN",
-        f"{folders.state_dir / 'models' / job.model_id} holds no tokenizer that can be loaded":
-            f"the model {job.spec.model} holds no tokenizer that can be loaded",
-    }  # fmt: skip
-    assert {before: folders.in_words(job, before) for before in words} == words
+        InvalidModel(": lora_A holds NaN", file=folders.start(job.job_id) / "adapter_model.safetensors"): (
+            "adapter_model.safetensors of init_from (first@last): lora_A holds NaN"
+        ),
+        InvalidModel("holds no tokenizer", file=folders.state_dir / "models" / job.model_id): (
+            f"the model {job.spec.model} holds no tokenizer"
+        ),
+        InvalidModel("is truncated", file=checkpoint / "trainer" / "lo.safetensors"): (
+            "trainer/lo.safetensors of the checkpoint of step 8 is truncated"
+        ),
+        DiskFull("needs 9 bytes", file=checkpoint): "the checkpoint of step 8 needs 9 bytes",
+    }
+    assert {error: folders.named(job, error).message for error in words} == words

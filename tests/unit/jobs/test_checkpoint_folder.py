@@ -17,7 +17,7 @@ def write(folder: CheckpointFolder, step: int, eval_loss: float | None = None, *
     path = folder.of_step(step)
     (path / "trainer").mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"x" * step)
-    last_eval = None if eval_loss is None else [step, eval_loss, *judged]
+    last_eval = None if eval_loss is None else [step, eval_loss, *(judged or (eval_loss, False))]
     (path / "trainer/trainer_state.json").write_text(json.dumps({"last_eval": last_eval}))
     names = ("model.safetensors", "trainer/trainer_state.json")
     write_manifest(path, Manifest(files={name: record_file(path / name) for name in names}, versions={}))

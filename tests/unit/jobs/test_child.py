@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from horizon_server.children.child import Child, Limits, exit_reason, log_tail, run_child
+from horizon_server.children.child import ChildTask, Limits, OnEvent, exit_reason, log_tail, streamed
 from horizon_server.children.entry import Answer, Failure, decode_line, encode_line
 from horizon_server.errors import (
     FieldViolation,
     HorizonError,
     InvalidData,
+    InvalidSpec,
     IoFailed,
     OutOfMemory,
     Stalled,
@@ -41,7 +42,10 @@ def work(request, events):
         events.send(Message(level="info", text="ready"))
         return "told"
     if mode == "refuse":
-        raise InvalidData("line 3 is odd", violations=[FieldViolation(field="line[3]", description="odd")], retry_after_s=2)
+        odd = FieldViolation(field="line[3]", description="odd")
+        raise InvalidData("line 3 is odd", violations=[odd], retry_after_s=2)
+    if mode == "damaged":
+        raise InvalidData(": line 3 is odd", file=pathlib.Path("/data/rows/a.jsonl"))
     if mode == "greedy":
         return len(bytearray(1 << 30))
     if mode == "refused":
@@ -85,7 +89,8 @@ def work(request, events):
     if mode == "limits":
         import resource
         adjusted = pathlib.Path("/proc/self/oom_score_adj").read_text()
-        return [resource.getrlimit(resource.RLIMIT_FSIZE)[0], resource.getrlimit(resource.RLIMIT_CORE)[0], int(adjusted)]
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)]
+        return [*limits, int(adjusted)]
 
 if __name__ == "__main__":
     sys.exit(serve(work, who="the talker"))
@@ -98,16 +103,24 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return child_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
 
+def talker(environment: dict[str, str], **limits: Any) -> ChildTask:
+    meanings: dict[type[HorizonError], HorizonError] = {}
+    if limits.pop("means", False):
+        meanings[Stalled] = InvalidSpec("a slow talker")
+    return ChildTask(
+        module="talker", who="the talker", environment=environment, limits=Limits(**limits), meanings=meanings
+    )
+
+
 async def ask(environment: dict[str, str], mode: str, **limits: Any) -> Any:
-    return await run_child("talker", {"mode": mode}, who="the talker", environment=environment, limits=Limits(**limits))
+    return await talker(environment, **limits).run({"mode": mode})
 
 
 async def test_events_come_up_and_output_goes_to_the_log(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "request.json").write_text("x" * 1000)
-    child = await Child.start(
-        "talker", {"mode": "tell"}, who="the talker", environment=environment,
-        request_file=tmp_path / "request.json", log_file=tmp_path / "log",
-    )  # fmt: skip
+    child = await talker(environment).start(
+        {"mode": "tell"}, request_file=tmp_path / "request.json", log_file=tmp_path / "log"
+    )
     seen: list[WorkerLine] = []
 
     async def on_event(event: WorkerLine) -> None:
@@ -127,6 +140,25 @@ async def test_an_error_crosses_with_its_class_message_and_violations(environmen
     assert caught.value.retry_after_s == 2
 
 
+async def test_the_file_of_an_error_crosses_and_gets_the_name_that_the_reader_knows(
+    environment: dict[str, str],
+) -> None:
+    with pytest.raises(InvalidData, match=r"^a\.jsonl: line 3 is odd$") as caught:
+        await ask(environment, "damaged")
+    assert caught.value.file == Path("/data/rows/a.jsonl")
+    words = {
+        "/data/rows": "a.jsonl of notes: line 3 is odd",
+        "/data": "rows/a.jsonl of notes: line 3 is odd",
+        "/data/rows/a.jsonl": "notes: line 3 is odd",
+        "/data/row": "a.jsonl: line 3 is odd",
+    }
+    assert {folder: caught.value.with_names({Path(folder): "notes"}).message for folder in words} == words
+    assert caught.value.with_names({Path("/data/rows"): ""}).message == "a.jsonl: line 3 is odd"
+    assert caught.value.with_names({Path("/data"): "all", Path("/data/rows"): "notes"}).message.startswith(
+        "a.jsonl of n"
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "limits", "kind", "words"),
     [
@@ -141,7 +173,7 @@ async def test_an_error_crosses_with_its_class_message_and_violations(environmen
         ("crash", {}, WorkerCrashed, "the talker was ended by signal SIGSEGV"),
         ("killed", {}, WorkerDied, "the talker was killed by SIGKILL"),
         ("exit", {}, WorkerDied, "the talker ended with exit code 3"),
-        ("gone", {}, IoFailed, r"the talker could not read or write a file \(file\): No such file or directory"),
+        ("gone", {}, IoFailed, r"the talker could not read or write a file: No such file or directory \(file\)"),
         ("defect", {}, WorkerFailed, "ZeroDivisionError: "),
         ("babble", {}, WorkerFailed, "not an event"),
         ("endless", {}, WorkerFailed, "more than 16777216 bytes"),
@@ -156,6 +188,44 @@ async def test_every_bad_end_has_its_error(
     assert (caught.value.retry_after_s is not None) == (mode == "killed"), (
         "only a child that was killed may be repeated"
     )
+
+
+async def test_an_end_means_what_the_task_says(environment: dict[str, str]) -> None:
+    slow = talker(environment, wall_s=1.0, means=True)
+    for _ in range(2):
+        with pytest.raises(InvalidSpec, match=r"^a slow talker$") as caught:
+            await slow.run({"mode": "silent"})
+        assert isinstance(caught.value.__cause__, Stalled)
+        assert caught.value is not slow.meanings[Stalled]
+
+
+async def test_a_stream_has_the_events_and_then_the_answer(environment: dict[str, str]) -> None:
+    lines = [line async for line in talker(environment).stream({"mode": "tell"})]
+    assert lines == [Message(level="info", text="ready"), Answer("told")]
+    quiet = talker(environment, silence_s=1.0).stream({"mode": "silent"})
+    assert isinstance(await anext(quiet), Message), "what came before the error"
+    with pytest.raises(Stalled, match="reported nothing"):
+        await anext(quiet)
+
+
+async def test_a_stream_that_is_closed_ends_the_child(environment: dict[str, str]) -> None:
+    lines = talker(environment).stream({"mode": "silent"})
+    first = await anext(lines)
+    assert isinstance(first, Message)
+    await lines.aclose()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first.text), 0)
+
+
+async def test_a_slow_reader_of_a_stream_gets_every_event() -> None:
+    sent = [Message(level="info", text=str(i)) for i in range(1000)]
+
+    async def work(on_event: OnEvent) -> str:
+        for event in sent:
+            await on_event(event)
+        return "all"
+
+    assert [line async for line in streamed(work)] == [*sent, Answer("all")]
 
 
 async def test_a_child_that_does_not_exit_is_killed(
@@ -182,7 +252,7 @@ async def test_a_caller_who_is_cancelled_ends_the_child(environment: dict[str, s
         assert isinstance(event, Message)
         pid.set_result(int(event.text))
 
-    child = await Child.start("talker", {"mode": "silent"}, who="the talker", environment=environment)
+    child = await talker(environment).start({"mode": "silent"})
     task = asyncio.create_task(child.answer(on_event))
     number = await asyncio.wait_for(pid, 60)
     task.cancel()
@@ -194,12 +264,11 @@ async def test_a_caller_who_is_cancelled_ends_the_child(environment: dict[str, s
 
 DAEMON = """
 import asyncio, os
-from horizon_server.children.child import Child
+from horizon_server.children.child import ChildTask
 async def main():
-    child = await Child.start("talker", {"mode": "silent"}, who="the talker", environment=os.environ)
     async def on_event(event):
         print(event.text, flush=True)
-    await child.answer(on_event)
+    await ChildTask(module="talker", who="the talker", environment=os.environ).run({"mode": "silent"}, on_event)
 asyncio.run(main())
 """
 

@@ -81,7 +81,7 @@ async def eventually(daemon: DaemonParts, job: JobRecord, why: str) -> JobRecord
 def used_s(daemon: DaemonParts, *users: str) -> list[float]:
     """Device seconds of users up to now."""
     daemon.parts.scheduler.turns["host"].charge()
-    return [daemon.parts.scheduler.view.shares.use_of(user, user, time.time()) for user in users]
+    return [daemon.parts.scheduler.runtime.view.shares.use_of(user, user, time.time()) for user in users]
 
 
 async def stored(daemon: DaemonParts, job: JobRecord) -> list[tuple[float, Any]]:

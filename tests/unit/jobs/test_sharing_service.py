@@ -265,7 +265,9 @@ async def test_no_two_rows_of_the_queue_have_the_same_place(quiet: DaemonParts) 
     jobs = [await quiet.submit(ADA, name) for name in ("first", "second", "third", "fourth")]
     # The queue was looked at before the first was resumed and the last came.
     places = {jobs[1].job_id: 2, jobs[2].job_id: 1}
-    quiet.parts.scheduler.view.outlooks = {job_id: Outlook(why="waits", place=at) for job_id, at in places.items()}
+    quiet.parts.scheduler.runtime.view.outlooks = {
+        job_id: Outlook(why="waits", place=at) for job_id, at in places.items()
+    }
     rows = [(job.spec.name, job.queue_position) for job in await quiet.services.jobs.queue(ADA)]
     assert rows == [("third", 1), ("second", 2), ("first", 3), ("fourth", 4)]
 
@@ -293,7 +295,7 @@ async def test_a_window_that_begins_while_the_queue_is_read_has_begun(
         return await read(store)
 
     monkeypatch.setattr(SharingStore, "condition", set_and_read)
-    situation, _ = await quiet.parts.scheduler.view.situation({})
+    situation, _ = await quiet.parts.scheduler.runtime.view.situation({})
     assert not situation.node.is_open
     assert situation.condition.at(situation.now_s) == "drained"
 

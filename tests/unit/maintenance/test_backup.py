@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -17,16 +20,16 @@ from pathlib import Path
 import pytest
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, chat_rows
-from tests.support.later_schemas import NEWEST, later_migrations
+from tests.support.later_schemas import later_migrations
 
-from horizon_server.errors import BadSetting, DiskFull, InUse, NotFound
-from horizon_server.maintenance.backup import BackupResult, make_backup
-from horizon_server.maintenance.backup_folder import DATABASE_ENTRY, BackupFolder, Entry
-from horizon_server.maintenance.check import check_backups, check_state_dir
+from horizon_server.errors import BadSetting, InUse, InvalidModel, NotFound
+from horizon_server.maintenance.backup import BACKUP_FILE, BACKUP_IN_STATE, make_backup, read_backup
+from horizon_server.maintenance.check import check_backup, check_state_dir
 from horizon_server.maintenance.restore import restore
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.state_dir import UNFINISHED_RESTORE_FILE, held_state_dir
+from horizon_server.store.manifest import is_complete
 
 
 @pytest.fixture
@@ -49,18 +52,27 @@ async def filled(daemon: DaemonParts) -> tuple[Principal, JobRecord]:
     await daemon.model(ada, "tiny")
     job = await daemon.job_in(JobState.SUCCEEDED, ada, model="tiny")
     for step in (2, 3):
-        daemon.write_checkpoint(job, step, {"model.safetensors": bytes([step]) * 5000, "config.json": b"{}"})
+        write_checkpoint(daemon, job, step, bytes([step]) * 5000)
     daemon.write_log(job, b"a line\n")
     (daemon.state_dir / "tls").mkdir()
     (daemon.state_dir / "tls" / "ca.pem").write_bytes(b"certificate")
     return ada, job
 
 
-def files(root: Path, *, without: tuple[str, ...] = ()) -> dict[str, bytes]:
+def write_checkpoint(daemon: DaemonParts, job: JobRecord, step: int, weights: bytes) -> Path:
+    files = {"trainer/trainer_state.json": b'{"last_eval": null}', "model.safetensors": weights, "config.json": b"{}"}
+    return daemon.write_checkpoint(job, step, files)
+
+
+def step_folder(root: Path, job: JobRecord, step: int) -> Path:
+    return root / "jobs" / job.job_id / "checkpoints" / f"step-{step:08d}"
+
+
+def files(root: Path) -> dict[str, bytes]:
     """Everything that a backup has of a state folder, but the database."""
     found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     kept = ("blobs/", "models/", "jobs/", "tls/")
-    return {name: path.read_bytes() for name, path in found.items() if name.startswith(kept) and name not in without}
+    return {name: path.read_bytes() for name, path in found.items() if name.startswith(kept)}
 
 
 async def test_a_backup_of_a_running_daemon_is_a_whole_daemon(
@@ -85,60 +97,91 @@ async def test_a_backup_of_a_running_daemon_is_a_whole_daemon(
     assert (report.is_good, report.findings) == (True, [])
 
 
-async def test_only_what_has_changed_is_copied_again(daemon: DaemonParts, tmp_path: Path) -> None:
+async def test_a_backup_takes_the_place_of_the_one_before(daemon: DaemonParts, tmp_path: Path) -> None:
     ada, job = await filled(daemon)
-    first = make_backup(daemon.state_dir, tmp_path / "backup")
-    assert first.num_copied > 5
-    again = make_backup(daemon.state_dir, tmp_path / "backup")
-    # The database was not written to either.
-    assert again.num_copied == 0
-    assert unchanged(again) == unchanged(first)
-    daemon.write_log(job, b"a line\nanother one\n")
-    await daemon.dataset(ada, "more", chat_rows(3))
-    third = make_backup(daemon.state_dir, tmp_path / "backup")
-    assert third.num_copied == 3  # the log, the dataset's file, the database
-    assert len(BackupFolder(tmp_path / "backup").names()) == 3
-
-
-def unchanged(result: BackupResult) -> list[Entry]:
-    return [entry for entry in result.backup.entries if entry.path != DATABASE_ENTRY]
+    target = daemon.state_dir / BACKUP_IN_STATE
+    first = make_backup(daemon.state_dir, target)
+    record = await daemon.dataset(ada, "more", chat_rows(3))
+    await daemon.services.datasets.delete(ada, "chats")
+    write_checkpoint(daemon, job, 4, b"4" * 5000)
+    second = make_backup(daemon.state_dir, target)
+    assert read_backup(target) == second
+    assert [path for path in second.files if "/step-" in path and path not in first.files] != []
+    listed = {path for path in second.files if path.startswith("blobs/")}
+    assert listed == {str(path.relative_to(target)) for path in target.glob("blobs/*/*")}
+    assert any(path.endswith(record.files[0].sha256) for path in listed)
+    assert not step_folder(target, job, 3).exists()
+    assert check_backup(target, full=True).findings == []
 
 
 async def test_the_checkpoints_of_a_backup_are_chosen(daemon: DaemonParts, tmp_path: Path) -> None:
     _, job = await filled(daemon)
     for checkpoints, steps in (("none", set()), ("newest", {3}), ("all", {2, 3})):
-        backup = make_backup(daemon.state_dir, tmp_path / checkpoints, checkpoints=checkpoints).backup
-        found = {entry.path.split("/")[3] for entry in backup.entries if entry.path.startswith(f"jobs/{job.job_id}/ch")}
+        backup = make_backup(daemon.state_dir, tmp_path / checkpoints, checkpoints=checkpoints)
+        found = {path.split("/")[3] for path in backup.files if path.startswith(f"jobs/{job.job_id}/ch")}
         assert found == {f"step-{step:08d}" for step in steps}
 
 
-async def test_old_backups_go_with_what_only_they_need(daemon: DaemonParts, tmp_path: Path) -> None:
-    ada, _ = await filled(daemon)
-    record = await daemon.dataset(ada, "more", chat_rows(3))
-    folder = BackupFolder(tmp_path / "backup")
-    make_backup(daemon.state_dir, folder.path)
-    await daemon.services.datasets.delete(ada, record.dataset_id)
-    sha256 = record.files[0].sha256
-    make_backup(daemon.state_dir, folder.path, keep=2)
-    assert folder.content(sha256).exists()
-    result = make_backup(daemon.state_dir, folder.path, keep=2)
-    assert result.removed_bytes > 0
-    assert not folder.content(sha256).exists()
-    assert len(folder.names()) == 2
-    assert check_backups(folder.path, full=True).is_good
-
-
-async def test_hard_links_take_no_space(daemon: DaemonParts, tmp_path: Path) -> None:
+async def test_what_nobody_writes_again_is_linked_and_the_rest_copied(daemon: DaemonParts, tmp_path: Path) -> None:
     _, job = await filled(daemon)
-    make_backup(daemon.state_dir, tmp_path / "backup", hard_links=True)
-    folder = BackupFolder(tmp_path / "backup")
-    checkpoint = daemon.state_dir / "jobs" / job.job_id / "checkpoints" / "step-00000003" / "model.safetensors"
-    [entry] = [entry for entry in folder.read().entries if entry.path.endswith("step-00000003/model.safetensors")]
-    assert folder.content(entry.sha256).samefile(checkpoint)
-    # What may still change is a copy.
-    [log] = [entry for entry in folder.read().entries if entry.path.endswith("worker.log")]
-    assert folder.content(log.sha256).stat().st_nlink == 1
-    assert check_backups(folder.path, full=True).is_good
+    target = tmp_path / "backup"
+    backup = make_backup(daemon.state_dir, target)
+    linked = {path for path in backup.files if (target / path).samefile(daemon.state_dir / path)}
+    assert linked == {
+        path
+        for path in backup.files
+        if path.startswith("blobs/") or ("/checkpoints/" in path and not path.endswith("manifest.json"))
+    }
+    daemon.write_log(job, b"a line\nanother one\n")
+    assert check_backup(target, full=True).findings == []
+
+
+async def test_what_is_deleted_after_the_backup_stays_in_it(
+    daemon: DaemonParts, make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """While restic copies it, for hours."""
+    ada, job = await filled(daemon)
+    before = files(daemon.state_dir)
+    make_backup(daemon.state_dir, tmp_path / "backup", checkpoints="all")
+    await daemon.services.jobs.delete_checkpoint(ada, job.job_id, 3)
+    await daemon.services.jobs.delete(ada, job.job_id)
+    await daemon.services.datasets.delete(ada, "chats")
+    await daemon.services.models.delete(ada, "tiny")
+    assert len(files(daemon.state_dir)) < 3
+    assert check_backup(tmp_path / "backup", full=True).findings == []
+    restore(tmp_path / "backup", tmp_path / "restored")
+    assert files(tmp_path / "restored") == before
+
+
+async def test_checkpoints_are_written_and_deleted_while_a_backup_is_made(daemon: DaemonParts, tmp_path: Path) -> None:
+    """Every backup has a whole checkpoint of the job, the newest of some moment of it."""
+    _, job = await filled(daemon)
+    checkpoints = daemon.services.jobs.folders.checkpoints(job.job_id)
+    over, steps = threading.Event(), itertools.count(4)
+
+    def train() -> int:
+        for step in steps:
+            partial = step_folder(tmp_path / "half", job, step)
+            written = write_checkpoint(daemon, job, 10**7 + step, bytes([step % 256]) * 5000)
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            # As a worker does: complete, or not there at all.
+            written.rename(checkpoints.path / f".{partial.name}.partial").rename(
+                step_folder(daemon.state_dir, job, step)
+            )
+            checkpoints.apply_retention(keep_last=1, keep_best=False)
+            if over.is_set():
+                return step
+        raise AssertionError
+
+    training = asyncio.get_running_loop().run_in_executor(None, train)
+    for number in range(20):
+        target = tmp_path / f"backup{number}"
+        backup = await asyncio.to_thread(make_backup, daemon.state_dir, target)
+        assert (backup.problems, check_backup(target, full=True).findings) == ((), [])
+        found = {Path(path).parts[3] for path in backup.files if "/checkpoints/" in path}
+        assert found and all(is_complete(target / "jobs" / job.job_id / "checkpoints" / name) for name in found)
+    over.set()
+    assert await training > 20
 
 
 async def test_writes_continue_while_a_backup_is_made(
@@ -158,13 +201,13 @@ async def test_writes_continue_while_a_backup_is_made(
         return number
 
     changing = asyncio.create_task(change())
-    for _ in range(4):
-        result = await asyncio.to_thread(make_backup, daemon.state_dir, tmp_path / "backup")
-        assert result.backup.problems == ()
+    for number in range(4):
+        backup = await asyncio.to_thread(make_backup, daemon.state_dir, tmp_path / f"backup{number}")
+        assert backup.problems == ()
     over.set()
     assert await changing > 0
-    for number, name in enumerate(BackupFolder(tmp_path / "backup").names()):
-        restore(tmp_path / "backup", tmp_path / f"restored{number}", name=name)
+    for number in range(4):
+        restore(tmp_path / f"backup{number}", tmp_path / f"restored{number}")
         report = check_state_dir(tmp_path / f"restored{number}", full=True)
         assert report.findings == []
 
@@ -173,10 +216,9 @@ async def test_a_lost_file_is_reported_and_the_rest_backed_up(daemon: DaemonPart
     ada, _ = await filled(daemon)
     record = await daemon.dataset(ada, "more", chat_rows(3))
     daemon.services.blobs.store.path(record.files[0].sha256).unlink()
-    result = make_backup(daemon.state_dir, tmp_path / "backup")
-    [problem] = result.backup.problems
+    [problem] = make_backup(daemon.state_dir, tmp_path / "backup").problems
     assert problem.endswith("of dataset more of ada: is missing")
-    report = check_backups(tmp_path / "backup", full=True)
+    report = check_backup(tmp_path / "backup", full=True)
     assert report.is_good
     assert [finding.level for finding in report.findings] == ["note"]
     restore(tmp_path / "backup", tmp_path / "restored")
@@ -184,15 +226,37 @@ async def test_a_lost_file_is_reported_and_the_rest_backed_up(daemon: DaemonPart
     assert (finding.level, finding.what) == ("error", "of dataset more of ada is missing")
 
 
-async def test_a_damaged_file_never_becomes_a_backup(daemon: DaemonParts, tmp_path: Path) -> None:
-    ada, job = await filled(daemon)
-    record = await daemon.dataset(ada, "more", chat_rows(3))
-    rot(daemon.services.blobs.store.path(record.files[0].sha256))
-    rot(daemon.state_dir / "jobs" / job.job_id / "checkpoints" / "step-00000003" / "model.safetensors")
-    result = make_backup(daemon.state_dir, tmp_path / "backup")
-    assert len(result.backup.problems) == 2
-    assert not any("step-00000003" in entry.path for entry in result.backup.entries)
-    assert check_backups(tmp_path / "backup", full=True).is_good
+async def test_a_damaged_backup_is_named_and_nothing_of_it_restored(daemon: DaemonParts, tmp_path: Path) -> None:
+    _, job = await filled(daemon)
+    make_backup(daemon.state_dir, tmp_path / "backup")
+    # A copy, as rsync makes it: the files of the backup itself are the daemon's.
+    copy = shutil.copytree(tmp_path / "backup", tmp_path / "copy")
+    blob = next(copy.glob("blobs/*/*"))
+    blob.unlink()
+    (copy / "jobs" / job.job_id / "attempt-1" / "worker.log").write_bytes(b"a")
+    report = check_backup(copy)
+    assert sorted(finding.where for finding in report.findings) == [
+        str(blob.relative_to(copy)),
+        f"jobs/{job.job_id}/attempt-1/worker.log",
+    ]
+    weights = step_folder(copy, job, 3) / "model.safetensors"
+    rot(weights)
+    rot(copy / "horizon.db")
+    assert len(check_backup(copy).findings) == 2, "sizes only"
+    assert len(check_backup(copy, full=True).findings) == 4
+    with pytest.raises(BadSetting, match=r"is damaged: .*nothing was restored") as caught:
+        restore(copy, tmp_path / "restored")
+    for text in (
+        f"{blob.relative_to(copy)} is missing",
+        "worker.log has 1 bytes, not 7",
+        f"{weights.relative_to(copy)} has other bytes",
+        "horizon.db has other bytes",
+    ):
+        assert text in caught.value.message
+    assert [path.name for path in (tmp_path / "restored").iterdir()] == ["lock"]
+    # The others are as they were.
+    assert check_backup(tmp_path / "backup", full=True).is_good
+    restore(tmp_path / "backup", tmp_path / "restored")
 
 
 def rot(path: Path) -> None:
@@ -214,11 +278,12 @@ async def test_a_damaged_state_folder_is_repaired(make_daemon: MakeDaemon, tmp_p
         make_backup(state, tmp_path / "backup", checkpoints="all")
         # After the backup: one that it does not know, and more checks of the pairing.
         later = await daemon.dataset(ada, "later", chat_rows(2))
-        daemon.write_checkpoint(job, 4, {"model.safetensors": b"4" * 100})
+        write_checkpoint(daemon, job, 4, b"4" * 100)
         for _ in range(3):
             await daemon.parts.pairing.problem()
         model = await daemon.services.models.get_ready(ada, "tiny")
     good = files(state)
+    copy = shutil.copytree(tmp_path / "backup", tmp_path / "copy")
     rot(state / "blobs" / model.files[0].sha256[:2] / model.files[0].sha256)
     shutil.rmtree(state / "models" / model.model_id)
     shutil.rmtree(state / "jobs" / job.job_id / "checkpoints" / "step-00000002" / "trainer")
@@ -226,8 +291,10 @@ async def test_a_damaged_state_folder_is_repaired(make_daemon: MakeDaemon, tmp_p
     with pytest.raises(BadSetting, match="cannot be read as a database"):
         check_state_dir(state)
     with pytest.raises(BadSetting, match=r"is not empty \(.*--replace"):
-        restore(tmp_path / "backup", state)
-    result = restore(tmp_path / "backup", state, replace=True)
+        restore(copy, state)
+    with pytest.raises(BadSetting, match="is damaged"):  # it has the same file
+        restore(tmp_path / "backup", state, replace=True)
+    result = restore(copy, state, replace=True)
     assert result.old_database is not None
     assert result.old_database.read_bytes() == b"\0" * 8192
     assert files(state) == good
@@ -242,26 +309,26 @@ async def test_a_damaged_state_folder_is_repaired(make_daemon: MakeDaemon, tmp_p
 
 
 async def test_a_restore_that_was_interrupted_is_not_started_on_and_continues(
-    daemon: DaemonParts, tmp_path: Path
+    daemon: DaemonParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await filled(daemon)
     make_backup(daemon.state_dir, tmp_path / "backup", checkpoints="all")
-    folder = BackupFolder(tmp_path / "backup")
-    [entry] = [entry for entry in folder.read().entries if entry.path.endswith("step-00000003/config.json")]
-    content = folder.content(entry.sha256).read_bytes()
-    folder.content(entry.sha256).unlink()
-    with pytest.raises(BadSetting, match=r"lacks the content of jobs/.*use another backup"):
-        restore(folder.path, tmp_path / "restored")
+    with monkeypatch.context() as patch, pytest.raises(InvalidModel):
+        patch.setattr("horizon_server.maintenance.restore.link_folder", failing)
+        restore(tmp_path / "backup", tmp_path / "restored")
     assert not (tmp_path / "restored" / "horizon.db").exists()
     with (
         pytest.raises(BadSetting, match="was interrupted; run it again: horizond restore"),
         held_state_dir(tmp_path / "restored"),
     ):
         pass
-    folder.content(entry.sha256).write_bytes(content)
-    restore(folder.path, tmp_path / "restored")
+    restore(tmp_path / "backup", tmp_path / "restored")
     assert not (tmp_path / "restored" / UNFINISHED_RESTORE_FILE).exists()
     assert files(tmp_path / "restored") == files(daemon.state_dir)
+
+
+def failing(*_: object) -> None:
+    raise InvalidModel("as a kill does")
 
 
 async def test_a_restore_refuses_a_running_daemon_and_a_worker_that_outlived_one(
@@ -280,23 +347,10 @@ async def test_a_restore_refuses_a_running_daemon_and_a_worker_that_outlived_one
     restore(tmp_path / "backup", tmp_path / "busy", replace=True)
 
 
-async def test_a_damaged_backup_is_found_and_never_restored(daemon: DaemonParts, tmp_path: Path) -> None:
-    await filled(daemon)
-    make_backup(daemon.state_dir, tmp_path / "backup")
-    folder = BackupFolder(tmp_path / "backup")
-    [entry] = [entry for entry in folder.read().entries if entry.path.endswith("step-00000003/model.safetensors")]
-    rot(folder.content(entry.sha256))
-    assert check_backups(folder.path).is_good
-    report = check_backups(folder.path, full=True)
-    assert [finding.where.partition(": ")[2] for finding in report.findings] == [entry.path]
-    with pytest.raises(BadSetting, match="has a damaged content of jobs/"):
-        restore(folder.path, tmp_path / "restored")
-
-
 async def test_a_backup_of_a_newer_version_is_refused(daemon: DaemonParts, tmp_path: Path) -> None:
     await filled(daemon)
-    name = make_backup(daemon.state_dir, tmp_path / "backup").backup.name
-    file = tmp_path / "backup" / f"{name}.json"
+    make_backup(daemon.state_dir, tmp_path / "backup")
+    file = tmp_path / "backup" / BACKUP_FILE
     document = json.loads(file.read_text())
     file.write_text(json.dumps(document | {"schema": "0099"}))
     with pytest.raises(BadSetting, match=r"made by a newer version of horizon-train .*update horizon-train"):
@@ -311,7 +365,7 @@ async def test_a_backup_of_an_older_version_is_migrated(
     _, job = await filled(daemon)
     make_backup(daemon.state_dir, tmp_path / "backup")
     monkeypatch.setattr("horizon_server.db.database.MIGRATIONS", later_migrations(tmp_path))
-    assert restore(tmp_path / "backup", tmp_path / "restored").backup.schema == NEWEST
+    restore(tmp_path / "backup", tmp_path / "restored")
     async with make_daemon(tmp_path / "restored") as later:
         assert (await later.job(job.job_id)).job_state is JobState.SUCCEEDED
         assert await later.parts.pairing.problem() is None
@@ -320,9 +374,8 @@ async def test_a_backup_of_an_older_version_is_migrated(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from horizon_server.maintenance.backup import make_backup
-from horizon_server.maintenance.backup_folder import BackupFolder
-from horizon_server.maintenance.check import check_backups
+from horizon_server.maintenance.backup import BACKUP_FILE, make_backup
+from horizon_server.maintenance.check import check_backup, check_state_dir
 from horizon_server.maintenance.restore import restore
 from horizon_server.state_dir import UNFINISHED_RESTORE_FILE
 
@@ -351,10 +404,11 @@ def is_killed_after(num_changes):
 
 num_changes = 0
 while is_killed_after(num_changes):
-    if what == "backup" and BackupFolder(target).names():
-        assert check_backups(target, full=True).findings == []
-    if what == "restore" and (target / "horizon.db").exists():
-        assert (target / UNFINISHED_RESTORE_FILE).exists()
+    if what == "backup" and (target / BACKUP_FILE).exists():
+        assert check_backup(target, full=True).findings == []
+    if what == "restore" and (target / "horizon.db").exists() and not (target / UNFINISHED_RESTORE_FILE).exists():
+        assert check_state_dir(target, full=True).findings == []  # killed when all was done
+        break
     num_changes += 2
 print(num_changes)
 """
@@ -374,60 +428,88 @@ async def test_a_kill_at_any_moment_costs_nothing_but_time(make_daemon: MakeDaem
         await daemon.parts.pairing.problem()
         await filled(daemon)
     assert killed_again_and_again("backup", state, backup) > 5
-    assert check_backups(backup, full=True).findings == []
+    assert check_backup(backup, full=True).findings == []
     assert killed_again_and_again("restore", backup, restored) > 5
     assert check_state_dir(restored, full=True).findings == []
 
 
 async def test_a_list_that_leads_out_of_the_state_folder_is_refused(daemon: DaemonParts, tmp_path: Path) -> None:
     await filled(daemon)
-    name = make_backup(daemon.state_dir, tmp_path / "backup").backup.name
-    file = tmp_path / "backup" / f"{name}.json"
+    make_backup(daemon.state_dir, tmp_path / "backup")
+    file = tmp_path / "backup" / BACKUP_FILE
     document = json.loads(file.read_text())
-    document["files"][0]["path"] = "../outside"
-    file.write_text(json.dumps(document))
-    with pytest.raises(BadSetting, match="outside the state folder"):
-        restore(tmp_path / "backup", tmp_path / "restored")
-    file.write_text("{")
-    with pytest.raises(BadSetting, match=r"cannot be read .*use another backup"):
-        restore(tmp_path / "backup", tmp_path / "restored")
+    for path in ("../outside", "/outside"):
+        files = document["files"] | {path: {"size_bytes": 1, "sha256": "ab" * 32}}
+        file.write_text(json.dumps(document | {"files": files}))
+        with pytest.raises(BadSetting, match="outside the state folder"):
+            restore(tmp_path / "backup", tmp_path / "restored")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "{", '{"schema": "0001", "files": 5}'])
+def test_a_damaged_list_of_a_backup_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / BACKUP_FILE).write_text(text)
+    with pytest.raises(BadSetting, match=r"cannot be read as the list of a backup.*another copy"):
+        restore(tmp_path, tmp_path / "state")
+    assert not (tmp_path / "state").exists()
 
 
 async def test_backups_are_refused_where_they_cannot_be(daemon: DaemonParts, tmp_path: Path) -> None:
     await filled(daemon)
-    with pytest.raises(BadSetting, match="is inside the state folder"):
-        make_backup(daemon.state_dir, daemon.state_dir / "backup")
+    with pytest.raises(BadSetting, match=r"is inside the state folder .*/state/backup, or one outside"):
+        make_backup(daemon.state_dir, daemon.state_dir / "trash")
     with pytest.raises(BadSetting, match="does not exist; choose the daemon's state folder"):
         make_backup(tmp_path / "nothing", tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
-    folder = BackupFolder(tmp_path / "backup")
-    with folder.held(), pytest.raises(InUse, match="another backup is being made"):
-        make_backup(daemon.state_dir, folder.path)
-    # One that no disk has room for.
-    files = json.dumps([{"path": "a.jsonl", "sha256": "ab" * 32, "size_bytes": 10**18}])
-    with sqlite3.connect(daemon.state_dir / "horizon.db") as connection:
-        connection.execute("UPDATE datasets SET files = ?", [files])
-    connection.close()
-    with pytest.raises(DiskFull, match=r"needs .* free; .*--with-checkpoints"):
-        make_backup(daemon.state_dir, folder.path)
-    assert folder.names() == []
+    with pytest.raises(NotFound, match=r"holds no complete backup: it has no backup\.json"):
+        restore(tmp_path / "backup", tmp_path / "restored")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "dog.jpg").write_bytes(b"dog")
+    for folder in (tmp_path / "photos", tmp_path):
+        with pytest.raises(BadSetting, match="has contents and is no backup"):
+            make_backup(daemon.state_dir, folder)
+    with pytest.raises(BadSetting, match="cannot be used: Not a directory"):
+        make_backup(daemon.state_dir, tmp_path / "photos" / "dog.jpg" / "backup")
+    assert (tmp_path / "photos" / "dog.jpg").read_bytes() == b"dog"
+    make_backup(daemon.state_dir, tmp_path / "backup")
+    descriptor = os.open(tmp_path / "backup", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(InUse, match="another backup is being made"):
+        make_backup(daemon.state_dir, tmp_path / "backup")
+    os.close(descriptor)
+    assert check_backup(tmp_path / "backup", full=True).is_good
+
+
+async def test_a_folder_on_another_disk_is_refused_with_what_to_do(daemon: DaemonParts, tmp_path: Path) -> None:
+    await filled(daemon)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if Path(other).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("temporary files are in /dev/shm here")
+        make_backup(daemon.state_dir, tmp_path / "backup", checkpoints="all")
+        # A copy of a backup stays as it is.
+        copy = shutil.copytree(tmp_path / "backup", Path(other) / "copy")
+        with pytest.raises(
+            BadSetting, match=r"hard links.*same file system, such as .*/state/backup, and copy that with"
+        ):
+            make_backup(daemon.state_dir, copy)
+        assert check_backup(copy, full=True).is_good
+        restore(copy, tmp_path / "restored")
+    assert files(tmp_path / "restored") == files(daemon.state_dir)
 
 
 async def test_what_a_killed_backup_leaves_does_no_harm(daemon: DaemonParts, tmp_path: Path) -> None:
     await filled(daemon)
-    first = make_backup(daemon.state_dir, tmp_path / "backup")
-    (tmp_path / "backup" / first.backup.name).with_suffix(".json").unlink()
-    leftovers = [tmp_path / "backup" / "contents" / ".17.partial", tmp_path / "backup" / ".database.partial-journal"]
-    leftovers.append(tmp_path / "backup" / ".database.partial")
-    for leftover in leftovers:
-        leftover.write_bytes(b"half")
-    again = make_backup(daemon.state_dir, tmp_path / "backup")
-    assert again.num_copied == 0
-    assert not any(leftover.exists() for leftover in leftovers)
-    assert check_backups(tmp_path / "backup", full=True).is_good
+    target = tmp_path / "backup"
+    make_backup(daemon.state_dir, target)
+    (target / BACKUP_FILE).rename(target / "backup-unfinished")
+    (target / "horizon.db-journal").write_bytes(b"half")
+    with pytest.raises(NotFound, match="no complete backup"):
+        restore(target, tmp_path / "restored")
+    make_backup(daemon.state_dir, target)
+    assert not (target / "horizon.db-journal").exists()
+    assert check_backup(target, full=True).is_good
 
 
-async def test_the_first_backup_of_all_is_private(daemon: DaemonParts, tmp_path: Path) -> None:
+async def test_a_backup_is_private(daemon: DaemonParts, tmp_path: Path) -> None:
     await filled(daemon)
     (tmp_path / "backup").mkdir(mode=0o755)
     make_backup(daemon.state_dir, tmp_path / "backup")
@@ -450,14 +532,6 @@ async def test_a_copy_without_hard_links_is_good_and_takes_more_space(daemon: Da
     assert [one.what for one in report.findings if one.level == "error"] == [
         "of model tiny of ada has other bytes than when it was written"
     ]
-
-
-@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "{", '{"format_version": 1, "files": 5}'])
-def test_a_damaged_list_of_a_backup_is_a_sentence(tmp_path: Path, text: str) -> None:
-    (tmp_path / "20260101T000000Z.json").write_text(text)
-    with pytest.raises(BadSetting, match=r"cannot be read.*use another backup"):
-        restore(tmp_path, tmp_path / "state")
-    assert not (tmp_path / "state").exists()
 
 
 async def test_a_check_finds_what_is_wrong(daemon: DaemonParts, tmp_path: Path) -> None:

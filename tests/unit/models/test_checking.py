@@ -22,8 +22,7 @@ from tests.conftest import MakeDaemon
 from tests.support.processes import children_of, command_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_server.api.status import status_of
-from horizon_server.children.child import Limits
+from horizon_server.children.child import ChildTask, Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.jobs.attempt import WORKER_MODULE
 from horizon_server.services import model_child
@@ -173,7 +172,7 @@ async def test_a_check_that_is_killed_may_be_repeated(tmp_path: Path) -> None:
     task = await check_and(lambda _: os.kill(checks()[0], signal.SIGKILL), write(tmp_path))
     error = task.exception()
     assert isinstance(error, WorkerDied)
-    assert (status_of(error).grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)
+    assert (error.status.grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)
 
 
 async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
@@ -220,10 +219,10 @@ async def test_a_trial_that_fails_says_nothing_of_the_model(tmp_path: Path, monk
 async def test_a_trial_has_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Limits] = []
 
-    async def run(*_: object, limits: Limits, **__: object) -> None:
-        asked.append(limits)
+    async def run(task: ChildTask, _: object) -> None:
+        asked.append(task.limits)
 
-    monkeypatch.setattr(model_child, "run_child", run)
+    monkeypatch.setattr(ChildTask, "run", run)
     await try_model(tmp_path, environment={})
-    # `run_child` sets them, which `unit/test_child_limits.py` shows.
+    # `ChildTask` sets them, which `unit/test_child_limits.py` shows.
     assert [(one.memory_bytes, one.cpu_s) for one in asked] == [(TRIAL_LIMITS.memory_bytes, TRIAL_LIMITS.cpu_s)]

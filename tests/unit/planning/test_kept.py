@@ -25,6 +25,7 @@ from horizon_server.planning.step_time import Seconds, predict_step
 from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.records.plan import Plan
+from horizon_server.settings import load_settings
 from horizon_server.spec import parse_job_spec
 
 GIB = 1 << 30
@@ -144,10 +145,8 @@ def planned(
     path: Path, rates: DeviceRates | None, *, device: str = "cuda", memory: int = 80 * GIB, **train: Any
 ) -> Plan:
     planner = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
-        limit_bytes=None,
-        reserve_bytes=0,
-        arena_limit_bytes=GIB,
         num_threads=1,
         accelerators=(Accelerator(index=0, name="H100", memory_bytes=memory),),
         rates=lambda: {} if rates is None else {device: rates},

@@ -20,6 +20,7 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Residency
+from horizon_server.settings import load_settings
 from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
 from horizon_server.spec.lora import BaseFormat
 from horizon_server.store.adapters import TRANSPOSED, with_adapters
@@ -188,8 +189,9 @@ def test_a_large_llama_takes_two_bytes_a_parameter_and_a_little_for_adapters(
 
 def test_a_model_that_does_not_fit_is_told_what_adapters_would_take(llama: Path) -> None:
     planner = Planner(
+        load_settings(host_memory_limit_bytes=5_000_000, host_memory_reserve_bytes=0, device_arena_bytes=1 << 30, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=1 << 40),
-        limit_bytes=5_000_000, reserve_bytes=0, arena_limit_bytes=1 << 30, num_threads=1,
+        num_threads=1,
     )  # fmt: skip
     plain = {"name": "a", "model": "m", "dataset": "d"}
     message = planner.plan(parse_job_spec(plain), llama).message
@@ -198,8 +200,9 @@ def test_a_model_that_does_not_fit_is_told_what_adapters_would_take(llama: Path)
 
 def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
     planner = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=1 << 35, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=1 << 40),
-        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=1 << 35, num_threads=1,
+        num_threads=1,
     )  # fmt: skip
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"trainable": "lora"}})
     plan = planner.plan(spec, mixtral)

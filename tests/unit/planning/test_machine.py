@@ -116,31 +116,30 @@ GPUS = tuple(
 )
 
 
-async def usable(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, wanted: str | None = None) -> list[str]:
+async def usable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, uuids: list[str] | None, wanted: str | None = None
+) -> list[str]:
+    """The names of the GPUs that can be used, where torch names these; None: it cannot be asked."""
+    script = "exit 1" if uuids is None else reply(folder, encode_line(Answer(uuids)))
     monkeypatch.setattr(sys, "executable", fake_python(folder, script))
     return [gpu.name for gpu in await usable_accelerators(GPUS, os.environ, wanted=wanted)]
 
 
 @pytest.mark.parametrize(
-    ("script", "names"),
-    [
-        ("echo 22-aa; echo 00-aa", ["c", "a"]),
-        ("echo 99-zz", ["a", "b", "c"]),
-        ("echo; echo", ["a", "b", "c"]),
-        ("exit 1", []),
-    ],
+    ("uuids", "names"),
+    [(["22-aa", "00-aa"], ["c", "a"]), (["99-zz"], ["a", "b", "c"]), (["", ""], ["a", "b", "c"]), ([], []), (None, [])],
 )
 async def test_the_first_gpu_is_the_one_that_torch_finds_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uuids: list[str] | None, names: list[str]
 ) -> None:
-    assert await usable(tmp_path, monkeypatch, script) == names
+    assert await usable(tmp_path, monkeypatch, uuids) == names
 
 
 @pytest.mark.parametrize(("wanted", "name"), [("2", "c"), ("0", "a"), ("GPU-22-aa", "c"), ("GPU-00", "a")])
 async def test_the_setting_chooses_by_index_or_uuid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, name: str
 ) -> None:
-    assert await usable(tmp_path, monkeypatch, "echo 22-aa; echo 00-aa", wanted) == [name]
+    assert await usable(tmp_path, monkeypatch, ["22-aa", "00-aa"], wanted) == [name]
 
 
 @pytest.mark.parametrize("wanted", ["1", "7", "GPU-", "x"])
@@ -150,7 +149,7 @@ async def test_a_gpu_that_cannot_be_used_is_refused_with_those_that_can(
     with pytest.raises(
         BadSetting, match=rf"setting gpu: '{wanted}' names . of the GPUs .*\(2 \(GPU-22-aa\), 0 \(GPU-00-aa\)\)"
     ):
-        await usable(tmp_path, monkeypatch, "echo 22-aa; echo 00-aa", wanted)
+        await usable(tmp_path, monkeypatch, ["22-aa", "00-aa"], wanted)
 
 
 def test_a_worker_on_a_gpu_sees_that_one_and_allocates_without_gaps() -> None:

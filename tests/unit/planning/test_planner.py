@@ -26,6 +26,7 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import DeviceRates, WidthRates
 from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.generations import PLANE
 
@@ -72,10 +73,8 @@ def worker_memory(
     gpu: Accelerator | None = None,
 ) -> Plan:
     planner = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=arena_bytes, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
-        limit_bytes=None,
-        reserve_bytes=0,
-        arena_limit_bytes=arena_bytes,
         num_threads=1,
         accelerators=accelerators,
         rates=lambda: rates or {},
@@ -283,10 +282,8 @@ def planned_elsewhere(
     folder: Path, machine: PlannedMachine, *, measured: DeviceRates | None = None, **train: Any
 ) -> Plan:
     planner = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=1, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=1, available_bytes=1),
-        limit_bytes=None,
-        reserve_bytes=0,
-        arena_limit_bytes=1,
         num_threads=1,
         rates=lambda: {} if measured is None else {"cuda": measured},
     )

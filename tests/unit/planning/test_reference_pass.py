@@ -19,6 +19,7 @@ from horizon_server.planning.step_time import predict_forward, predict_step
 from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.plan import Plan
+from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 
 GIB = 1 << 30
@@ -39,8 +40,9 @@ def work_of(folder: Path, device_kind: DeviceKind) -> StepWork:
 def planner(**changes: Any) -> Planner:
     known: dict[str, Any] = {"accelerators": (), "rates": lambda: {"host": RATES, "cuda": RATES}, **changes}
     return Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
-        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=GIB, num_threads=1, **known,
+        num_threads=1, **known,
     )  # fmt: skip
 
 

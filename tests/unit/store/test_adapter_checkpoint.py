@@ -110,7 +110,7 @@ def test_another_base_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     base, other = make_model(), make_model(tied=False)
     save_checkpoint(trained_store(base), tmp_path / "c", source=base, trainer_state=STATE, adapter=export_of(base))
     with pytest.raises(
-        InvalidModel, match="the model tiny is not the one that the checkpoint's adapters were trained on"
+        InvalidModel, match="the model tiny is not the one that the checkpoint's adapter was trained on"
     ):
         load_checkpoint(trained_store(base), tmp_path / "c", base=base, base_sha256=lambda: model_digest(other))
 

@@ -17,7 +17,6 @@ from horizon_server.children.entry import Line
 from horizon_server.errors import Stalled
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, StepDone, TurnWanted
 from horizon_server.spec import EvalSpec
-from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker_link.request import RunLimits
 
@@ -144,20 +143,3 @@ def test_a_job_that_was_stopped_ends_early_at_the_same_step(inputs: Callable[[st
     assert attempt(folder, spec, second, resume_at=1) == outcome
     assert [step.step for step in second.said(StepDone)] == [2]
     assert_same(result(folder, 2), result(whole, 2))
-
-
-def test_a_checkpoint_of_an_earlier_version_is_continued(inputs: Callable[[str], Path]) -> None:
-    folder, spec = inputs("job"), spec_of(5, **NO_GAIN, eval={"patience": 2})
-    attempt(folder, spec, Daemon(stop_after_first_step))
-    checkpoint, name = folder / "checkpoints/step-00000001", "trainer/trainer_state.json"
-    state = json.loads((checkpoint / name).read_text())
-    del state["ending"]
-    (checkpoint / name).write_text(json.dumps(state))
-    found = read_manifest(checkpoint)
-    files = {**found.files, name: record_file(checkpoint / name)}
-    write_manifest(checkpoint, Manifest(files=files, versions=found.versions))
-
-    second = Daemon(always)
-    # The evaluation of step 2 is the first that it knows.
-    assert attempt(folder, spec, second, resume_at=1).reason == "EARLY_STOPPED"
-    assert second.said(StepDone)[-1].step == 4

@@ -125,7 +125,7 @@ def test_a_periodic_checkpoint_without_room_is_tried_again_while_training_contin
     assert [written.step for written in daemon.said(CheckpointWritten)] == [4, 6]
     [first, second] = [message.text for message in daemon.said(Message) if message.level == "warning"]
     assert first.startswith("the checkpoint of step 2 could not be written: step-00000002 needs ")
-    assert "bytes, but the disk of the checkpoints has " in first and "training continues" in first
+    assert "bytes, but its disk has " in first and "training continues" in first
     assert str(folder) not in first
     assert second.startswith("the checkpoint of step 3 ")
 

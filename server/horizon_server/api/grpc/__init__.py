@@ -1,1 +1,1 @@
-"""gRPC servicers: wire in, domain calls, wire out. The only server package that knows horizon_proto."""
+"""gRPC: a table of calls, and what converts, surrounds and serves them. The only server package that knows horizon_proto."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ _MAX_VALUE_CHARS = 80
 _MAX_REPEATED = 20
 _HIDDEN = frozenset({"request_id", "secret", "token", "files", "blobs"})
 _MESSAGE = FieldDescriptor.CPPTYPE_MESSAGE
+TRAIL: ContextVar[Trail] = ContextVar("trail")
+"""Of the call that is being served."""
 
 
 class Trail:
@@ -59,6 +62,11 @@ class Trail:
         named = resource if response is not None and resource else entry.resource
         await self._audit.end(replace(entry, resource=named, outcome=outcome, detail=message or detail))
         self._begun = None
+
+
+async def about_to_change(resource: str) -> None:
+    """Write into the audit log that the call that is being served is about to change this one of many things."""
+    await TRAIL.get().begin(resource)
 
 
 def described(request: Any, response: Any) -> tuple[str, str]:

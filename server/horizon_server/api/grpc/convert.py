@@ -25,6 +25,7 @@ from horizon_server.api.kept import kept
 from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
 from horizon_server.events import KINDS, JobEvent, kind_of
 from horizon_server.records.job import JobRecord
+from horizon_server.records.times import time_attribute
 
 # A FieldDescriptor, of which protobuf has two unrelated classes.
 Field: TypeAlias = Any
@@ -35,27 +36,10 @@ Setter = Callable[[Any, Any], None]
 # Made once: pydantic compiles a validator for each.
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
-# Field of a message, or of one message (`Job.state`), to the attribute of the record.
+# Field of a message to the attribute of the record. Names of times follow a rule, as do those of durations.
 _RENAMED: Mapping[str, str] = {
-    "create_time": "created_s",
-    "start_time": "started_s",
-    "end_time": "ended_s",
-    "time": "time_s",
-    "eta": "eta_s",
-    "queue_time": "queued_s",
-    "as_of_time": "as_of_s",
-    "deletion_time": "deletion_s",
-    "estimated_start_time": "estimated_start_s",
-    "estimated_end_time": "estimated_end_s",
-    "window_start_time": "window_start_s",
-    "window_end_time": "window_end_s",
-    "add_time": "added_s",
-    "expire_time": "expires_s",
-    "revoke_time": "revoked_s",
-    "last_use_time": "last_used_s",
     "Job.state": "job_state",
     "StateEvent.state": "job_state",
-    "BlobStatus.blob": "ref",
     "Dataset.state": "ready",
     "Model.state": "ready",
 }
@@ -69,16 +53,10 @@ _COMPUTED: Mapping[str, Callable[[Any], object]] = {
 }
 # The message whose payload is a oneof: the field that is set is named after the payload's kind.
 _PAYLOADS = "JobEvent"
-# Times that are None while there are none; other unknown times are 0.
-_OPTIONAL_TIMES = frozenset(
-    {
-        *("estimated_start_time", "estimated_end_time", "window_start_time", "window_end_time"),
-        *("expire_time", "revoke_time", "last_use_time", "deletion_time"),
-    }
-)
 # A message in which nothing but what is set counts: absent is not zero, but the default.
 _REQUESTED = "JobSpec"
 _LONGEST_DURATION_S = 1e9
+_TIMES = (Timestamp.DESCRIPTOR, Duration.DESCRIPTOR)
 # Frozen records that are sent many times: copying a message takes a fiftieth of filling one.
 _SENT_OFTEN = (JobRecord, JobEvent)
 
@@ -170,9 +148,18 @@ def enum_text(enum: EnumDescriptor, number: int) -> str:
     return text.lower() if enum.name in _UNDERSCORED else text.lower().replace("_", "-")
 
 
+def choice(message: Message, name: str) -> str:
+    """Return what is chosen in a field of a request, as `enum_text`; empty where nothing is."""
+    field: Field = message.DESCRIPTOR.fields_by_name[name]
+    number = getattr(message, name)
+    return enum_text(field.enum_type, number) if number else ""
+
+
 def attribute_of(field: Field) -> str:
     """Return the attribute of a record that a message's field is filled from."""
-    return _RENAMED.get(f"{field.containing_type.name}.{field.name}", _RENAMED.get(field.name, field.name))
+    is_time = field.message_type in _TIMES and not field.is_repeated
+    attribute = time_attribute(field.name) if is_time else field.name
+    return _RENAMED.get(f"{field.containing_type.name}.{field.name}", attribute)
 
 
 def _prefix(enum: EnumDescriptor) -> str:
@@ -283,11 +270,11 @@ def _value(message: Message, field: Field, *, with_zeros: bool) -> Any:
             return dict(value)
         return [_plain(item, with_zeros=with_zeros) if field.message_type else item for item in value]
     if field.has_presence and not message.HasField(field.name):
-        return 0.0 if field.message_type is Timestamp.DESCRIPTOR and field.name not in _OPTIONAL_TIMES else None
+        return None
     if field.enum_type is not None:
         return enum_text(field.enum_type, value) if value else None
     if field.message_type is None:
         return value
-    if field.message_type in (Timestamp.DESCRIPTOR, Duration.DESCRIPTOR):
+    if field.message_type in _TIMES:
         return seconds_of(message, field.name)
     return _plain(value, with_zeros=with_zeros)

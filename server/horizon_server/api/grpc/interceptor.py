@@ -6,7 +6,6 @@ The only place that turns errors into gRPC statuses, and one of the two that may
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import secrets
 import time
@@ -23,18 +22,16 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from horizon_server.api.connections import Connections
-from horizon_server.api.grpc.audited import Trail, outcome_of
-from horizon_server.api.grpc.effects import Effect, effect_of
+from horizon_server.api.grpc.audited import TRAIL, Trail, outcome_of
+from horizon_server.api.grpc.calls import Effect, effect_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
-from horizon_server.api.status import status_of
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Stalled, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
 from horizon_server.services.access import require_scope
 
 _log = logging.getLogger(__name__)
 _principal: ContextVar[Principal] = ContextVar("principal")
-_trail: ContextVar[Trail] = ContextVar("trail")
 
 MAX_VIOLATIONS = 100
 # How long the message of a call may take after its headers: it is 4 MiB at most.
@@ -64,11 +61,6 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 def caller() -> Principal:
     """Return who makes the call that is being served."""
     return _principal.get()
-
-
-async def about_to_change(resource: str) -> None:
-    """Write into the audit log that the call that is being served is about to change this one of many things."""
-    await _trail.get().begin(resource)
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return make(
             answer,
             request_deserializer=_decoding(method, handler.request_deserializer),
-            response_serializer=functools.partial(_encoded, handler.response_serializer),
+            response_serializer=handler.response_serializer,
         )
 
     @asynccontextmanager
@@ -234,10 +226,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 _principal.set(principal)
                 origin = address_of(context.peer())
                 trail = Trail(self._services.audit, principal, origin=origin, method=call.method)
-                _trail.set(trail)
+                TRAIL.set(trail)
                 yield trail
         except HorizonError as error:
-            code, failure = status_of(error).grpc, error
+            code, failure = error.status.grpc, error
             if code == "INTERNAL":
                 _log.error("%s failed: %s", call.method, error.message)
         except asyncio.CancelledError:
@@ -303,11 +295,6 @@ def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], 
     return decode_or_refuse
 
 
-def _encoded(encode: Callable[[Any], bytes], answer: Any) -> bytes:
-    """Return an answer as it is sent; some are made so, of pieces that were made before."""
-    return answer if isinstance(answer, bytes) else encode(answer)
-
-
 def _decoded(request: Any) -> Any:
     if isinstance(request, InvalidSpec):
         raise request
@@ -352,7 +339,7 @@ def to_grpc_status(
 ) -> tuple[grpc.StatusCode, str, Trailers]:
     """Return code, message and trailing metadata of an error, as `context.abort` takes them."""
     message = clip(error.message)
-    status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status.grpc), message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
     if isinstance(error, NotFound) and error.kind:
         named = error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=clip(error.name))

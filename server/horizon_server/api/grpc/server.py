@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from horizon_server.api.connections import Connections
-from horizon_server.api.grpc.effects import EFFECTS
-from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
-from horizon_server.api.grpc.servicers import SERVICERS
+from horizon_server.api.grpc.calls import CALLS, SERVICES, Call
+from horizon_server.api.grpc.convert import packed, response
+from horizon_server.api.grpc.interceptor import CallInterceptor, Observe, caller
 from horizon_server.api.limits import MAX_CALLS_PER_USER
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
@@ -31,15 +35,8 @@ MAX_UNKNOWN = 128
 MAX_UNKNOWN_PER_ADDRESS = 32
 # How long a new connection may take for TLS and the first frames.
 HANDSHAKE_S = 10
-SERVICE_NAMES = tuple(
-    service.full_name for module, _, _ in SERVICERS for service in module.DESCRIPTOR.services_by_name.values()
-)
-METHODS = frozenset(
-    f"{service.name}/{method.name}"
-    for module, _, _ in SERVICERS
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-)
+SERVICE_NAMES = tuple(service.full_name for service in SERVICES)
+METHODS = frozenset(f"{service.name}/{method.name}" for service in SERVICES for method in service.methods)
 
 
 async def start_grpc_server(
@@ -50,7 +47,7 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
-    assert EFFECTS.keys() == METHODS, "every call is declared in api.grpc.effects"
+    assert CALLS.keys() == METHODS, "every call of the contract is in api.grpc.calls"
     parsed = parse_address("grpc", address)
     credentials = None
     if tls is not None:
@@ -74,8 +71,9 @@ async def start_grpc_server(
         options=_options(),
         maximum_concurrent_rpcs=MAX_CALLS,
     )
-    for _, add, servicer in SERVICERS:
-        add(servicer(services), _WithoutRegistering(server))
+    # Not registered besides, as generated code does: a method that is has a request of its own waiting in gRPC, and each call that
+    # comes in goes through all of them.
+    server.add_generic_rpc_handlers([_handlers(services, service) for service in SERVICES])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -89,21 +87,45 @@ async def start_grpc_server(
     return started
 
 
-class _WithoutRegistering:
-    """A server to which methods are added by their handlers alone.
+def _handlers(services: Services, service: ServiceDescriptor) -> grpc.GenericRpcHandler[Any, Any]:
+    """Return what gRPC calls for the methods of a service."""
+    handlers = {
+        method.name: _handler(services, method, CALLS[f"{service.name}/{method.name}"]) for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
-    One that is registered besides has a request of its own waiting in gRPC, and each call that comes in goes through all of them.
-    """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self._server = server
+def _handler(services: Services, method: MethodDescriptor, call: Call) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the one handler that there is: request in, one call of a use case, its result or results out as messages."""
+    answer = message_factory.GetMessageClass(method.output_type)
 
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Pass them on."""
-        self._server.add_generic_rpc_handlers(handlers)
+    def answered(result: Any) -> Any:
+        fields = call.fields(result)
+        if not call.is_frequent:
+            return response(answer, **fields)
+        (name, records), *others = fields.items()
+        return packed(answer, name, records if isinstance(records, Sequence) else [records], **dict(others))
 
-    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """Leave them out: the generic handlers have them too."""
+    async def one(request: Any, context: Any) -> Any:
+        return answered(await call.serve(services, caller(), request))
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        # Closed with the call: left to the garbage collector, a watch would stay registered after its client has gone.
+        async with aclosing(call.serve(services, caller(), request)) as results:
+            async for result in results:
+                yield answered(result)
+
+    decode = message_factory.GetMessageClass(method.input_type).FromString
+    if method.client_streaming:
+        return grpc.stream_unary_rpc_method_handler(one, decode, _encoded)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, decode, _encoded)
+    return grpc.unary_unary_rpc_method_handler(one, decode, _encoded)
+
+
+def _encoded(answer: Any) -> bytes:
+    """Return an answer as it is sent; some are made so, of pieces that were made before."""
+    return answer if isinstance(answer, bytes) else bytes(answer.SerializeToString())
 
 
 def _options() -> tuple[tuple[str, int], ...]:

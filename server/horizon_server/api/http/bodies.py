@@ -30,14 +30,9 @@ from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Usage
+from horizon_server.records.times import is_time, time_name
 from horizon_server.services.node import NodeStatus
 
-# Attribute of a record to its JSON name, where they differ.
-PUBLIC_NAMES: Mapping[str, str] = {
-    "created_s": "create_time", "queued_s": "queue_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state",
-    "estimated_start_s": "estimated_start_time", "estimated_end_s": "estimated_end_time", "as_of_s": "as_of_time",
-    "deletion_s": "deletion_time", "added_s": "add_time", "window_start_s": "window_start_time", "window_end_s": "window_end_time",
-}  # fmt: skip
 # Properties of a record, or of a record within it, that its body has as fields.
 COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
     JobRecord: ("spec.name", "progress", "eta_s"),
@@ -90,25 +85,37 @@ def body_of(kind: Any) -> type[BaseModel]:
     described = _descriptions(kind)
     fields: dict[str, Any] = {}
     for path in (*shown, *COMPUTED.get(kind, ())):
-        attribute = path.rpartition(".")[2]
-        public = PUBLIC_NAMES.get(attribute, attribute)
-        hint = Time if public.endswith("_time") else _json_type(_type_of(kind, path))
+        attribute, hint = path.rpartition(".")[2], _type_of(kind, path)
         alias = AliasPath(*path.split("."))
-        fields[public] = (hint, Field(validation_alias=alias, description=described.get(attribute)))
+        fields[public_name(attribute, hint)] = (
+            _json_type(hint),
+            Field(validation_alias=alias, description=described.get(attribute)),
+        )
     config = ConfigDict(from_attributes=True)
     body: type[BaseModel] = create_model(kind.__name__, __config__=config, __doc__=inspect.getdoc(kind), **fields)
     return body
 
 
+def public_name(attribute: str, hint: Any) -> str:
+    """Return the JSON name of an attribute of a record; `hint` is its type."""
+    if attribute == "job_state":
+        return "state"
+    return time_name(attribute) if is_time(hint) else attribute
+
+
 def _type_of(kind: Any, path: str) -> Any:
     for name in path.split("."):
-        hints = get_type_hints(kind)
+        hints = get_type_hints(kind, include_extras=True)
         kind = hints[name] if name in hints else get_type_hints(inspect.getattr_static(kind, name).fget)["return"]
     return kind
 
 
 def _json_type(hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
+    if is_time(hint):
+        return Time
+    if origin is Annotated:
+        return _json_type(arguments[0])
     if hint is float:
         return Number
     if origin in (Union, types.UnionType):

@@ -1,6 +1,6 @@
 """What surrounds every request: who calls, its duration in the metrics, a bound on its body, and one shape for every error.
 
-An error's code is from the one table in `api.status`; an answer shows nothing of the daemon's insides.
+An error's code is from the one table of errors; an answer shows nothing of the daemon's insides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from horizon_server.api.http.bodies import ErrorBody, ErrorDetail, ViolationBody
 from horizon_server.api.http.connections import SCOPE_KEY
 from horizon_server.api.services import Services as AllServices
-from horizon_server.api.status import status_of
 from horizon_server.errors import FieldViolation, HorizonError, InvalidSpec, TooLarge, Unauthenticated
 from horizon_server.records.account import Principal
 from horizon_server.services.access import require_scope
@@ -166,7 +165,7 @@ def error_body(error: HorizonError) -> ErrorBody:
 def error_response(error: HorizonError) -> JSONResponse:
     """Return the answer to a domain error."""
     headers: dict[str, str] = {}
-    status = status_of(error).http
+    status = error.status.http
     if status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:

@@ -73,7 +73,7 @@ class TextCodec:
             raise
         except Exception as error:
             # The tokenizers library raises bare Exception for an unreadable file, and transformers passes it on.
-            raise InvalidModel(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+            raise InvalidModel(f"holds no tokenizer that can be loaded: {error}", file=folder) from error
         return cls(*loaded, vocab_size)
 
     def encode(self, text: str) -> Any:
@@ -148,7 +148,7 @@ def _load_with_transformers(folder: Path) -> Loaded:
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
         raise InvalidModel(
-            f"{folder} holds only a slow tokenizer; save it with tokenizer.json and push the model again"
+            "holds only a slow tokenizer; save it with tokenizer.json and push the model again", file=folder
         )
     special_tokens = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
     template = loaded.chat_template
@@ -162,7 +162,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidModel(f"{path} is not JSON: {error}") from error
+        raise InvalidModel(f"is not JSON: {error}", file=path) from error
     if not isinstance(content, dict):
-        raise InvalidModel(f"{path} does not hold a JSON object")
+        raise InvalidModel("does not hold a JSON object", file=path)
     return content

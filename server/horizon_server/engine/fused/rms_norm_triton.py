@@ -20,8 +20,8 @@ _NUM_PROGRAMS = 256
 # Numbers of tokens are not compiled in.
 @triton.jit(do_not_specialize=["inner", "num_rows"])  # type: ignore[untyped-decorator]
 def _rms_norm_forward(  # type: ignore[no-untyped-def]
-    values, added, total, weight, out, outer_stride, inner_stride, added_outer, added_inner, inner, num_rows, size, eps, offset,
-    ADDS: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    values, added, total, weight, out, outer_stride, inner_stride, added_outer, added_inner, inner, num_rows, size,
+    eps, offset, ADDS: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # 64 bits, because a micro-batch may have more than 2^31 elements.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -45,8 +45,9 @@ def _rms_norm_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["inner", "num_rows"])  # type: ignore[untyped-decorator]
 def _rms_norm_backward(  # type: ignore[no-untyped-def]
-    gradient, values, added, weight, out, partial_sums, gradient_outer, gradient_inner, outer_stride, inner_stride, added_outer,
-    added_inner, inner, num_rows, size, eps, offset, ADDS: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    gradient, values, added, weight, out, partial_sums, gradient_outer, gradient_inner, outer_stride, inner_stride,
+    added_outer, added_inner, inner, num_rows, size, eps, offset, ADDS: tl.constexpr, ROUNDS: tl.constexpr, ROWS:
+    tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -96,8 +97,9 @@ def _forward(
     num_rows, size = rows.shape[0] * rows.shape[1], rows.shape[2]
     block, per_program = _tile(size)
     _rms_norm_forward[(triton.cdiv(num_rows, per_program),)](
-        rows, others, total, weight_D, out, *rows.stride()[:2], *others.stride()[:2], rows.shape[1], num_rows, size, eps, offset,
-        ADDS=added is not None, ROUNDS=rounds_first, ROWS=per_program, BLOCK=block, num_warps=num_warps_for(block * per_program),
+        rows, others, total, weight_D, out, *rows.stride()[:2], *others.stride()[:2], rows.shape[1], num_rows, size,
+        eps, offset, ADDS=added is not None, ROUNDS=rounds_first, ROWS=per_program, BLOCK=block,
+        num_warps=num_warps_for(block * per_program),
     )  # fmt: skip
     return total, out
 
@@ -120,9 +122,9 @@ def backward(
     num_programs = min(_NUM_PROGRAMS, triton.cdiv(num_rows, per_program))
     partial_sums_PD = torch.empty(num_programs, size, dtype=torch.float32, device=values.device)
     _rms_norm_backward[(num_programs,)](
-        gradients, rows, others, weight_D, out, partial_sums_PD, *gradients.stride()[:2], *rows.stride()[:2], *others.stride()[:2],
-        rows.shape[1], num_rows, size, eps, offset, ADDS=added is not None, ROUNDS=rounds_first, ROWS=per_program, BLOCK=block,
-        num_warps=num_warps_for(block * per_program),
+        gradients, rows, others, weight_D, out, partial_sums_PD, *gradients.stride()[:2], *rows.stride()[:2],
+        *others.stride()[:2], rows.shape[1], num_rows, size, eps, offset, ADDS=added is not None, ROUNDS=rounds_first,
+        ROWS=per_program, BLOCK=block, num_warps=num_warps_for(block * per_program),
     )  # fmt: skip
     # In a fixed order, where atomic additions would add in that of arrival.
     return out, partial_sums_PD.sum(0).to(weight_D.dtype)

@@ -14,9 +14,9 @@ from horizon_server.engine.fused.rows import num_warps_for
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _rotary_turn(  # type: ignore[no-untyped-def]
-    values, cos, sin, out, row_stride, head_stride, token_stride, cos_row_stride, cos_token_stride, sin_row_stride, sin_token_stride,
-    num_tokens, num_heads, half, num_kept, IS_BACKWARD: tl.constexpr, ROUNDS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    KEPT: tl.constexpr,
+    values, cos, sin, out, row_stride, head_stride, token_stride, cos_row_stride, cos_token_stride, sin_row_stride,
+    sin_token_stride, num_tokens, num_heads, half, num_kept, IS_BACKWARD: tl.constexpr, ROUNDS: tl.constexpr, HEADS:
+    tl.constexpr, HALF: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     # 64 bits, because a micro-batch may have more than 2^31 elements.
     program = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,7 @@ def turn_into(out: Tensor, values: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, *, 
     )
     heads, columns = triton.next_power_of_2(num_heads), triton.next_power_of_2(half)
     _rotary_turn[(rows * num_tokens,)](
-        values, cos_BTR, sin_BTR, out, *values.stride()[:3], *cos_BTR.stride()[:2], *sin_BTR.stride()[:2], num_tokens, num_heads,
-        half, num_kept, IS_BACKWARD=is_backward, ROUNDS=rounds, HEADS=heads, HALF=columns,
+        values, cos_BTR, sin_BTR, out, *values.stride()[:3], *cos_BTR.stride()[:2], *sin_BTR.stride()[:2], num_tokens,
+        num_heads, half, num_kept, IS_BACKWARD=is_backward, ROUNDS=rounds, HEADS=heads, HALF=columns,
         KEPT=triton.next_power_of_2(num_kept) if num_kept else 0, num_warps=num_warps_for(heads * columns),
     )  # fmt: skip

@@ -29,8 +29,8 @@ def _swiglu_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["inner"])  # type: ignore[untyped-decorator]
 def _swiglu_backward(  # type: ignore[no-untyped-def]
-    gradient, gate, up, for_gate, for_up, gradient_outer, gradient_inner, gate_outer, gate_inner, up_outer, up_inner, inner, size,
-    BLOCK: tl.constexpr,
+    gradient, gate, up, for_gate, for_up, gradient_outer, gradient_inner, gate_outer, gate_inner, up_outer, up_inner,
+    inner, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +53,8 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     outer, inner, size = gates.shape
     block = min(_TILE, triton.next_power_of_2(size))
     _swiglu_forward[(outer * inner, triton.cdiv(size, block))](
-        gates, ups, out, *gates.stride()[:2], *ups.stride()[:2], inner, size, BLOCK=block, num_warps=num_warps_for(block),
+        gates, ups, out, *gates.stride()[:2], *ups.stride()[:2], inner, size, BLOCK=block,
+        num_warps=num_warps_for(block),
     )  # fmt: skip
     return out
 
@@ -65,7 +66,7 @@ def backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
     outer, inner, size = gates.shape
     block = min(_TILE, triton.next_power_of_2(size))
     _swiglu_backward[(outer * inner, triton.cdiv(size, block))](
-        gradients, gates, ups, for_gate, for_up, *gradients.stride()[:2], *gates.stride()[:2], *ups.stride()[:2], inner, size,
-        BLOCK=block, num_warps=num_warps_for(block),
+        gradients, gates, ups, for_gate, for_up, *gradients.stride()[:2], *gates.stride()[:2], *ups.stride()[:2],
+        inner, size, BLOCK=block, num_warps=num_warps_for(block),
     )  # fmt: skip
     return for_gate, for_up

@@ -21,7 +21,7 @@ Mean = Literal["tokens", "documents"]
 class PolicyGradient(Objective):
     """With the ratio of the policy to the one that sampled, r_t = exp(log p_t - recorded_t), and the advantage A_t::
 
-        loss_t = - r_t A_t                                                         no clipping: importance sampling
+        loss_t = - r_t A_t                                                         without `clip`: importance sampling
         loss_t = - min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)        with it: PPO
         loss_t += kl_coefficient (exp(d_t) - d_t - 1),  d_t = log ref_t - log p_t  where kl_coefficient is above 0
 
@@ -37,15 +37,15 @@ class PolicyGradient(Objective):
 
     needs: ClassVar[frozenset[str]] = frozenset({"documents.recorded_S", "documents.advantages_S"})
 
-    clip_low: float | None = None
-    clip_high: float | None = None
+    clip: bool = True
+    clip_low: float = 0.2
+    clip_high: float = 0.2
     kl_coefficient: float = 0.0
     mean: Mean = "tokens"
 
     def __post_init__(self) -> None:
-        assert (self.clip_low is None) == (self.clip_high is None), "give both clips or none"
-        assert self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low is from 0 to 1"
-        assert self.clip_high is None or self.clip_high >= 0, "clip_high is not negative"
+        assert 0 <= self.clip_low <= 1, "clip_low is from 0 to 1"
+        assert self.clip_high >= 0, "clip_high is not negative"
         assert self.kl_coefficient >= 0, "kl_coefficient is not negative"
 
     def check(self, step: StepObjective) -> None:
@@ -61,7 +61,7 @@ class PolicyGradient(Objective):
         assert documents.recorded_S is not None and documents.advantages_S is not None, "checked before the step"
         ratios_S, advantages_S = torch.exp(logprobs_S - documents.recorded_S.double()), documents.advantages_S.double()
         gains_S = ratios_S * advantages_S
-        if self.clip_low is not None and self.clip_high is not None:
+        if self.clip:
             clipped_S = ratios_S.clamp(1 - self.clip_low, 1 + self.clip_high)
             gains_S = torch.minimum(gains_S, clipped_S * advantages_S)
         losses_S = -gains_S
@@ -86,7 +86,7 @@ class PolicyGradient(Objective):
         old_S, advantages_S = documents.recorded_S.double(), documents.advantages_S.double()
         ratios_S = torch.exp(logprobs_S - old_S)
         found = {"ratio": ratios_S.mean(), "kl_recorded": _divergences(old_S - logprobs_S).mean()}
-        if self.clip_low is not None and self.clip_high is not None:
+        if self.clip:
             is_low_S = (ratios_S < 1 - self.clip_low) & (advantages_S < 0)
             is_high_S = (ratios_S > 1 + self.clip_high) & (advantages_S > 0)
             found["clip_ratio/low_mean"] = is_low_S.double().mean()

@@ -91,14 +91,14 @@ class DPO(PairedObjective):
     averages: ClassVar[bool] = False
 
     beta: float = 0.1
-    kind: PreferenceLoss = "sigmoid"
+    loss: PreferenceLoss = "sigmoid"
     label_smoothing: float = 0.0
     length_normalised: bool = False
 
     def __post_init__(self) -> None:
         assert self.beta > 0, "beta is positive"
         assert 0 <= self.label_smoothing < 0.5, "label_smoothing is the share of swapped labels, below one half"
-        assert not self.label_smoothing or self.kind == "sigmoid", "label_smoothing is for the sigmoid loss"
+        assert not self.label_smoothing or self.loss == "sigmoid", "label_smoothing is for the sigmoid loss"
 
     def _loss(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
@@ -108,9 +108,9 @@ class DPO(PairedObjective):
         gains_K = documents.log_probabilities(logprobs_S - references_S, weights_S, average=self.length_normalised)
         chosen_P, rejected_P = gains_K[documents.pairs_P2].unbind(1)
         margins_P = chosen_P - rejected_P
-        if self.kind == "hinge":
+        if self.loss == "hinge":
             return torch.relu(1 - self.beta * margins_P).mean()
-        if self.kind == "ipo":
+        if self.loss == "ipo":
             return (margins_P - 1 / (2 * self.beta)).square().mean()
         return _log_loss(self.beta * margins_P, self.label_smoothing).mean()
 

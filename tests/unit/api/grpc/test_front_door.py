@@ -16,7 +16,7 @@ from horizon_proto.v1 import housekeeping_pb2, housekeeping_pb2_grpc, job_pb2, n
 from horizon_server.api import limits
 from horizon_server.api.grpc import interceptor
 from horizon_server.api.grpc.audited import described
-from horizon_server.api.grpc.effects import EFFECTS, Effect
+from horizon_server.api.grpc.calls import CALLS, Effect
 from horizon_server.db.audit import MAX_CHARS
 from horizon_server.records.audit import UNKNOWN, AuditEntry
 from horizon_server.records.job import JobState
@@ -255,5 +255,5 @@ async def test_a_change_that_the_token_does_not_allow_is_audited(world: Any) -> 
 
 def test_calls_that_only_look_are_named_like_it() -> None:
     """A call that is declared to read passes with a token of scope read: one look at the name more."""
-    names = {name.partition("/")[2]: effect for name, effect in EFFECTS.items()}
+    names = {name.partition("/")[2]: call.effect for name, call in CALLS.items()}
     assert [name for name, effect in names.items() if (effect is Effect.READ) != name.startswith(READING)] == []

@@ -34,7 +34,7 @@ async def _refused(call: Any) -> tuple[str, str]:
 async def test_the_queue_shows_outlooks_and_hides_what_others_do(world: Any) -> None:
     resident = await world.job(name="first", state=JobState.RUNNING)
     queued = await world.job(name="second")
-    world.daemon.parts.scheduler.view.outlooks = {
+    world.daemon.parts.scheduler.runtime.view.outlooks = {
         resident.job_id: Outlook(why="resident, 1 job has the device", share=1.0, estimated_end_s=2000.5),
         queued.job_id: Outlook(
             why="waiting for 3 GiB of host memory", estimated_start_s=2000.5, estimated_end_s=3000.0
@@ -60,7 +60,7 @@ async def test_the_queue_shows_outlooks_and_hides_what_others_do(world: Any) -> 
 
 async def test_a_job_that_has_ended_has_no_outlook(world: Any) -> None:
     job = await world.job(state=JobState.SUCCEEDED)
-    world.daemon.parts.scheduler.view.outlooks = {job.job_id: Outlook(why="resident")}
+    world.daemon.parts.scheduler.runtime.view.outlooks = {job.job_id: Outlook(why="resident")}
     seen = (await world.ann.call("jobs", "GetJob", job_pb2.GetJobRequest(job_id=job.job_id))).job
     assert not seen.HasField("outlook")
 

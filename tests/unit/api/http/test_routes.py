@@ -200,7 +200,7 @@ async def test_the_queue_shows_other_users_jobs_without_detail(connect: Any, wor
     theirs = dataclasses.replace(queued, job_id="job_bobs", owner="bob", project="bob")
     await world.journal.create(theirs, request_id=str(uuid.uuid4()))
     outlook = Outlook(why="waiting for 3 GiB of host memory; job first frees it", estimated_start_s=86400.0)
-    world.daemon.parts.scheduler.view.outlooks = dict.fromkeys((queued.job_id, "job_bobs"), outlook)
+    world.daemon.parts.scheduler.runtime.view.outlooks = dict.fromkeys((queued.job_id, "job_bobs"), outlook)
     first, second, bobs = (await connect("ann").get("/horizon/v1/queue")).json()["jobs"]
     shown = {"job_id", "owner", "state", "position", "outlook"}
     assert {name for name, value in bobs.items() if value is not None} == shown

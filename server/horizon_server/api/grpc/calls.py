@@ -1,0 +1,349 @@
+"""Every call of gRPC, a row for each: whether it changes something, the use case that it calls, and what of its answer that fills.
+
+The effect counts for the gate that every call passes, its limits and the audit log; who may do what is decided in `services.access`.
+A call of the contract that is missing here cannot be served: `start_grpc_server` refuses to start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from horizon_proto.v1 import (
+    account_pb2,
+    blob_pb2,
+    checkpoint_pb2,
+    dataset_pb2,
+    housekeeping_pb2,
+    job_pb2,
+    model_pb2,
+    node_pb2,
+    sharing_pb2,
+)
+from horizon_server.api.grpc.audited import about_to_change
+from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
+from horizon_server.api.grpc.transfers import read_checkpoint_file, uploader, write_blob
+from horizon_server.api.services import Services
+from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
+from horizon_server.errors import InvalidSpec
+from horizon_server.events import MergeProgress, SampledText
+from horizon_server.records.account import Principal
+from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
+from horizon_server.records.housekeeping import Selection
+from horizon_server.records.job import JobState
+from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
+from horizon_server.records.sharing import NodeCondition
+from horizon_server.services.access import Need
+from horizon_server.services.node import NodeStatus
+from horizon_server.spec import JobSpec, parse_job_spec
+
+_MODULES = (
+    job_pb2, blob_pb2, dataset_pb2, model_pb2, checkpoint_pb2, node_pb2, sharing_pb2, housekeeping_pb2, account_pb2,
+)  # fmt: skip
+SERVICES = tuple(service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values())
+"""The services of the contract."""
+
+
+class Effect(Enum):
+    """What a call does."""
+
+    READ = auto()
+    """It looks, and changes nothing."""
+    UPLOAD = auto()
+    """It belongs to the upload of contents, which may be thousands: without the Create and Finalize that name them they are nothing."""
+    CHANGE = auto()
+    """It changes one thing, or uses the node's memory and processors."""
+    CHANGE_MANY = auto()
+    """It changes one thing after the other, and streams what became of each."""
+
+    @property
+    def need(self) -> Need:
+        """What the caller's token must allow."""
+        return "read" if self is Effect.READ else "change"
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether it counts as a change: the audit log has an entry for each thing that it is about, and users have a rate of them."""
+        return self in (Effect.CHANGE, Effect.CHANGE_MANY)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call."""
+
+    effect: Effect
+    serve: Callable[[Services, Principal, Any], Any]
+    """Given the services, the caller and the request: a coroutine of the result, or a generator of the results of a stream."""
+    answer: str | tuple[str, ...] | Callable[[Any], Mapping[str, Any]] = ()
+    """The field of the answer that the result is, the fields that its parts are, or how the fields are made of it."""
+    is_frequent: bool = False
+    """Whether what is sent of a record is made once and kept: for calls that many clients repeat."""
+
+    def fields(self, result: Any) -> Mapping[str, Any]:
+        """Return the fields of the answer."""
+        if isinstance(self.answer, str):
+            return {self.answer: result}
+        if isinstance(self.answer, tuple):
+            return dict(zip(self.answer, result, strict=True)) if self.answer else {}
+        return self.answer(result)
+
+
+def effect_of(path: str) -> Effect:
+    """Return the effect of a call by its path (/package.Service/Method)."""
+    return CALLS[path.rpartition(".")[2]].effect
+
+
+def _spec(request: Any) -> JobSpec:
+    return parse_job_spec(set_fields(request.spec))
+
+
+def _states(numbers: Iterable[int]) -> frozenset[JobState]:
+    states = set()
+    for i, number in enumerate(numbers):
+        name = enum_text(job_pb2.JobState.DESCRIPTOR, number)
+        if name not in JobState.__members__:
+            problem = f"states[{i}] is {number}, which is not a state of jobs; leave states out for all"
+            raise InvalidSpec.of(f"states[{i}]", problem)
+        states.add(JobState(name))
+    return frozenset(states)
+
+
+def _natural(request: Any, field: str) -> int:
+    value: int = getattr(request, field)
+    if value < 0:
+        raise InvalidSpec.of(field, f"{field} is {value}; it must be 0 or more")
+    return value
+
+
+def _files(request: Any) -> list[BlobFile]:
+    return [from_message(file, BlobFile) for file in request.files]
+
+
+async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[JobSpec, Plan]:
+    machine = from_message(request.machine, PlannedMachine) if request.HasField("machine") else None
+    return await services.jobs.plan(caller, _spec(request), machine)
+
+
+async def _update(services: Services, caller: Principal, request: job_pb2.UpdateJobRequest) -> Any:
+    if not request.HasField("priority"):
+        raise InvalidSpec.of("priority", "priority is missing; it is what can be changed of a job")
+    return await services.jobs.update(caller, request.job_id, priority=request.priority)
+
+
+def _sample(services: Services, caller: Principal, request: checkpoint_pb2.SampleCheckpointRequest) -> Any:
+    # Before they are converted: one by one that takes far longer than to count them.
+    require_few(request.prompts)
+    prompts = [from_message(prompt, SamplePrompt) for prompt in request.prompts]
+    return services.samples.sample(caller, request.job_id, request.step, prompts, from_message(request, SampleOptions))
+
+
+def _merge(services: Services, caller: Principal, request: checkpoint_pb2.MergeCheckpointRequest) -> Any:
+    dtype, base = choice(request, "dtype"), choice(request, "base")
+    return services.merges.merge(caller, request.job_id, request.step, dtype=dtype, base=base, remove=request.remove)
+
+
+def _create_dataset(services: Services, caller: Principal, request: dataset_pb2.CreateDatasetRequest) -> Any:
+    return services.datasets.create(
+        caller,
+        request_id=request.request_id,
+        name=request.name,
+        format=choice(request, "format") or "auto",
+        field_map=dict(request.field_map),
+        files=_files(request),
+    )
+
+
+async def _preview(services: Services, caller: Principal, request: dataset_pb2.PreviewDatasetRequest) -> DatasetPreview:
+    # Only what is set: the defaults of the rest are those of the options.
+    given = {name: value for name, value in set_fields(request).items() if name not in ("name", "model")}
+    return await services.previews.preview(caller, request.name, request.model, PreviewOptions(**given))
+
+
+def _preview_fields(preview: DatasetPreview) -> dict[str, Any]:
+    # The options have a num_rows too, of the rows that were asked for; the answer's is the dataset's.
+    return {**vars(preview.options), **vars(preview)}
+
+
+async def _set_node(services: Services, caller: Principal, request: node_pb2.SetNodeRequest) -> NodeStatus:
+    # Without one the node would be opened.
+    if not request.HasField("condition"):
+        raise InvalidSpec.of("condition", "condition is missing; it says what the node is to be set to")
+    await services.sharing.set_node(caller, from_message(request.condition, NodeCondition))
+    return await services.node.describe(caller)
+
+
+async def _usage(services: Services, caller: Principal, request: sharing_pb2.GetUsageRequest) -> Any:
+    since_s = seconds_of(request, "since_time") if request.HasField("since_time") else time.time() - USAGE_OF_S
+    return await services.sharing.usage(caller, since_s)
+
+
+async def _queue(services: Services, caller: Principal, request: sharing_pb2.GetQueueRequest) -> list[QueueEntry]:
+    return [QueueEntry.seen_by(caller, job) for job in await services.jobs.queue(caller)]
+
+
+def _delete(
+    services: Services, caller: Principal, request: housekeeping_pb2.DeleteRequest
+) -> AsyncGenerator[tuple[Any, int, int], None]:
+    kinds = {"dataset", "model", "job", "checkpoint"}
+    kind = choice(request, "kind")
+    if kind not in kinds:
+        raise InvalidSpec.of("kind", f"kind is {request.kind}; it must be one of {', '.join(sorted(kinds))}")
+    older_than_s = request.older_than.ToNanoseconds() / 1e9
+    if older_than_s < 0:
+        raise InvalidSpec.of("older_than", f"older_than is {older_than_s:g} s; it must be 0 or more")
+    selection = Selection(
+        kind=kind,  # type: ignore[arg-type]  # one of them
+        keys=tuple(request.keys),
+        states=_states(request.states),
+        older_than_s=older_than_s,
+        owner=request.owner,
+        dry_run=request.dry_run,
+    )
+    return services.deletions.delete(caller, selection, about_to_delete=about_to_change)
+
+
+def _create_token(services: Services, caller: Principal, request: account_pb2.CreateTokenRequest) -> Any:
+    lifetime_s = request.lifetime.ToNanoseconds() / 1e9 if request.HasField("lifetime") else None
+    scope = request.scope or "full"
+    return services.identity.create_token(caller, label=request.label, scope=scope, lifetime_s=lifetime_s)
+
+
+async def _who_am_i(services: Services, caller: Principal, request: account_pb2.WhoAmIRequest) -> Principal:
+    return caller
+
+
+def _sharers(record: PushedRecord) -> dict[str, Any]:
+    return {"shared_with": record.shared_with}
+
+
+_READ, _UPLOAD, _CHANGE, _CHANGE_MANY = Effect
+
+# `on` is the services, `r` the request.
+CALLS: Mapping[str, Call] = {
+    "JobService/SubmitJob": Call(
+        _CHANGE, lambda on, caller, r: on.jobs.submit(caller, request_id=r.request_id, spec=_spec(r)), "job"
+    ),
+    "JobService/PlanJob": Call(_READ, _plan, ("spec", "plan")),
+    "JobService/GetJob": Call(_READ, lambda on, caller, r: on.jobs.get(caller, r.job_id), "job", is_frequent=True),
+    "JobService/ListJobs": Call(
+        _READ,
+        lambda on, caller, r: on.jobs.list(
+            caller, page_size=r.page_size, page_token=r.page_token, states=_states(r.states)
+        ),
+        ("jobs", "next_page_token"),
+        is_frequent=True,
+    ),
+    "JobService/CancelJob": Call(_CHANGE, lambda on, caller, r: on.jobs.cancel(caller, r.job_id), "job"),
+    "JobService/PauseJob": Call(_CHANGE, lambda on, caller, r: on.jobs.pause(caller, r.job_id), "job"),
+    "JobService/ResumeJob": Call(_CHANGE, lambda on, caller, r: on.jobs.resume(caller, r.job_id), "job"),
+    "JobService/UpdateJob": Call(_CHANGE, _update, "job"),
+    "JobService/WatchJob": Call(
+        _READ, lambda on, caller, r: on.jobs.watch(caller, r.job_id, _natural(r, "after_sequence")), "event"
+    ),
+    "JobService/GetJobLogs": Call(
+        _READ,
+        lambda on, caller, r: on.jobs.logs(
+            caller, r.job_id, attempt=_natural(r, "attempt"), offset=_natural(r, "offset"), follow=r.follow
+        ),
+        ("offset", "data"),
+    ),
+    "BlobService/FindMissingBlobs": Call(
+        _UPLOAD,
+        lambda on, caller, r: on.blobs.missing(uploader(caller), [from_message(blob, BlobRef) for blob in r.blobs]),
+        "missing",
+    ),
+    "BlobService/WriteBlob": Call(_UPLOAD, write_blob, "status"),
+    "BlobService/WriteBlobs": Call(
+        _UPLOAD,
+        lambda on, caller, r: on.blobs.write_whole(
+            uploader(caller), [WholeBlob(blob=from_message(one.blob, BlobRef), data=one.data) for one in r.blobs]
+        ),
+    ),
+    "BlobService/QueryBlobStatus": Call(
+        _UPLOAD, lambda on, caller, r: on.blobs.status(uploader(caller), from_message(r.blob, BlobRef)), "status"
+    ),
+    "DatasetService/CreateDataset": Call(_CHANGE, _create_dataset, "dataset"),
+    "DatasetService/FinalizeDataset": Call(
+        _CHANGE, lambda on, caller, r: on.datasets.finalize(caller, r.dataset_id), "dataset"
+    ),
+    "DatasetService/GetDataset": Call(_READ, lambda on, caller, r: on.datasets.get(caller, r.name), "dataset"),
+    "DatasetService/ListDatasets": Call(
+        _READ,
+        lambda on, caller, r: on.datasets.list(caller, page_size=r.page_size, page_token=r.page_token),
+        ("datasets", "next_page_token"),
+    ),
+    "DatasetService/DeleteDataset": Call(_CHANGE, lambda on, caller, r: on.datasets.delete(caller, r.name)),
+    "DatasetService/PreviewDataset": Call(_READ, _preview, _preview_fields),
+    "ModelService/CreateModel": Call(
+        _CHANGE,
+        lambda on, caller, r: on.models.create(
+            caller, request_id=r.request_id, name=r.name, files=_files(r), config=r.config
+        ),
+        "model",
+    ),
+    "ModelService/FinalizeModel": Call(_CHANGE, lambda on, caller, r: on.models.finalize(caller, r.model_id), "model"),
+    "ModelService/GetModel": Call(_READ, lambda on, caller, r: on.models.get(caller, r.name), "model"),
+    "ModelService/ListModels": Call(
+        _READ,
+        lambda on, caller, r: on.models.list(caller, page_size=r.page_size, page_token=r.page_token),
+        ("models", "next_page_token"),
+    ),
+    "ModelService/DeleteModel": Call(_CHANGE, lambda on, caller, r: on.models.delete(caller, r.name)),
+    "CheckpointService/ListCheckpoints": Call(
+        _READ, lambda on, caller, r: on.jobs.checkpoints(caller, r.job_id), "checkpoints"
+    ),
+    "CheckpointService/ReadCheckpointFile": Call(_READ, read_checkpoint_file, ("offset", "data")),
+    "CheckpointService/SampleCheckpoint": Call(
+        _CHANGE, _sample, lambda piece: {"text" if isinstance(piece, SampledText) else "figures": piece}
+    ),
+    "CheckpointService/MergeCheckpoint": Call(
+        _CHANGE,
+        _merge,
+        lambda line: dataclasses.asdict(line) if isinstance(line, MergeProgress) else {"checkpoint": line},
+    ),
+    "CheckpointService/DeleteCheckpoint": Call(
+        _CHANGE, lambda on, caller, r: on.jobs.delete_checkpoint(caller, r.job_id, r.step)
+    ),
+    "NodeService/GetNode": Call(_READ, lambda on, caller, r: on.node.describe(caller), "node"),
+    "NodeService/SetNode": Call(_CHANGE, _set_node, "node"),
+    "SharingService/GetUsage": Call(_READ, _usage, "usages"),
+    "SharingService/GetQuota": Call(
+        _READ, lambda on, caller, r: on.sharing.quota(caller), lambda found: {"allowances": AllowanceUse.all_of(found)}
+    ),
+    "SharingService/GetQueue": Call(_READ, _queue, "jobs"),
+    "SharingService/SimulateJob": Call(
+        _READ, lambda on, caller, r: on.sharing.simulate(caller, _spec(r)), ("outlook", "plan")
+    ),
+    "HousekeepingService/Delete": Call(_CHANGE_MANY, _delete, ("deletion", "done", "total")),
+    "HousekeepingService/KeepJob": Call(_CHANGE, lambda on, caller, r: on.retention.keep(caller, r.job_id), "job"),
+    "AccountService/WhoAmI": Call(_READ, _who_am_i, "account"),
+    "AccountService/CreateToken": Call(_CHANGE, _create_token, ("token", "secret")),
+    "AccountService/ListTokens": Call(_READ, lambda on, caller, r: on.identity.tokens(caller, r.user), "tokens"),
+    "AccountService/RevokeToken": Call(
+        _CHANGE, lambda on, caller, r: on.identity.revoke_token(caller, r.token_id), "token"
+    ),
+    "AccountService/ListProjects": Call(_READ, lambda on, caller, r: on.identity.projects(caller), "projects"),
+    "AccountService/SetMember": Call(
+        _CHANGE,
+        lambda on, caller, r: on.identity.set_member(caller, project=r.project, user=r.user, role=r.role),
+        "member",
+    ),
+    "AccountService/RemoveMember": Call(
+        _CHANGE, lambda on, caller, r: on.identity.remove_member(caller, project=r.project, user=r.user)
+    ),
+    "AccountService/Share": Call(
+        _CHANGE, lambda on, caller, r: on.identity.share(caller, kind=r.kind, name=r.name, project=r.project), _sharers
+    ),
+    "AccountService/Unshare": Call(
+        _CHANGE,
+        lambda on, caller, r: on.identity.unshare(caller, kind=r.kind, name=r.name, project=r.project),
+        _sharers,
+    ),
+}
+"""By service and method."""
