@@ -6,12 +6,12 @@ BIN := .venv/bin
 # One more than there are cores, up to six: many tests wait for a daemon or a worker to start.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 5 ? n + 1 : 6)))
 # What depends on the versions of torch and transformers most.
-LOWEST_TESTS := tests/golden/test_traced_layers.py tests/golden/test_fused_layers.py tests/golden/test_kernel_candidates.py \
-	tests/unit/engine/test_attention.py
+OLDEST_TESTS := tests/golden/test_training.py tests/golden/test_gradients.py tests/golden/test_traced_layers.py \
+	tests/golden/test_fused_layers.py tests/golden/test_kernel_candidates.py tests/unit/engine/test_attention.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-lowest verify fix bench protos client dashboards job-spec figures clean
+.PHONY: help demo test test-all test-oldest verify fix bench protos client dashboards job-spec figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -40,11 +40,11 @@ test-all: .venv/.dev ## all cases of every claim, all fuzz cases, all kill point
 	@HORIZON_TEST_ALL=1 HORIZON_FUZZ_CASES=$${HORIZON_FUZZ_CASES:-10000} HORIZON_KILLS=$${HORIZON_KILLS:-300} \
 		HORIZON_SOAK_S=$${HORIZON_SOAK_S:-7200} $(MAKE) test
 
-test-lowest: ## layers traced, compiled and fused, and attention, with the lowest versions of torch and transformers: several GB
-	$(PYTHON) -m venv .venv-lowest
-	@.venv-lowest/bin/python -m pip --disable-pip-version-check -q install -c constraints-lowest.txt torch transformers triton \
+test-oldest: ## training, traced and fused layers and attention with the lowest versions of torch and transformers: several GB
+	$(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip --disable-pip-version-check -q install -c constraints-oldest.txt torch transformers triton \
 		numpy safetensors psutil jinja2 pytest pytest-asyncio pytest-timeout hypothesis
-	@HORIZON_TEST_ALL=1 PYTHONPATH=server:client:proto .venv-lowest/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS)
+	@HORIZON_TEST_ALL=1 PYTHONPATH=server:client:proto .venv-oldest/bin/python -m pytest -p no:cacheprovider $(OLDEST_TESTS)
 
 verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/ruff check
@@ -85,5 +85,5 @@ bench: .venv/.dev ## benchmarks, as ratios against a reference in the same run
 	$(BIN)/python -m bench
 
 clean: ## remove everything that was made
-	rm -rf .venv .venv-lowest .venv-protos .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output dist build
+	rm -rf .venv .venv-oldest .venv-protos .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
