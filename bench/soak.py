@@ -29,8 +29,8 @@ from typing import Any
 import grpc
 import httpx
 import psutil
-from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, node_of, quick_spec
+from tests.support.pushed_state import PushedState
 
 from horizon_client import Client
 from horizon_client.errors import HorizonClientError
@@ -164,7 +164,7 @@ class Soak:
             {"messages": [{"role": "user", "content": f"{number} {i}"}, {"role": "assistant", "content": "yes"}]}
             for i in range(200)
         ]
-        path = self.node.folder / "pushed.jsonl"
+        path = self.node.daemon.state_dir.parent / "pushed.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), "ascii")
         client.datasets.push([path], name="pushed")
         client.datasets.delete("pushed")
@@ -256,9 +256,10 @@ def main() -> int:
         print(f"{sample.at_s:6.0f} s, {sample.num_jobs} jobs: {figures}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        daemon = DaemonProcess(Path(folder) / "state", "--log-level", "warning")
+        pushed = PushedState.shared(Path(folder) / "pushed")
+        daemon = pushed.daemon(Path(folder) / "state", "--log-level", "warning")
         try:
-            soak = Soak(node_of(daemon.start(), Path(folder) / "files"))
+            soak = Soak(node_of(daemon, pushed))
             soak.run(options.seconds, show)
         finally:
             daemon.close()

@@ -42,6 +42,7 @@ with suppress(ImportError):
 
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts
+    from tests.support.pushed_state import PushedState
 
 MakeDaemon = Callable[..., AbstractAsyncContextManager["DaemonParts"]]
 
@@ -134,6 +135,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from horizon_server.demo.recipe import write_demo_model
 
     return write_demo_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def pushed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> PushedState:
+    """A state folder with a user, a model and a dataset."""
+    from tests.support.pushed_state import PushedState
+
+    base = tmp_path_factory.getbasetemp()
+    return PushedState.shared((base if worker_id == "master" else base.parent) / "pushed")
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
+from tests.support.pushed_state import PushedState
 from tests.support.trials import Reference
 
 
 @pytest.fixture(scope="session")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def node(tmp_path_factory: pytest.TempPathFactory, pushed: PushedState) -> Iterator[Node]:
     """The shared daemon; cases leave it running and its queue empty."""
-    folder = tmp_path_factory.mktemp("faults")
-    daemon = DaemonProcess(folder / "state")
+    daemon = pushed.daemon(tmp_path_factory.mktemp("faults") / "state")
     try:
-        yield node_of(daemon.start(), folder / "files")
+        yield node_of(daemon, pushed)
     finally:
         daemon.close()
 
@@ -41,13 +41,13 @@ def shell(node: Node, tmp_path: Path) -> Shell:
 
 
 @pytest.fixture
-def own_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+def own_node(tmp_path: Path, pushed: PushedState) -> Iterator[Callable[..., Node]]:
     """Daemons that a case may stop, kill or starve."""
     made: list[DaemonProcess] = []
 
     def make(*flags: str, state_dir: Path | None = None) -> Node:
-        made.append(DaemonProcess(state_dir or tmp_path / "state", *flags))
-        return node_of(made[-1].start(), tmp_path / "files")
+        made.append(pushed.daemon(state_dir or tmp_path / "state", *flags))
+        return node_of(made[-1], pushed)
 
     yield make
     with ExitStack() as stack:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from tests.support.daemon_process import wait_for, wait_for_state, wait_for_step
 from tests.support.node import Node, node_of, quick_spec, run_horizond
 from tests.support.processes import processes_of
+from tests.support.pushed_state import PushedState
 from tests.support.trials import FullDiskScene, Reference, Trial
 
 from horizon_server.blobs.space import RESERVE_FILE
@@ -46,10 +47,10 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 @pytest.fixture
-def tight_node(small_disk: Path, tmp_path: Path) -> Iterator[Node]:
-    daemon = DaemonProcess(small_disk / "state")
+def tight_node(small_disk: Path, pushed: PushedState) -> Iterator[Node]:
+    daemon = pushed.daemon(small_disk / "state")
     try:
-        yield node_of(daemon.start(), tmp_path / "files")
+        yield node_of(daemon, pushed)
     finally:
         daemon.close()
 

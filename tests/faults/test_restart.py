@@ -18,6 +18,7 @@ from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 from tests.support.further import further
 from tests.support.node import Node, node_of, quick_spec
 from tests.support.processes import processes_of, start_time_of
+from tests.support.pushed_state import PushedState
 from tests.support.unattended import PATIENT, Inputs, UnattendedUser
 
 from horizon_client import Client
@@ -38,14 +39,14 @@ ROUNDS = 4
 
 
 @pytest.fixture
-def leaving_node(tmp_path: Path) -> Iterator[MakeNode]:
+def leaving_node(tmp_path: Path, pushed: PushedState) -> Iterator[MakeNode]:
     """Daemons that leave their workers running on SIGTERM, or do what `on_sigterm` says. A worker computes with one thread."""
     made: list[DaemonProcess] = []
 
     def make(on_sigterm: str = "leave", **settings: float) -> Node:
-        daemon = DaemonProcess(tmp_path / "state", num_threads=1, on_sigterm=on_sigterm, **settings)
+        daemon = pushed.daemon(tmp_path / "state", num_threads=1, on_sigterm=on_sigterm, **settings)
         made.append(daemon)
-        return node_of(daemon.start(), tmp_path / "files")
+        return node_of(daemon, pushed)
 
     yield make
     with ExitStack() as stack:

@@ -130,7 +130,7 @@ def test_the_state_folder_that_a_daemon_makes_is_private(tmp_path: Path) -> None
     state = tmp_path / "state"
     before = os.umask(0o022)
     try:
-        daemon = DaemonProcess(state)
+        daemon = DaemonProcess(state, measures=True)
         daemon.start()
         try:
             daemon.admin("user", "add", "ada")

@@ -11,27 +11,26 @@ from pathlib import Path
 
 import pytest
 from tests.support.both_daemons import KINDS, AnyDaemon, make_one
+from tests.support.pushed_state import PushedState
 
 from horizon_client import Client
-from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 
 @pytest.fixture(scope="session")
-def demo_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def demo_files(pushed: PushedState) -> tuple[Path, Path]:
     """The built-in model folder and dataset file."""
-    folder = tmp_path_factory.mktemp("demo")
-    return write_demo_model(folder / "model"), write_demo_dataset(folder)
+    return pushed.model, pushed.dataset
 
 
 @pytest.fixture(params=KINDS)
 def make_daemon(
-    request: pytest.FixtureRequest, tmp_path: Path, demo_files: tuple[Path, Path]
+    request: pytest.FixtureRequest, tmp_path: Path, pushed: PushedState
 ) -> Iterator[Callable[..., AnyDaemon]]:
     """Start daemons, in the test's process or in their own; all are gone at the end."""
     made: list[AnyDaemon] = []
 
     def make(*flags: str, state: str = "state", **settings: float) -> AnyDaemon:
-        made.append(make_one(request.param, tmp_path / state, demo_files[0], *flags, **settings))
+        made.append(make_one(request.param, tmp_path / state, pushed, *flags, **settings))
         return made[-1].start()
 
     yield make
@@ -48,7 +47,7 @@ def daemon(make_daemon: Callable[..., AnyDaemon]) -> AnyDaemon:
 
 @pytest.fixture
 def push_demo(demo_files: tuple[Path, Path]) -> Callable[[Client], None]:
-    """Push the built-in model and dataset as `demo-model` and `demo-chats`."""
+    """Push the built-in model and dataset as `demo-model` and `demo-chats`; a daemon in a process has them of ada."""
 
     def push(client: Client) -> None:
         model, dataset = demo_files

@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel
 from tests.support.both_daemons import demo_spec
 from tests.support.daemon_process import DaemonProcess, wait_for_state
+from tests.support.pushed_state import PushedState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_client import Client
@@ -33,8 +34,8 @@ LORA: dict[str, Any] = {
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    running = DaemonProcess(tmp_path / "state")
+def daemon(tmp_path: Path, pushed: PushedState) -> Iterator[DaemonProcess]:
+    running = pushed.daemon(tmp_path / "state")
     running.start()
     try:
         yield running

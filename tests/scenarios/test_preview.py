@@ -13,6 +13,7 @@ import psutil
 import pytest
 from tests.support.both_daemons import KINDS, AnyDaemon, demo_spec, make_one, process_only
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.pushed_state import PushedState
 
 from horizon_client import Client, InvalidRequest, NotFound
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
@@ -23,9 +24,9 @@ GREEDY = "{{ messages[0]['content'] * 10000000000 }}"
 
 @pytest.fixture(scope="module", params=KINDS)
 def daemon(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_files: tuple[Path, Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pushed: PushedState
 ) -> Iterator[AnyDaemon]:
-    running = make_one(request.param, tmp_path_factory.mktemp("preview") / "state", demo_files[0])
+    running = make_one(request.param, tmp_path_factory.mktemp("preview") / "state", pushed)
     try:
         yield running.start()
     finally:

@@ -13,19 +13,19 @@ import pytest
 import torch
 from tests.support.both_daemons import demo_spec
 from tests.support.daemon_process import DaemonProcess, wait_for_state
+from tests.support.pushed_state import PushedState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_client import Client, InvalidRequest, NotAllowed, NotFound
 from horizon_client.resources import SampledText, SampleFigures
-from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 CHAT = [{"role": "user", "content": "What is a lab box?"}]
 NUM_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    running = DaemonProcess(tmp_path_factory.mktemp("sampling") / "state")
+def daemon(tmp_path_factory: pytest.TempPathFactory, pushed: PushedState) -> Iterator[DaemonProcess]:
+    running = pushed.daemon(tmp_path_factory.mktemp("sampling") / "state")
     running.start()
     try:
         yield running
@@ -34,13 +34,10 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture(scope="module")
-def trained(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def trained(daemon: DaemonProcess) -> tuple[str, str]:
     """A user's token, and the id of a job of theirs that has written a checkpoint."""
-    files = tmp_path_factory.mktemp("files")
     token = daemon.user("ada")
     with daemon.client(token) as client:
-        client.models.push(write_demo_model(files / "model"), name="demo-model")
-        client.datasets.push([write_demo_dataset(files)], name="demo-chats")
         job = client.jobs.submit(demo_spec(max_steps=8, tokens_per_step=1024))
         done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED")
         assert done.state == "SUCCEEDED", done.message

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemon_process import DaemonProcess
+from tests.support.pushed_state import PushedState
 from tests.support.served_daemon import ServedDaemon
 
 from horizon_server.demo.recipe import DEMO_SPEC
@@ -16,16 +17,16 @@ AnyDaemon = DaemonProcess | ServedDaemon
 KINDS = ("in-process", "process")
 
 
-def make_one(kind: str, state_dir: Path, model_folder: Path, *flags: str, **settings: float | str) -> AnyDaemon:
+def make_one(kind: str, state_dir: Path, pushed: PushedState, *flags: str, **settings: float | str) -> AnyDaemon:
     """Make a daemon of that kind; `settings` are lines of its configuration."""
     if kind == "process":
-        return DaemonProcess(state_dir, *flags, **settings)
+        return pushed.daemon(state_dir, *flags, **settings)
     assert not flags, "only a process has flags"
     scripts = state_dir / "scripts"
     scripts.mkdir(parents=True)
     # So slow that a test can catch a job of some dozen steps in the middle.
     (scripts / "any.json").write_text(json.dumps({"step_s": 0.04}))
-    return ServedDaemon(state_dir, model_folder=model_folder, **settings)
+    return ServedDaemon(state_dir, model_folder=pushed.model, **settings)
 
 
 def process_only(reason: str, fixture: str = "make_daemon") -> pytest.MarkDecorator:

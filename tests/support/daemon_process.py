@@ -21,6 +21,7 @@ from tests.support.rates import write_rates
 from horizon_client import Client
 from horizon_client.resources import Job
 from horizon_server.db.database import Database
+from horizon_server.planning.machine import RATES_FILE
 from horizon_server.services.accounts import Accounts
 
 # A limit for what hangs; on a busy machine a start takes many seconds.
@@ -39,18 +40,18 @@ class DaemonProcess:
     def __init__(self, state_dir: Path, *flags: str, **settings: float | str) -> None:
         """`flags` are those of `horizond serve`, `settings` lines of its configuration file. SIGTERM drains where these do not differ.
 
-        With `measures` it finds no rates of its machine in a new state folder.
+        One that `measures`, which is no setting, finds no rates of its machine in a new state folder.
         """
         self.state_dir = state_dir
-        measures = settings.pop("measures", False)
-        if not measures and not state_dir.exists():
-            write_rates(state_dir, num_threads=int(settings.get("num_threads", 0)))
+        self._measures = bool(settings.pop("measures", False))
         self._flags = flags
         self._settings = {"on_sigterm": "drain", **settings}
         self.environment: dict[str, str] = {}
         """Variables of the daemon and of all its children, besides the test's own."""
         self.program: tuple[str, ...] = ("-m", "horizon_server")
         """What Python runs."""
+        self.tokens: dict[str, str] = {}
+        """Of users that the state folder had from the beginning."""
         self.process: subprocess.Popen[bytes] | None = None
         self.endpoints: dict[str, Any] = {}
 
@@ -63,6 +64,8 @@ class DaemonProcess:
     def launch(self) -> None:
         """Start it and do not wait."""
         self.state_dir.mkdir(parents=True, exist_ok=True)
+        if not self._measures and not (self.state_dir / RATES_FILE).exists():
+            write_rates(self.state_dir, num_threads=int(self._settings.get("num_threads", 0)))
         kinds = ("grpc", "http")
         addresses = [flag for kind in kinds for flag in (f"--{kind}", self.endpoints.get(kind) or _free_address())]
         config = self.state_dir / "test.toml"
@@ -138,6 +141,8 @@ class DaemonProcess:
 
     def user(self, name: str, role: str = "user") -> str:
         """Make a user and return a token of theirs: what `horizond user add` and `token create` do, without the start of two processes."""
+        if name in self.tokens:
+            return self.tokens[name]
 
         async def make() -> str:
             async with Database.opened(self.state_dir / "horizon.db") as database:

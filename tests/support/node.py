@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.daemon_process import DaemonProcess
+from tests.support.pushed_state import PushedState
 
 from horizon_client import Client
-from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 HORIZON = [sys.executable, "-m", "horizon_client"]
 HORIZOND = [sys.executable, "-m", "horizon_server"]
@@ -81,7 +81,6 @@ class Node:
 
     daemon: DaemonProcess
     token: str
-    folder: Path
     model: Path
     dataset: Path
 
@@ -92,14 +91,9 @@ class Node:
         return self.daemon.client(self.token)
 
 
-def node_of(daemon: DaemonProcess, files: Path) -> Node:
-    """Make the user and push the built-in model and dataset."""
-    model = write_demo_model(files / "model")
-    node = Node(daemon, daemon.user("ada"), files, model, write_demo_dataset(files))
-    with node.client() as client:
-        client.models.push(model, name="demo-model")
-        client.datasets.push([node.dataset], name="demo-chats")
-    return node
+def node_of(daemon: DaemonProcess, pushed: PushedState) -> Node:
+    """Start a daemon over a copy of what was pushed."""
+    return Node(daemon.start(), pushed.token, pushed.model, pushed.dataset)
 
 
 def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
