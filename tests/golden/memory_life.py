@@ -32,7 +32,8 @@ class Said:
 
 
 class Pipe(EventWriter):
-    """Sends what a test wants to know, and logs nothing. Rests once it has told of `rests_after` steps, until it is killed."""
+    """Sends what a test wants to know, and logs nothing. Rests once it has told of `rests_after` steps, until it is
+    killed."""
 
     def __init__(self, messages: Connection, rests_after: int | None) -> None:
         self._messages, self._steps_left = messages, rests_after

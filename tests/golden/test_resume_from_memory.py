@@ -1,4 +1,5 @@
-"""kill -9 at random moments, on memory that outlives the worker: the next one continues with the weights that are there, to the bit."""
+"""kill -9 at random moments, on memory that outlives the worker: the next one continues with the weights that are
+there, to the bit."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def live_once(
     delay_s: float,
     rests: bool = False,
 ) -> bool:
-    """Let a worker live until it has reported `num_steps` steps and a little longer, then kill it. True: it was done before.
+    """Let a worker live until it has reported `num_steps` steps and a little longer, then kill it. True: it was done
+    before.
 
     One that `rests` does nothing any more then, so that no update of the weights is cut.
     """
@@ -104,9 +106,7 @@ def live_once(
 def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
     processes: ForkServerContext, model_type: str, train: dict[str, Any], tmp_path: Path
 ) -> None:
-    spec = spec_of(
-        NUM_STEPS, train={"epochs": None, **train}, checkpoint={"every_steps": SAVE_EVERY}
-    )  # fmt: skip
+    spec = spec_of(NUM_STEPS, train={"epochs": None, **train}, checkpoint={"every_steps": SAVE_EVERY})
     whole, killed = Lives(), Lives()
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,5 @@
-"""What an attempt works with, opened and laid out before the device is used: model, data, order of the steps, store, device."""
+"""What an attempt works with, opened and laid out before the device is used: model, data, order of the steps, store,
+device."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ class SetUp:
         )
 
     def data_identity(self) -> dict[str, Any]:
-        """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has their digest yet."""
+        """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has
+        their digest yet."""
         request, train = self.request, self.request.spec.train
         limit = self.template.packing_limit if train.packing != "false" else None
         return {

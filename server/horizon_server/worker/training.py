@@ -42,8 +42,15 @@ _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
 
 _KEPT_FIGURES = (
-    "step", "loss", "grad_norm", "learning_rate", "num_tokens", "duration_s", "skipped", "model_flops",
-)  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "duration_s",
+    "skipped",
+    "model_flops",
+)
 """Figures of a step that a later worker can report where this one is killed before it does."""
 
 
@@ -69,7 +76,8 @@ class Training:
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
-        # Step and loss of the newest evaluation; by another figure than the loss, also that figure and whether it is the better when high.
+        # Step and loss of the newest evaluation; by another figure than the loss, also that figure and whether it is
+        # the better when high.
         self._last_eval: tuple[int, float, float | None, bool] | None = None
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
@@ -129,8 +137,8 @@ class Training:
             self._report(StepFigures(**unreported))
         evaluate_every = self._spec.eval_every_steps
         while True:
-            # First, so that a checkpoint of the same step carries its loss and can be kept as the best. A step that the attempt before
-            # this one was stopped in the evaluation of is evaluated here.
+            # First, so that a checkpoint of the same step carries its loss and can be kept as the best. A step that the
+            # attempt before this one was stopped in the evaluation of is evaluated here.
             if step == 0 or (evaluate_every and step % evaluate_every == 0):
                 self._evaluate(step)
             if outcome := self._ending.at(step):
@@ -184,7 +192,8 @@ class Training:
 
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
-        # Each even where one before it fails, and from the top down: the trainer's last work uses the device, whose copies use the store.
+        # Each even where one before it fails, and from the top down: the trainer's last work uses the device, whose
+        # copies use the store.
         with ExitStack() as parts:
             parts.callback(self._set_up.close)
             if self._made_trainer is not None:
@@ -197,10 +206,11 @@ class Training:
         return self._made_trainer
 
     def _prepare_device(self) -> bool:
-        """Have the device for the first time, and make the trainer on it. False: an order or the deadline came first."""
+        """Have the device for the first time, and make the trainer on it. False: an order or the deadline came
+        first."""
         request, store, device = self._request, self._store, self._device
-        # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of their own, and
-        # what the device copies from is registered with it.
+        # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of
+        # their own, and what the device copies from is registered with it.
         device.adopt(store)
         device.release_memory()
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
@@ -209,9 +219,14 @@ class Training:
         if not self._turn.take():
             return False
         self._made_trainer = Trainer(
-            self._set_up.template, store, device, self._spec.train.recipe, self._execution,
-            num_steps=self._plan.num_steps, compiled=self._compiled,
-        )  # fmt: skip
+            self._set_up.template,
+            store,
+            device,
+            self._spec.train.recipe,
+            self._execution,
+            num_steps=self._plan.num_steps,
+            compiled=self._compiled,
+        )
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(self._set_up.data.dataset)
@@ -219,20 +234,30 @@ class Training:
         return True
 
     def _have_references(self) -> bool:
-        """Have what the method compares with, before anything is trained. False: an order or the deadline came first."""
+        """Have what the method compares with, before anything is trained. False: an order or the deadline came
+        first."""
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
         data = [(self._set_up.data, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
-            request, data, weights=self._starting_weights,
-            compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
-        )  # fmt: skip
+            request,
+            data,
+            weights=self._starting_weights,
+            compiled=self._compiled.keys,
+            events=self._events,
+            orders=self._orders,
+            turn=self._turn,
+        )
         if references.find():
             return True
         if before.state is not None:
-            # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take their place.
-            text = "the reference log-probabilities are gone, so they are computed again from the weights that the job started with"
+            # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take
+            # their place.
+            text = (
+                "the reference log-probabilities are gone, so they are computed again from the weights that the job "
+                "started with"
+            )
             self._events.send(Message(level="warning", text=text))
             self._set_up.load(resume_from=None, from_memory=False)
             self._trainer.forget_weights()
@@ -290,7 +315,8 @@ class Training:
             before, now = kept["num_threads"], self._execution.num_threads
             if before != now:
                 text = (
-                    f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last "
+                    f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may "
+                    "differ in the last "
                     "bits from those of a job that was not stopped"
                 )
                 self._events.send(Message(level="warning", text=text))
@@ -299,8 +325,8 @@ class Training:
         return self._continued.step
 
     def _give_back_device(self) -> None:
-        # Of a step's update, only what runs on the CPU is left, and a checkpoint is made of host memory: the device is not needed, nor
-        # its memory, for what may be minutes.
+        # Of a step's update, only what runs on the CPU is left, and a checkpoint is made of host memory: the device is
+        # not needed, nor its memory, for what may be minutes.
         self._turn.give_back(release=True)
 
     def _state(self) -> dict[str, Any]:
@@ -339,7 +365,8 @@ class Training:
         return self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before that was complete."""
+        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before that
+        was complete."""
         if not self._evaluation.is_possible or (self._last_eval is not None and self._last_eval[0] == step):
             return True
         done = self._evaluation.run(self._trainer, step)
@@ -359,22 +386,29 @@ class Training:
         if packing != "false" and not self._trainer.supports_packing:
             if packing == "true":
                 raise InvalidSpec(
-                    "train.packing is true, but this architecture does not keep packed documents apart (probed on its own "
-                    "weights); use train.packing: auto or false"
+                    "train.packing is true, but this architecture does not keep packed documents apart (probed on its "
+                    "own weights); use train.packing: auto or false"
                 )
             text = "packing is off: this architecture does not keep packed documents apart (probed on its own weights)"
             self._events.send(Message(level="warning", text=text))
         elif packing != "false" and limit is not None and limit < self._spec.train.sequence_length:
             text = (
-                f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise than "
+                f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise "
+                "than "
                 "in a single document"
             )
             self._events.send(Message(level="info", text=text))
         if self._set_up.template.keeps_masks:
-            text = f"keeps masks: attention has one over all pairs of a row's tokens, because {self._set_up.template.keeps_masks}"
+            text = (
+                "keeps masks: attention has one over all pairs of a row's tokens, because "
+                f"{self._set_up.template.keeps_masks}"
+            )
             self._events.send(Message(level="info", text=text))
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
-        text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
+        text = (
+            f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; "
+            f"{self._plan.num_steps} steps"
+        )
         if dataset.is_weighted:
             text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
         self._events.send(Message(level="info", text=text))
@@ -382,7 +416,8 @@ class Training:
         # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
         if train.max_steps is None and train.warmup_steps >= self._plan.num_steps:
             text = (
-                f"train.warmup_steps is {train.warmup_steps} and the job has {self._plan.num_steps} steps, so the learning rate "
+                f"train.warmup_steps is {train.warmup_steps} and the job has {self._plan.num_steps} steps, so the "
+                "learning rate "
                 "never reaches train.learning_rate; lower train.warmup_steps or train.tokens_per_step"
             )
             self._events.send(Message(level="warning", text=text))
@@ -394,15 +429,18 @@ class Training:
         if not missing:
             return
         text = (
-            f"trained answers end with {' or '.join(missing)}, which generation_config.json does not list; answers end there too, and the "
+            f"trained answers end with {' or '.join(missing)}, which generation_config.json does not list; answers end "
+            "there too, and the "
             "checkpoint's generation_config.json says so"
         )
         self._events.send(Message(level="info", text=text))
         is_row = is_input_table if layout.tied else is_output_projection
         if not any(place.trained and is_row(place.adapts or place.name) for _, place in layout.tensors()):
             text = (
-                f"the embedding of {' and '.join(missing)} is frozen: if the model was never trained to end its turns so, its answers may "
-                "not end; train the embedding as well (train.trainable), or start from a model that ends its turns with this token"
+                f"the embedding of {' and '.join(missing)} is frozen: if the model was never trained to end its turns "
+                "so, its answers may "
+                "not end; train the embedding as well (train.trainable), or start from a model that ends its turns "
+                "with this token"
             )
             self._events.send(Message(level="warning", text=text))
 

@@ -131,8 +131,12 @@ def run_worker(request: Path) -> tuple[int, HorizonError, str]:
     """Run the worker's entry; returns exit code, the error that it reports and what it logged."""
     done = subprocess.run(
         [sys.executable, "-m", "horizon_server.worker", str(request)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     last = decode_line((request.parent / "journal.jsonl").read_bytes().splitlines(keepends=True)[-1])
     assert isinstance(last, Failure)
     return done.returncode, last.error, done.stderr
