@@ -1,11 +1,14 @@
-"""The AdamW kernel against DeepSpeedCPUAdam, where deepspeed can be imported and can compile its own kernel (it is not a dependency).
+"""The AdamW kernel against DeepSpeedCPUAdam, where deepspeed can be imported and can compile its own kernel (it is not
+a dependency).
 
-Same parameters, threads and run, in turn, and each with what mixed precision asks of it. Ours keeps the fp32 master split, so that its
-bf16 half *is* what is streamed; gradients come in fp32 (the host device) or bf16 (the cuda device). DeepSpeed updates fp32 parameters
-and copies them to bf16 afterwards, or updates bf16 parameters, which have no master; it takes gradients in the parameters' dtype.
+Same parameters, threads and run, in turn, and each with what mixed precision asks of it. Ours keeps the fp32 master
+split, so that its bf16 half *is* what is streamed; gradients come in fp32 (the host device) or bf16 (the cuda device).
+DeepSpeed updates fp32 parameters and copies them to bf16 afterwards, or updates bf16 parameters, which have no master;
+it takes gradients in the parameters' dtype.
 
-DeepSpeed's kernel is compiled for one instruction set, ours has no use for more than AVX2. So each of its builds runs in a process of
-its own: the one it would make for an AVX2 machine, and its own choice for this one. torch, which makes the copies, is limited alike.
+DeepSpeed's kernel is compiled for one instruction set, ours has no use for more than AVX2. So each of its builds runs
+in a process of its own: the one it would make for an AVX2 machine, and its own choice for this one. torch, which makes
+the copies, is limited alike.
 
     pip install deepspeed ninja && python -m bench.deepspeed_adam
 """
@@ -102,8 +105,8 @@ def compare(build: str, arguments: argparse.Namespace) -> None:
         ratios = sorted(b_s / a_s for a_s, b_s in pairs)
         what = "fp32 and their bf16 copy" if their_dtype is torch.float32 else "bf16, no master"
         print(
-            f"| {build} | {what} | {'fp32' if our_dtype is torch.float32 else 'bf16'} | {rates[0]:,.0f} | {rates[1]:,.0f} "
-            f"| **{statistics.median(ratios):.2f}** | {ratios[0]:.2f} to {ratios[-1]:.2f} |",
+            f"| {build} | {what} | {'fp32' if our_dtype is torch.float32 else 'bf16'} | {rates[0]:,.0f} | "
+            f"{rates[1]:,.0f} | **{statistics.median(ratios):.2f}** | {ratios[0]:.2f} to {ratios[-1]:.2f} |",
             flush=True,
         )
 

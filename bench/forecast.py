@@ -1,7 +1,8 @@
-"""What an H100 is expected to reach with a 7B model, by the step-time model: the plain schedule, and with each planned change.
+"""What an H100 is expected to reach with a 7B model, by the step-time model: the plain schedule, and with each planned
+change.
 
-A forecast, not a measurement: the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the table, and a
-test keeps it equal to what this prints.
+A forecast, not a measurement: the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows
+the table, and a test keeps it equal to what this prints.
 """
 
 from __future__ import annotations
@@ -84,17 +85,31 @@ VARIANTS: Mapping[str, Variant] = {
 def model_7b() -> ModelFolder:
     """The shape of Qwen2.5-7B, without weights."""
     config: dict[str, Any] = {
-        "model_type": "qwen2", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "vocab_size": VOCABULARY,
-        "max_position_embeddings": 32768, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": "qwen2",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    }
     keys = KEY_HEADS * HIDDEN // HEADS
     layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (HIDDEN, HIDDEN), "self_attn.q_proj.bias": (HIDDEN,), "self_attn.k_proj.weight": (keys, HIDDEN),
-        "self_attn.k_proj.bias": (keys,), "self_attn.v_proj.weight": (keys, HIDDEN), "self_attn.v_proj.bias": (keys,),
-        "self_attn.o_proj.weight": (HIDDEN, HIDDEN), "mlp.gate_proj.weight": (INNER, HIDDEN), "mlp.up_proj.weight": (INNER, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, INNER), "input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,),
-    }  # fmt: skip
+        "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+        "self_attn.q_proj.bias": (HIDDEN,),
+        "self_attn.k_proj.weight": (keys, HIDDEN),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.weight": (keys, HIDDEN),
+        "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "mlp.gate_proj.weight": (INNER, HIDDEN),
+        "mlp.up_proj.weight": (INNER, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, INNER),
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+    }
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),

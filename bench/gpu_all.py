@@ -2,18 +2,19 @@
 
     python3 -m bench.gpu_all --out results --minutes 40
 
-Needs g++, torch, transformers and triton with what they bring along (pytest for the tests); nothing is installed or downloaded. Each
-stage has a time limit of its own, writes its results as it goes, and does not stop the others when it fails or crashes:
+Needs g++, torch, transformers and triton with what they bring along (pytest for the tests); nothing is installed or
+downloaded. Each stage has a time limit of its own, writes its results as it goes, and does not stop the others when it
+fails or crashes:
 
 | file | what |
 | --- | --- |
 | summary.md | at most 60 lines: machine, tests, the curve next to the forecast, ratios, what failed |
-| machine.md | the machine, rates of matrix products and attention, memory and link, what the compiler made of the layers |
-| tests.md | tests/gpu |
-| curve.md | steps of the engine as a job runs it, next to what is predicted, and with less of it; rows of many different lengths; adapters
-next to a frozen base; whether the same steps give the same bits; at its end the whole table, predicted beside measured |
-| profile.md, trace.json.gz | one step kernel by kernel, compiled and eager; the trace is for Perfetto |
-| resident.md | the engine against the same kernels on resident weights |
+| machine.md | the machine, rates of matrix products and attention, memory and link, what the compiler made of the
+layers | | tests.md | tests/gpu |
+| curve.md | steps of the engine as a job runs it, next to what is predicted, and with less of it; rows of many
+different lengths; adapters next to a frozen base; whether the same steps give the same bits; at its end the whole
+table, predicted beside measured | | profile.md, trace.json.gz | one step kernel by kernel, compiled and eager; the
+trace is for Perfetto | | resident.md | the engine against the same kernels on resident weights |
 | results.jsonl | every number above, a line of JSON per row |
 
 `--device cpu` runs the same program with tiny sizes on a machine without a GPU.
@@ -52,9 +53,10 @@ _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Exit|Fit|Model|Spec)\b.*", re
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the program. `weight` is its share of the time against the stages after it, what earlier ones left over included;
-    it is skipped where that is less than `least_s` on a GPU machine, a fraction of it in a dry run. A stage that counts memory is
-    `fresh`: earlier ones leave libraries' workspaces on the device. One that `has_points` goes on behind a point that ended its process."""
+    """A part of the program. `weight` is its share of the time against the stages after it, what earlier ones left over
+    included; it is skipped where that is less than `least_s` on a GPU machine, a fraction of it in a dry run. A stage
+    that counts memory is `fresh`: earlier ones leave libraries' workspaces on the device. One that `has_points` goes on
+    behind a point that ended its process."""
 
     name: str
     module: str
@@ -131,7 +133,8 @@ def main() -> int:
 
 
 def _require_gpu(clock: Clock) -> None:
-    # In a process of its own, so that this one holds no memory of the device. Loading torch is not lost: the stages find it in memory.
+    # In a process of its own, so that this one holds no memory of the device. Loading torch is not lost: the stages
+    # find it in memory.
     code = "import torch; print(torch.cuda.device_count())"
     asked = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=max(1.0, clock.left_s)

@@ -1,8 +1,8 @@
 """Bytes of host memory against the plan, and how fast a model loads against reading its file.
 
-A model folder with random bf16 weights is written; a process of its own then loads it into a store and trains two short steps, and
-reports its peak RSS (VmHWM, memory files included) after the load and at the end. The plan comes from the folder's headers, as the
-daemon makes it.
+A model folder with random bf16 weights is written; a process of its own then loads it into a store and trains two short
+steps, and reports its peak RSS (VmHWM, memory files included) after the load and at the end. The plan comes from the
+folder's headers, as the daemon makes it.
 """
 
 from __future__ import annotations

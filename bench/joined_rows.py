@@ -1,6 +1,7 @@
 """Rows of short documents: packed and unpacked, computed row by row or up to a number of tokens at once.
 
-Every round times each variant once, in turn, so that what else the machine does meets all of them; medians are compared.
+Every round times each variant once, in turn, so that what else the machine does meets all of them; medians are
+compared.
 
 python -m bench.joined_rows                       # the 40m shape, 8192 tokens a step, documents of 200 tokens
 """
@@ -68,13 +69,15 @@ def main() -> None:
             if index:
                 speeds[size, name].append(figures.num_tokens / (time.perf_counter() - start_s))
     print(
-        "| tokens at once | unpacked tokens/s | packed tokens/s | packed / unpacked (median of rounds) |\n| --- | --- | --- | --- |"
+        "| tokens at once | unpacked tokens/s | packed tokens/s | packed / unpacked (median of rounds) |\n| --- | --- "
+        "| --- | --- |"
     )
     for size in arguments.joined:
         unpacked, packed = speeds[size, "unpacked"], speeds[size, "packed"]
         ratio = statistics.median(one / other for one, other in zip(packed, unpacked, strict=True))
         print(
-            f"| {size or 'a row'} | {statistics.median(unpacked):,.0f} | {statistics.median(packed):,.0f} | {ratio:.2f} |"
+            f"| {size or 'a row'} | {statistics.median(unpacked):,.0f} | {statistics.median(packed):,.0f} | "
+            f"{ratio:.2f} |"
         )
 
 

@@ -1,9 +1,9 @@
 """What double buffering hides: step time over an emulated link against the larger of compute and transfer.
 
-The link's rate is chosen from a run without one, so that copying takes 0.4 of the compute time (compute-bound: forward too, which has
-half of the copies but little more than a quarter of the work) or twice of it (transfer-bound). Then the same with one slot, where nothing
-can overlap. Overlap is shown as the engine reports it and as it follows from a trace of the queues, without the engine's own account
-(`bench.trace_overlap`).
+The link's rate is chosen from a run without one, so that copying takes 0.4 of the compute time (compute-bound: forward
+too, which has half of the copies but little more than a quarter of the work) or twice of it (transfer-bound). Then the
+same with one slot, where nothing can overlap. Overlap is shown as the engine reports it and as it follows from a trace
+of the queues, without the engine's own account (`bench.trace_overlap`).
 """
 
 from __future__ import annotations

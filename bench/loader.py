@@ -1,6 +1,8 @@
-"""What the engine waits for its data: a step's micro-batches against the step itself, and the plan of ten million documents.
+"""What the engine waits for its data: a step's micro-batches against the step itself, and the plan of ten million
+documents.
 
-Batches are made on the thread that trains, between two steps, so every second of it is exposed. Chats are those of `bench.tokenisation`.
+Batches are made on the thread that trains, between two steps, so every second of it is exposed. Chats are those of
+`bench.tokenisation`.
 
 python -m bench.loader
 """
@@ -74,7 +76,8 @@ def share_of_a_step(dataset: PreparedDataset) -> None:
     print("| step | batch, ms | share of the step |")
     print("| --- | --- | --- |")
     print(
-        f"| {SHAPE}, {STEP_TOKENS} tokens | {1e3 * statistics.median(waited[1:]):.2f} | {statistics.median(shares[1:]):.3%} |"
+        f"| {SHAPE}, {STEP_TOKENS} tokens | {1e3 * statistics.median(waited[1:]):.2f} | "
+        f"{statistics.median(shares[1:]):.3%} |"
     )
     large = plan_of(dataset, LARGE_STEP_TOKENS)
     made = []
@@ -99,7 +102,8 @@ def plan_of_ten_million() -> None:
     """Print how long a plan of many documents takes, and how full its rows are."""
     lengths = np.random.default_rng(0).lognormal(5.2, 0.6, NUM_DOCUMENTS).clip(4, 1024).astype(np.int64)
     print(
-        f"| {NUM_DOCUMENTS:,} documents of {lengths.mean():.0f} tokens | plan, s | steps | rows full | a step's rows, ms |"
+        f"| {NUM_DOCUMENTS:,} documents of {lengths.mean():.0f} tokens | plan, s | steps | rows full | a step's rows, "
+        "ms |"
     )
     print("| --- | --- | --- | --- | --- |")
     for packing in (True, False):

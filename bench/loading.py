@@ -1,7 +1,8 @@
-"""What a user's many small jobs cost the training of another: one job trains alone, then next to 250 jobs of one step that are submitted.
+"""What a user's many small jobs cost the training of another: one job trains alone, then next to 250 jobs of one step
+that are submitted.
 
-Both on every processor of this machine, in one run, so that the figure is a ratio: steps a second next to the others, of those alone. Alone
-is measured before and after.
+Both on every processor of this machine, in one run, so that the figure is a ratio: steps a second next to the others,
+of those alone. Alone is measured before and after.
 
 python -m bench.loading                 # about six minutes
 python -m bench.loading --quick         # about three
@@ -53,7 +54,8 @@ class Node:
         wait_for(lambda: len(self._daemon.worker_pids()) > 1, 60)
 
     def end_flood(self) -> int:
-        """Cancel what is left of eve's jobs, and wait until their workers are gone; return how many had ended by themselves."""
+        """Cancel what is left of eve's jobs, and wait until their workers are gone; return how many had ended by
+        themselves."""
         jobs = [job for job in self._eve.jobs.list() if job.state != "SUCCEEDED"]
         for job in jobs:
             self._eve.jobs.cancel(job.job_id)

@@ -1,7 +1,8 @@
-"""Host memory against the plan at long rows, family by family: where attention is not fused, or a layer scans, it decides on the plan.
+"""Host memory against the plan at long rows, family by family: where attention is not fused, or a layer scans, it
+decides on the plan.
 
-A small model of each family is written with random weights; a process of its own loads it, trains two steps of one row, and reports
-its peak RSS. The daemon's own planning, with its count of recurrent layers, gives the plan.
+A small model of each family is written with random weights; a process of its own loads it, trains two steps of one row,
+and reports its peak RSS. The daemon's own planning, with its count of recurrent layers, gives the plan.
 
 python -m bench.long_rows                          # all families, about half an hour on two cores
 python -m bench.long_rows llama4_text --packed     # a row of four documents
@@ -41,9 +42,14 @@ _GPT = {
 }
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _LATENT = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
@@ -53,9 +59,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
     "bloom": {"n_layer": 3, "n_head": 4, **_NO_DROPOUT},
     "falcon": {"num_attention_heads": 4, "alibi": False, **_NO_DROPOUT},
-    "gpt_neo": {"num_hidden_layers": 4, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]],
-                "embed_dropout": 0.0,
-                "attention_dropout": 0.0, "resid_dropout": 0.0},
+    "gpt_neo": {
+        "num_hidden_layers": 4,
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "embed_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "resid_dropout": 0.0,
+    },
     "gptj": {**_GPT, "rotary_dim": 16},
     "mpt": {"d_model": 128, "n_heads": 4, "n_layers": 3},
     "openai-gpt": _GPT,
@@ -67,17 +79,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {**_HEADS, "n_routed_experts": 4, **_MOE},
     "deepseek_v3": {**_LATENT, **_GROUPED, **_MOE},
     "deepseek_v32": {**_LATENT, **_GROUPED, **_MOE, "index_topk": 256, "index_n_heads": 2, "index_head_dim": 32},
-    "longcat_flash": {**_LATENT, "head_dim": 16, "num_layers": 2, "ffn_hidden_size": 256, "expert_ffn_hidden_size": 64,
-                      "n_routed_experts": 8, "moe_topk": 2, "zero_expert_num": 2},
-    "kimi_linear": {**_LATENT, **_MOE, "q_lora_rank": None, "num_local_experts": 4, "first_k_dense_replace": 1,
-                    "linear_head_dim": 32, "linear_num_heads": 4},
+    "longcat_flash": {
+        **_LATENT,
+        "head_dim": 16,
+        "num_layers": 2,
+        "ffn_hidden_size": 256,
+        "expert_ffn_hidden_size": 64,
+        "n_routed_experts": 8,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "kimi_linear": {
+        **_LATENT,
+        **_MOE,
+        "q_lora_rank": None,
+        "num_local_experts": 4,
+        "first_k_dense_replace": 1,
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+    },
     "bamba": {**_HEADS, **_MAMBA2, "attn_layer_indices": [1]},
     "falcon_h1": {**_HEADS, **_MAMBA2, "mamba_d_ssm": 256},
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 16},
-    "qwen3_next": {**_HEADS, **_MOE, "num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 64,
-                   "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
-                   "linear_value_head_dim": 32},
-}  # fmt: skip
+    "qwen3_next": {
+        **_HEADS,
+        **_MOE,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+}
 
 
 def write_model(folder: Path, family: str, row_tokens: int) -> None:
@@ -182,7 +217,10 @@ def main() -> None:
     for family in arguments.families or FAMILIES:
         with tempfile.TemporaryDirectory() as name:
             # In a process of its own, so that the measured one finds the memory free.
-            code = "import sys, pathlib, bench.long_rows as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+            code = (
+                "import sys, pathlib, bench.long_rows as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2], "
+                "int(sys.argv[3]))"
+            )
             command = [sys.executable, "-c", code, name, family, str(arguments.row)]
             subprocess.run(command, check=True, env=child_environment(), stderr=subprocess.DEVNULL)
             plan_bytes, peak = planned_bytes(Path(name), lengths), measured_bytes(Path(name), lengths)

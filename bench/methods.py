@@ -1,9 +1,10 @@
 """What a method costs against full fine-tuning of the same model, over an emulated link.
 
-LoRA: the rate of the link is chosen from a run of full fine-tuning without one, so that copying the weights up takes `--share` times as
-long as its compute (above 1: the link is what a step waits for). Both then take the same steps with the same tokens over that link. In
-one setting the device memory that full fine-tuning has for gradients is used for layers that stay there, in two the frozen matrices are
-kept in fewer bits; a host unpacks them with the one thread of its h2d queue.
+LoRA: the rate of the link is chosen from a run of full fine-tuning without one, so that copying the weights up takes
+`--share` times as long as its compute (above 1: the link is what a step waits for). Both then take the same steps with
+the same tokens over that link. In one setting the device memory that full fine-tuning has for gradients is used for
+layers that stay there, in two the frozen matrices are kept in fewer bits; a host unpacks them with the one thread of
+its h2d queue.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Measured:
 
 
 def random_store(template: Template) -> HostStore:
-    """Return a store with N(0, 0.02) weights and ones for norms; adapters begin random too, so that nothing is skipped."""
+    """Return a store with N(0, 0.02) weights and ones for norms; adapters begin random too, so that nothing is
+    skipped."""
     store = HostStore.allocate(template.layout)
     generator = torch.Generator().manual_seed(0)
     for _, tensor in template.layout.tensors():
@@ -119,7 +121,8 @@ def main() -> None:
     packings: tuple[Packing, ...] = ("int8", "nf4")
     packed = [run(rows, adapted(base), link_bytes_per_s=rate, num_steps=arguments.steps) for base in packings]
     print(
-        "| method | device MB, weights + gradients | up MB | down MB | compute s | up busy s | down busy s | step s | tokens/s | of full |"
+        "| method | device MB, weights + gradients | up MB | down MB | compute s | up busy s | down busy s | step s | "
+        "tokens/s | of full |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, found in (
@@ -132,8 +135,9 @@ def main() -> None:
         report, memory = found.report, found.report.device_memory_bytes
         print(
             f"| {name} | {(memory['weights'] + memory['gradients']) / 1e6:.1f} | {report.h2d.bytes / 1e6:.1f} "
-            f"| {report.d2h.bytes / 1e6:.1f} | {report.compute_s:.2f} | {report.h2d.busy_s:.2f} | {report.d2h.busy_s:.2f} "
-            f"| {found.wall_s:.2f} | {num_tokens / found.wall_s:.0f} | {plain.wall_s / found.wall_s:.2f} |",
+            f"| {report.d2h.bytes / 1e6:.1f} | {report.compute_s:.2f} | {report.h2d.busy_s:.2f} | "
+            f"{report.d2h.busy_s:.2f} | {found.wall_s:.2f} | {num_tokens / found.wall_s:.0f} | "
+            f"{plain.wall_s / found.wall_s:.2f} |",
             flush=True,
         )
     print(f"link: {rate / 1e6:.1f} MB/s in each direction")

@@ -13,31 +13,92 @@ from horizon_server.engine.template import Template
 from horizon_server.store.host_store import HostStore
 
 SHAPES = {
-    "6m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
-           "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096},
-    "40m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384},
+    "6m": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 4096,
+    },
+    "40m": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 16384,
+    },
     # The vocabulary's share of a 7 B model (7 %), where the 40 M one spends a fifth on it.
-    "36m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096},
+    "36m": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
     # As deep as a 7 B model is: what a step waits for at its two ends is one layer's worth, whatever their number.
-    "deep": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 6,
-             "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 4096},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    # The same with 6 of its layers and that share of its vocabulary, for machines without room for several copies of it.
-    "0.6b-short": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768},
-}  # fmt: skip
+    "deep": {
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    # The same with 6 of its layers and that share of its vocabulary, for machines without room for several copies of
+    # it.
+    "0.6b-short": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32768,
+    },
+}
 MOE_SHAPES: dict[str, dict[str, Any]] = {
-    "mixtral-56m": {"model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
-                    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
-                    "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_moe-43m": {"model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 1536,
-                      "moe_intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8,
-                      "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "num_experts": 16,
-                      "num_experts_per_tok": 4},
-}  # fmt: skip
+    "mixtral-56m": {
+        "model_type": "mixtral",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe-43m": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "moe_intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+}
 
 
 def qwen3_config(shape: str) -> PretrainedConfig:

@@ -1,9 +1,10 @@
-"""Predicted against measured step time over an emulated link: the step-time model with rates measured between the steps.
+"""Predicted against measured step time over an emulated link: the step-time model with rates measured between the
+steps.
 
-Rates of the case's width, with the link, and pairs of steps take turns, and the second step of a pair counts; the prediction for it is
-the mean of those before and after it. So a machine shared with others slows both sides alike. Medians count on both, unlike in a plan,
-which is for a machine that does nothing else. One thread computes and one updates. The cases are chosen so that each kind of queue limits
-one of them.
+Rates of the case's width, with the link, and pairs of steps take turns, and the second step of a pair counts; the
+prediction for it is the mean of those before and after it. So a machine shared with others slows both sides alike.
+Medians count on both, unlike in a plan, which is for a machine that does nothing else. One thread computes and one
+updates. The cases are chosen so that each kind of queue limits one of them.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def main() -> None:
         ratios = [expected_s / took_s for expected_s, took_s in zip(expected, took, strict=True)]
         bounds = [one.bound for one in said]
         print(
-            f"| {name} | {case.hidden} x {case.layers} | {case.rows} x {case.row_tokens} | {'on' if case.clips else 'off'} "
-            f"| {case.link_gbps:g} | {max(set(bounds), key=bounds.count)} "
+            f"| {name} | {case.hidden} x {case.layers} | {case.rows} x {case.row_tokens} | "
+            f"{'on' if case.clips else 'off'} | {case.link_gbps:g} | {max(set(bounds), key=bounds.count)} "
             f"| {statistics.median(expected):.3f} "
             f"| {statistics.median(took):.3f} | {statistics.median(ratios):.2f} "
             f"| {' '.join(f'{ratio:.2f}' for ratio in ratios)} |",

@@ -1,9 +1,10 @@
-"""What a step of DPO costs over a step of supervised fine-tuning on the same tokens, and the pass over the data that comes before it.
+"""What a step of DPO costs over a step of supervised fine-tuning on the same tokens, and the pass over the data that
+comes before it.
 
-Both trainers have the same weights and rows, one thread each, and take turns. Ratios are of processor seconds, which other work on the
-machine changes little. A step of DPO runs the head twice: for the log-probabilities, and for the gradients once the loss is known. The
-reference log-probabilities are one forward over all data before the first step; a job of one epoch pays it once for each step, one of three
-epochs a third of it.
+Both trainers have the same weights and rows, one thread each, and take turns. Ratios are of processor seconds, which
+other work on the machine changes little. A step of DPO runs the head twice: for the log-probabilities, and for the
+gradients once the loss is known. The reference log-probabilities are one forward over all data before the first step; a
+job of one epoch pays it once for each step, one of three epochs a third of it.
 
 python -m bench.preference            # prints a table for bench/RESULTS.md
 """
@@ -32,7 +33,8 @@ WANTED = 1.35
 
 
 def measure(shape: str, *, num_rows: int, row_tokens: int, num_turns: int, num_threads: int) -> dict[str, float]:
-    """Return the medians of processor seconds of a step of each kind and of the forward, and of their ratios turn by turn."""
+    """Return the medians of processor seconds of a step of each kind and of the forward, and of their ratios turn by
+    turn."""
     config = qwen3_config(shape)
     template = Template.from_config(config)
     stores, devices, trainers = [], [], []
@@ -94,8 +96,8 @@ def main() -> int:
         found = measure(shape, num_rows=4, row_tokens=256, num_turns=options.turns, num_threads=1)
         worst = max(worst, found["ratio"])
         print(
-            f"| {shape} | {found['sft_s']:.2f} | {found['dpo_s']:.2f} | {found['forward_s']:.2f} | {found['ratio']:.2f} | "
-            f"{found['ratio_with_references']:.2f} |",
+            f"| {shape} | {found['sft_s']:.2f} | {found['dpo_s']:.2f} | {found['forward_s']:.2f} | "
+            f"{found['ratio']:.2f} | {found['ratio_with_references']:.2f} |",
             flush=True,
         )
     return int(worst > WANTED)

@@ -1,7 +1,9 @@
-"""The clients of `bench.service_load`, in a process of their own: pollers and watchers over gRPC, which report what they saw.
+"""The clients of `bench.service_load`, in a process of their own: pollers and watchers over gRPC, which report what
+they saw.
 
-Reads a line of JSON for each window from stdin: how many watchers and pollers, for how long, or how much processor time to burn instead.
-Answers with a line of JSON on stdout. Takes the answers as bytes and reads of them only what it reports, to cost little itself.
+Reads a line of JSON for each window from stdin: how many watchers and pollers, for how long, or how much processor time
+to burn instead. Answers with a line of JSON on stdout. Takes the answers as bytes and reads of them only what it
+reports, to cost little itself.
 """
 
 from __future__ import annotations
@@ -125,9 +127,12 @@ async def _serve(address: str, tokens: list[str], job_id: str) -> None:
             clients.counting = False
             ended_s, used_s = time.time(), cpu_s() - began_cpu_s
             report = {
-                "ended_s": ended_s, "cpu_s": used_s, "latencies_s": clients.latencies_s,
-                "delays_s": clients.delays_s, "failures": clients.failures,
-            }  # fmt: skip
+                "ended_s": ended_s,
+                "cpu_s": used_s,
+                "latencies_s": clients.latencies_s,
+                "delays_s": clients.delays_s,
+                "failures": clients.failures,
+            }
             # Before the streams are cut: the daemon's work for that belongs to no window.
             print(json.dumps(report), flush=True)
     await asyncio.gather(*(channel.close(None) for channel in channels))

@@ -1,9 +1,10 @@
-"""What polling clients and watchers (50 and 50) cost: time of their calls, delay of events, processor time of the daemon, training speed.
+"""What polling clients and watchers (50 and 50) cost: time of their calls, delay of events, processor time of the
+daemon, training speed.
 
-One daemon with 1,000 ended jobs (--jobs) in its database trains a small model on every processor. Windows without clients, with
-watchers, with pollers and with both follow each other several times, so that all ratios are from one run. The clients run on the same
-machine, at a lower priority, which real ones do not: a further kind of window burns as much processor time as they took, and the daemon's
-own part is what training loses beyond that.
+One daemon with 1,000 ended jobs (--jobs) in its database trains a small model on every processor. Windows without
+clients, with watchers, with pollers and with both follow each other several times, so that all ratios are from one run.
+The clients run on the same machine, at a lower priority, which real ones do not: a further kind of window burns as much
+processor time as they took, and the daemon's own part is what training loses beyond that.
 
 python -m bench.service_load                # about ten minutes
 python -m bench.service_load --quick        # about three
@@ -71,15 +72,22 @@ class Node:
         began_s, began_cpu_s = _answer(self.clients)["began_s"], cpu_s(self.daemon.pid)
         report = _answer(self.clients)
         window = Window(
-            began_s=began_s, ended_s=report["ended_s"], daemon_cpu_s=cpu_s(self.daemon.pid) - began_cpu_s,
-            client_cpu_s=report["cpu_s"], latencies_s=report["latencies_s"], delays_s=report["delays_s"],
+            began_s=began_s,
+            ended_s=report["ended_s"],
+            daemon_cpu_s=cpu_s(self.daemon.pid) - began_cpu_s,
+            client_cpu_s=report["cpu_s"],
+            latencies_s=report["latencies_s"],
+            delays_s=report["delays_s"],
             failures=report["failures"],
-        )  # fmt: skip
+        )
         self.windows[kind].append(window)
 
     def tokens_per_s(self, window: Window) -> float:
         """Return the speed of training in that window, from the times of its steps."""
-        query = "SELECT time_s, json_extract(body, '$.num_input_tokens_seen') FROM events WHERE job_id = ? AND time_s BETWEEN ? AND ?"
+        query = (
+            "SELECT time_s, json_extract(body, '$.num_input_tokens_seen') FROM events WHERE job_id = ? AND time_s "
+            "BETWEEN ? AND ?"
+        )
         which = ' AND body LIKE \'{"kind":"step"%\' ORDER BY sequence'
         with sqlite3.connect(self.daemon.state_dir / "horizon.db") as database:
             steps = database.execute(query + which, (self.job_id, window.began_s, window.ended_s)).fetchall()
@@ -107,9 +115,14 @@ def add_ended_jobs(database: Path, like: str, count: int) -> None:
     with sqlite3.connect(database, timeout=30) as connection:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(jobs)")]
         taken = {
-            "number": "NULL", "job_id": "printf('job_%012x', n.value)", "job_state": "'SUCCEEDED'", "wanted": "''",
-            "ended_s": "started_s + 60", "last_sequence": str(_EVENTS_OF_A_COPY), "queue_order": "0",
-        }  # fmt: skip
+            "number": "NULL",
+            "job_id": "printf('job_%012x', n.value)",
+            "job_state": "'SUCCEEDED'",
+            "wanted": "''",
+            "ended_s": "started_s + 60",
+            "last_sequence": str(_EVENTS_OF_A_COPY),
+            "queue_order": "0",
+        }
         values = ", ".join(taken.get(name, name) for name in columns)
         numbers = (
             f"(WITH RECURSIVE n(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM n LIMIT {count}) SELECT * FROM n) n"
@@ -118,7 +131,8 @@ def add_ended_jobs(database: Path, like: str, count: int) -> None:
             f"INSERT INTO jobs ({', '.join(columns)}) SELECT {values} FROM jobs, {numbers} WHERE job_id = ?", (like,)
         )
         connection.execute(
-            "INSERT INTO events (job_id, sequence, time_s, body) SELECT printf('job_%012x', n.value), sequence, time_s, body "
+            "INSERT INTO events (job_id, sequence, time_s, body) SELECT printf('job_%012x', n.value), sequence, "
+            "time_s, body "
             f"FROM events, {numbers} WHERE job_id = ? AND sequence <= ?",
             (like, _EVENTS_OF_A_COPY),
         )
@@ -182,9 +196,15 @@ def report(node: Node) -> None:
     """Print the tables."""
     calls = ("ListJobs", "GetJob", "GetNode")
     columns = [
-        "clients", *(f"{name} p50 / p99 ms" for name in (*calls, "all calls", "event delay")), "calls/s", "events/s",
-        "daemon % of a core", "clients %", "training tokens/s", "failures",
-    ]  # fmt: skip
+        "clients",
+        *(f"{name} p50 / p99 ms" for name in (*calls, "all calls", "event delay")),
+        "calls/s",
+        "events/s",
+        "daemon % of a core",
+        "clients %",
+        "training tokens/s",
+        "failures",
+    ]
     print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     speeds: dict[str, list[float]] = {}
     for kind, windows in node.windows.items():
@@ -194,12 +214,17 @@ def report(node: Node) -> None:
         delays = [s for window in windows for s in window.delays_s]
         speeds[kind] = [node.tokens_per_s(window) for window in windows]
         cells = [
-            kind, *(_percentiles(times[name]) for name in calls), _percentiles(every), _percentiles(delays),
-            f"{len(every) / seconds:.0f}", f"{len(delays) / seconds:.0f}",
+            kind,
+            *(_percentiles(times[name]) for name in calls),
+            _percentiles(every),
+            _percentiles(delays),
+            f"{len(every) / seconds:.0f}",
+            f"{len(delays) / seconds:.0f}",
             f"{100 * sum(window.daemon_cpu_s for window in windows) / seconds:.1f}",
             f"{100 * sum(window.client_cpu_s for window in windows) / seconds:.1f}",
-            f"{statistics.median(speeds[kind]):.0f}", str(sum(len(window.failures) for window in windows)),
-        ]  # fmt: skip
+            f"{statistics.median(speeds[kind]):.0f}",
+            str(sum(len(window.failures) for window in windows)),
+        ]
         print(f"| {' | '.join(cells)} |")
     for failure in {failure for windows in node.windows.values() for window in windows for failure in window.failures}:
         print(f"\nfailed: {failure}")
@@ -215,7 +240,8 @@ def report(node: Node) -> None:
         ratios = [with_them / without for with_them, without in zip(speeds["both"], speeds[base], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         print(
-            f"| training with both / with {name}, median of rounds (of each) | {statistics.median(ratios):.3f} ({spread}) |"
+            f"| training with both / with {name}, median of rounds (of each) | {statistics.median(ratios):.3f} "
+            f"({spread}) |"
         )
 
 

@@ -1,8 +1,9 @@
-"""Several jobs on one device: shares, throughput, hand-overs, the first step of a short job, and the bytes of the results.
+"""Several jobs on one device: shares, throughput, hand-overs, the first step of a short job, and the bytes of the
+results.
 
-The daemon runs in this process, with real workers of one compute thread and one thread of the optimizer, on the host device and over an
-emulated link. Every figure is a ratio of two things measured in this run. The replay of a queue is `bench.sharing_replay`; in virtual time,
-`bench.sharing_arrivals`.
+The daemon runs in this process, with real workers of one compute thread and one thread of the optimizer, on the host
+device and over an emulated link. Every figure is a ratio of two things measured in this run. The replay of a queue is
+`bench.sharing_replay`; in virtual time, `bench.sharing_arrivals`.
 
 python -m bench.sharing                      # all, about half an hour on two cores
 python -m bench.sharing --quick shares       # short runs, some sections
@@ -46,7 +47,8 @@ _URGENT = 1000
 _WAIT_S = 300.0
 # The first steps of a worker are slower, and do not count; fewer than these others give no rate.
 _FIRST_STEPS, _FEWEST_STEPS = 3, 8
-# Several steps of every load here, as the usual slice of a minute is; jobs that leave the device idle take turns by steps all the same.
+# Several steps of every load here, as the usual slice of a minute is; jobs that leave the device idle take turns by
+# steps all the same.
 _LONG_SLICE_S = 3.0
 
 Interval = tuple[float, float, str]
@@ -134,9 +136,12 @@ class Node:
         """Submit a job and collect its steps."""
         owner = Principal(name=user, role="user", project=user)
         train = {
-            "max_steps": num_steps, "sequence_length": self._load.row_tokens, "tokens_per_step": self._load.tokens,
-            "compile": "off", "learning_rate": 1e-5,
-        }  # fmt: skip
+            "max_steps": num_steps,
+            "sequence_length": self._load.row_tokens,
+            "tokens_per_step": self._load.tokens,
+            "compile": "off",
+            "learning_rate": 1e-5,
+        }
         run = Run(owner=owner, job=await self._daemon.submit(owner, name, train=train, checkpoint={"every_steps": 0}))
         watch = asyncio.create_task(self._collect(run))
         self._watches.add(watch)
@@ -222,19 +227,22 @@ def _write_model(folder: Path, load: Load) -> Path:
 
 
 def handover_gaps(first: Iterable[Interval], second: Iterable[Interval]) -> list[float]:
-    """Return the seconds from each last kernel of one job to the first of the other; below 0, both computed at the same time."""
+    """Return the seconds from each last kernel of one job to the first of the other; below 0, both computed at the same
+    time."""
     work = sorted([(*one, 0) for one in first] + [(*one, 1) for one in second])
     return [after[0] - before[1] for before, after in pairwise(work) if before[3] != after[3]]
 
 
 def step_gaps(work: Sequence[Interval], *, others: Sequence[Interval]) -> list[float]:
-    """Return the seconds from the last kernel of a step to the first of the next, where no other job computed in between."""
+    """Return the seconds from the last kernel of a step to the first of the next, where no other job computed in
+    between."""
     pairs = [(a, b) for a, b in pairwise(work) if b[2] == "forward 0" and a[2] != "forward 0"]
     return [b[0] - a[1] for a, b in pairs if not any(a[1] <= start_s <= b[0] for start_s, _, _ in others)]
 
 
 def tokens_per_second(steps: Iterable[tuple[float, StepDone]], *, start_s: float, end_s: float) -> float:
-    """Return the rate of all steps that ended in a window: the tokens after the first of them, by the time from it to the last."""
+    """Return the rate of all steps that ended in a window: the tokens after the first of them, by the time from it to
+    the last."""
     ended = sorted((time_s, step.num_tokens) for time_s, step in steps if start_s <= time_s <= end_s)
     return sum(tokens for _, tokens in ended[1:]) / (ended[-1][0] - ended[0][0])
 
@@ -277,10 +285,11 @@ async def _steady(node: Node, runs: Sequence[Run], *, window_s: float) -> tuple[
 
 
 async def throughput(load: Load, sizes: Sizes) -> str:
-    """Return a row: tokens per second of two jobs that share against those of one alone, which is what one after the other has.
+    """Return a row: tokens per second of two jobs that share against those of one alone, which is what one after the
+    other has.
 
-    Both are loaded all the time; alone means that an admin has made the job urgent. Each has that in turn, then they share, in every
-    round: so a machine whose speed drifts slows both sides alike.
+    Both are loaded all the time; alone means that an admin has made the job urgent. Each has that in turn, then they
+    share, in every round: so a machine whose speed drifts slows both sides alike.
     """
     alone: list[float] = []
     shared: list[float] = []

@@ -1,12 +1,13 @@
 """The replay of a queue in virtual time: what an estimate gains from knowing how jobs usually arrive.
 
-Users, lengths and arrivals are those of `bench.sharing_replay`, and so are the daemon's decisions, turns and shares; loading, running and
-waiting take no time here, so that hundreds of jobs count, and the machine's other work does not. Each job is estimated when it is
-submitted, in three ways:
+Users, lengths and arrivals are those of `bench.sharing_replay`, and so are the daemon's decisions, turns and shares;
+loading, running and waiting take no time here, so that hundreds of jobs count, and the machine's other work does not.
+Each job is estimated when it is submitted, in three ways:
 
 today:   the daemon's, which counts no job that is submitted later.
-learned: the median of several futures, in each of which the last submissions come again, beginning at another one of them.
-oracle:  from futures drawn as the real one is: who submits what and when, what steps and loading really take. Nothing that cannot look into
+learned: the median of several futures, in each of which the last submissions come again, beginning at another one of
+them. oracle:  from futures drawn as the real one is: who submits what and when, what steps and loading really take.
+Nothing that cannot look into
          the future knows more. Of the drawn times that one is taken whose relative error is the smallest on average.
 """
 
@@ -127,9 +128,12 @@ class Replay:
             for name, (estimated_start_s, estimated_end_s) in estimates.items():
                 replayed.setdefault(name, []).append(
                     Replayed(
-                        estimated_start_s=estimated_start_s, estimated_end_s=estimated_end_s, start_s=start_s, end_s=end_s
+                        estimated_start_s=estimated_start_s,
+                        estimated_end_s=estimated_end_s,
+                        start_s=start_s,
+                        end_s=end_s,
                     )
-                )  # fmt: skip
+                )
         return replayed
 
     def _submit(self, life: Life, job_id: str, one: Submission, drawn: Random | None) -> None:
@@ -182,7 +186,8 @@ class Replay:
         return found.start_s - life.now_s, found.end_s - life.now_s
 
     def _played(self, asked: str, arrivals: Iterator[Submission], drawn: Random | None) -> Times:
-        """Return when a job starts and ends in one future; what is not known of the present jobs is as predicted, or drawn."""
+        """Return when a job starts and ends in one future; what is not known of the present jobs is as predicted, or
+        drawn."""
         life, began_s = self.life.fork(), self.life.now_s
 
         def factor(sigma: float) -> float:
@@ -218,7 +223,8 @@ def replay(case: Case) -> dict[str, list[Replayed]]:
 
 
 def hits(jobs: Sequence[Replayed]) -> Times:
-    """Return the parts of the jobs whose start, and whose end, is within a quarter of its estimate; of starts only those that waited."""
+    """Return the parts of the jobs whose start, and whose end, is within a quarter of its estimate; of starts only
+    those that waited."""
     waited = [one for one in jobs if one.start_s >= LEAST_WAIT_S]
     starts = [abs(one.estimated_start_s / one.start_s - 1) <= HIT for one in waited]
     ends = [abs(one.estimated_end_s / one.end_s - 1) <= HIT for one in jobs]
@@ -236,9 +242,19 @@ FULL = (
 def print_table(*, quick: bool, write: Callable[[str], None] = print) -> None:
     """Print the errors of each way of estimating, of each case."""
     titles = (
-        "memory for", "a job every s", "loading s", "jobs", "of them waited", "estimate", "median error of the start", "within 25%",
-        "estimated / real start", "median error of the end", "within 25%", "estimated / real end",
-    )  # fmt: skip
+        "memory for",
+        "a job every s",
+        "loading s",
+        "jobs",
+        "of them waited",
+        "estimate",
+        "median error of the start",
+        "within 25%",
+        "estimated / real start",
+        "median error of the end",
+        "within 25%",
+        "estimated / real end",
+    )
     write("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
     for case in FULL:
         made = dataclasses.replace(case, num_replays=max(1, case.num_replays // 5)) if quick else case
@@ -248,6 +264,7 @@ def print_table(*, quick: bool, write: Callable[[str], None] = print) -> None:
             bias = statistics.median(one.estimated_start_s / one.start_s for one in waited) if waited else math.nan
             bias_of_end = statistics.median(one.estimated_end_s / one.end_s for one in jobs)
             write(
-                f"| {case.num_resident} | {case.arrival_s:g} | {case.load_s:g}, sigma {case.load_sigma:.0%} | {len(jobs)} | {len(waited)} "
-                f"| {name} | {start:.1%} | {start_hits:.0%} | {bias:.2f} | {end:.1%} | {end_hits:.0%} | {bias_of_end:.2f} |"
+                f"| {case.num_resident} | {case.arrival_s:g} | {case.load_s:g}, sigma {case.load_sigma:.0%} | "
+                f"{len(jobs)} | {len(waited)} | {name} | {start:.1%} | {start_hits:.0%} | {bias:.2f} | {end:.1%} | "
+                f"{end_hits:.0%} | {bias_of_end:.2f} |"
             )

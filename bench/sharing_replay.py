@@ -1,8 +1,8 @@
 """The replay of a queue: when jobs were estimated to start and to end, and when they did.
 
-The scheduler, its database, shares and turns are the daemon's; the workers only sleep. A job's steps take what its plan predicts, times
-a factor of the job's own, as real ones do. Nine of ten jobs are short, as in a lab. An error is relative to the time from the estimate
-to the start or the end.
+The scheduler, its database, shares and turns are the daemon's; the workers only sleep. A job's steps take what its plan
+predicts, times a factor of the job's own, as real ones do. Nine of ten jobs are short, as in a lab. An error is
+relative to the time from the estimate to the start or the end.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Replay:
     async def run(self, num_jobs: int) -> list[Replayed]:
         """Submit jobs one after the other and wait for their ends.
 
-        Where they arrive over time, a job's estimate is that of its submission. Where all are there at once, the estimates are
-        those that the daemon shows once the last one is.
+        Where they arrive over time, a job's estimate is that of its submission. Where all are there at once, the
+        estimates are those that the daemon shows once the last one is.
         """
         jobs = [await self._submit(f"job-{number}") for number in range(num_jobs)]
         if not self._arrival_s:
@@ -150,7 +150,8 @@ async def replay(folder: Path, num_jobs: int, *, arrival_s: float) -> list[Repla
 def print_table(*, num_jobs: int) -> None:
     """Print the errors where all jobs are there at once, and where they arrive over time."""
     print(
-        "| jobs | arrive | counted | of them waited | median error of the start | of the end | median time to the end s |"
+        "| jobs | arrive | counted | of them waited | median error of the start | of the end | median time to the end "
+        "s |"
     )
     print("| --- " * 7 + "|")
     for title, arrival_s in (("all at once", 0.0), ("every 2 s on average", 2.0)):

@@ -1,7 +1,8 @@
-"""The worker of `bench.sharing`: the real one, on a host device whose link, and the speed of whose optimizer, can be emulated. What its
-compute queue did is kept.
+"""The worker of `bench.sharing`: the real one, on a host device whose link, and the speed of whose optimizer, can be
+emulated. What its compute queue did is kept.
 
-`bench-worker.json` in the state folder has the options; the intervals are written next to the job's checkpoints when it ends.
+`bench-worker.json` in the state folder has the options; the intervals are written next to the job's checkpoints when it
+ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Hours of a daemon's life in one: jobs come and go, data is pushed and deleted, uploads and watches are cut. What it uses must stay flat.
+"""Hours of a daemon's life in one: jobs come and go, data is pushed and deleted, uploads and watches are cut. What it
+uses must stay flat.
 
-Prints a line for each round and the growth of memory, descriptors, threads, processes and disk over the run, fitted by a line that one
-outlier cannot bend; ends with 1 where one of them grew by more than is allowed.
+Prints a line for each round and the growth of memory, descriptors, threads, processes and disk over the run, fitted by
+a line that one outlier cannot bend; ends with 1 where one of them grew by more than is allowed.
 
 python -m bench.soak                  # two hours
 python -m bench.soak --seconds 300    # as in CI
@@ -46,11 +47,16 @@ _LOOK_PAUSE_S = 0.1
 _KEPT_JOBS = 2
 _JOB_S = 120.0
 _CONNECT_S = 30.0
-# What is measured, in which unit, and the growth over the measured part that is allowed: a fixed part, and one for each job. In memory the
-# daemon keeps the records of 1,000 jobs; on disk a deleted job leaves its request and lines of the audit log.
+# What is measured, in which unit, and the growth over the measured part that is allowed: a fixed part, and one for each
+# job. In memory the daemon keeps the records of 1,000 jobs; on disk a deleted job leaves its request and lines of the
+# audit log.
 ALLOWED: dict[str, tuple[float, float]] = {
-    "rss_mib": (16.0, 0.03), "descriptors": (4.0, 0.0), "threads": (4.0, 0.0), "children": (1.0, 0.0), "disk_mib": (4.0, 0.05),
-}  # fmt: skip
+    "rss_mib": (16.0, 0.03),
+    "descriptors": (4.0, 0.0),
+    "threads": (4.0, 0.0),
+    "children": (1.0, 0.0),
+    "disk_mib": (4.0, 0.05),
+}
 
 
 @dataclass(frozen=True)
@@ -196,20 +202,27 @@ class Soak:
         return httpx.Client(base_url=f"http://{self.node.daemon.endpoints['http']}", headers=headers, timeout=timeout)
 
     def _sample(self, at_s: float) -> Sample:
-        """The least of some looks: what a call or a child has open for a moment is gone in one of them, and what leaks is in all."""
+        """The least of some looks: what a call or a child has open for a moment is gone in one of them, and what leaks
+        is in all."""
         daemon = psutil.Process(self.node.daemon.pid)
         looks = []
         for _ in range(_NUM_LOOKS):
-            looks.append({
-                "rss_mib": daemon.memory_info().rss / MIB, "descriptors": _num_descriptors(daemon), "threads": daemon.num_threads(),
-                "children": len(daemon.children(recursive=True)), "disk_mib": _disk_bytes(self.node.daemon.state_dir) / MIB,
-            })  # fmt: skip
+            looks.append(
+                {
+                    "rss_mib": daemon.memory_info().rss / MIB,
+                    "descriptors": _num_descriptors(daemon),
+                    "threads": daemon.num_threads(),
+                    "children": len(daemon.children(recursive=True)),
+                    "disk_mib": _disk_bytes(self.node.daemon.state_dir) / MIB,
+                }
+            )
             time.sleep(_LOOK_PAUSE_S)
         return Sample(at_s, self.done["jobs"], {name: min(look[name] for look in looks) for name in looks[0]})
 
 
 def _num_descriptors(process: psutil.Process) -> int:
-    """Return how many it has open, without those of its pool of database connections, which fills up to its bound over hours."""
+    """Return how many it has open, without those of its pool of database connections, which fills up to its bound over
+    hours."""
     count = 0
     for entry in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -228,7 +241,8 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def growth(times_s: Sequence[float], values: Sequence[float]) -> float:
-    """Return the growth from the first to the last time by the median of the slopes between all pairs (Theil and Sen)."""
+    """Return the growth from the first to the last time by the median of the slopes between all pairs (Theil and
+    Sen)."""
     pairs = itertools.combinations(zip(times_s, values, strict=True), 2)
     slopes = [(last - first) / (end_s - start_s) for (start_s, first), (end_s, last) in pairs if end_s > start_s]
     return statistics.median(slopes) * (times_s[-1] - times_s[0])

@@ -1,11 +1,11 @@
 """Tokens per second of the streaming engine against a plain PyTorch loop: same model, batch and threads, steps in turn.
 
-The plain loop is what one would write for a model that fits: gradient checkpointing, clip 1.0, fused AdamW. Both run a few steps at a
-time; the engine's update of each step is flushed and counted, although a longer run would hide it in the next step. With `--dtype
-bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them, as do a layer's products alone: what bf16
-gains there is the most that a step could gain. With `--compile FOLDER` the engine's
-layers are compiled and kept in that folder, and the plain loop with its layers compiled by torch.compile takes turns with them; nobody's
-compiling is timed.
+The plain loop is what one would write for a model that fits: gradient checkpointing, clip 1.0, fused AdamW. Both run a
+few steps at a time; the engine's update of each step is flushed and counted, although a longer run would hide it in the
+next step. With `--dtype bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them,
+as do a layer's products alone: what bf16 gains there is the most that a step could gain. With `--compile FOLDER` the
+engine's layers are compiled and kept in that folder, and the plain loop with its layers compiled by torch.compile takes
+turns with them; nobody's compiling is timed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from horizon_server.store.cpus import available_cpus
 
 
 class PlainLoop:
-    """The loop that one would write for a model that fits. In bf16 its weights are rounded from fp32 masters after each step, and the
-    gradients of rows add up in fp32."""
+    """The loop that one would write for a model that fits. In bf16 its weights are rounded from fp32 masters after each
+    step, and the gradients of rows add up in fp32."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> None:
         self._model = model
@@ -128,10 +128,11 @@ def measure(
     dtype: torch.dtype,
     library: CodeLibrary | None = None,
 ) -> dict[str, float]:
-    """Return tokens per second of engine and loop, the median ratio of their turns, and the largest relative difference of losses.
+    """Return tokens per second of engine and loop, the median ratio of their turns, and the largest relative difference
+    of losses.
 
-    In bf16 also the median ratio of the engine's turns to those of an engine in fp32; with a library of compiled layers, to those of the
-    loop with compiled layers.
+    In bf16 also the median ratio of the engine's turns to those of an engine in fp32; with a library of compiled
+    layers, to those of the loop with compiled layers.
     """
     config = qwen3_config(shape)
     template = Template.from_config(config)
@@ -211,8 +212,8 @@ def main() -> None:
     parser.add_argument("--compile", type=Path, metavar="FOLDER", help="compile layers; where the engine keeps them")
     arguments = parser.parse_args()
     print(
-        "| shape | dtype | rows x tokens | threads | engine tokens/s | plain PyTorch tokens/s | ratio (median of pairs) "
-        "| engine / its own fp32 | products alone, to fp32 | engine / torch.compile | loss differs by |"
+        "| shape | dtype | rows x tokens | threads | engine tokens/s | plain PyTorch tokens/s | ratio (median of "
+        "pairs) | engine / its own fp32 | products alone, to fp32 | engine / torch.compile | loss differs by |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for shape in arguments.shape:
@@ -231,8 +232,8 @@ def main() -> None:
         ]
         print(
             f"| {shape} | {arguments.dtype} | {arguments.rows} x {arguments.row_tokens} | {arguments.threads} "
-            f"| {found['ours_tokens_per_s']:,.0f} | {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | {' | '.join(others)} "
-            f"| {found['loss_difference']:.1e} |",
+            f"| {found['ours_tokens_per_s']:,.0f} | {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | "
+            f"{' | '.join(others)} | {found['loss_difference']:.1e} |",
             flush=True,
         )
 

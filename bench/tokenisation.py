@@ -1,7 +1,9 @@
-"""The whole preparation - reading, checks, template, tokens, masks, files - against `tokenizers.encode_batch` alone on the same cores.
+"""The whole preparation - reading, checks, template, tokens, masks, files - against `tokenizers.encode_batch` alone on
+the same cores.
 
-The reference gets the rendered texts in memory and throws the tokens away. Both run in processes of their own, in turns. Chats are those
-of gsm8k where it lies beside the checkout, else the demo's, repeated; the model is the demo's, or tiny-base where it is there.
+The reference gets the rendered texts in memory and throws the tokens away. Both run in processes of their own, in
+turns. Chats are those of gsm8k where it lies beside the checkout, else the demo's, repeated; the model is the demo's,
+or tiny-base where it is there.
 
 python -m bench.tokenisation
 """
@@ -92,8 +94,11 @@ def _in_a_process(what: str, model: Path, data: Path, num_processes: int) -> dic
     threads = {"TOKENIZERS_PARALLELISM": str(num_processes > 1).lower(), "RAYON_NUM_THREADS": str(num_processes)}
     done = subprocess.run(
         [sys.executable, "-m", "bench.tokenisation", "--run", what, str(model), str(data), str(num_processes)],
-        env=child_environment() | (threads if what == "alone" else {}), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env=child_environment() | (threads if what == "alone" else {}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     result: dict[str, float] = json.loads(done.stdout)
     return result
 
@@ -111,7 +116,8 @@ def main() -> None:
             write_chats(data, TOTAL_BYTES, exchanges=exchanges)
             for num_processes in dict.fromkeys((1, available_cpus())):
                 print(
-                    f"| {exchanges} question{'s' * (exchanges > 1)} | {num_processes} | {_compared(model, data, num_processes)} |",
+                    f"| {exchanges} question{'s' * (exchanges > 1)} | {num_processes} | "
+                    f"{_compared(model, data, num_processes)} |",
                     flush=True,
                 )
 

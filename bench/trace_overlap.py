@@ -1,8 +1,10 @@
-"""How much of a step's copying compute stood still for, worked out from a trace: a second opinion on the engine's own account.
+"""How much of a step's copying compute stood still for, worked out from a trace: a second opinion on the engine's own
+account.
 
-Uses only what ran when on the queues h2d, compute and d2h, and what the schedule says each piece of compute depends on. Knows nothing
-of the waits that the engine logs and sums up itself. A pause of compute counts for a direction as long as the copy that the next
-piece needs from it is on its way, or queued behind one that is; where both are missing, for the weights until they are there.
+Uses only what ran when on the queues h2d, compute and d2h, and what the schedule says each piece of compute depends on.
+Knows nothing of the waits that the engine logs and sums up itself. A pause of compute counts for a direction as long as
+the copy that the next piece needs from it is on its way, or queued behind one that is; where both are missing, for the
+weights until they are there.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class _Needs:
         return self._weights_s, self._slot_free(unit) if kind == "zero gradient" else 0.0
 
     def _next_arrival(self, unit: int) -> float:
-        """Layer 0 comes ahead of the embedding; a tied head comes in two parts, its table second; the last layers need not come again."""
+        """Layer 0 comes ahead of the embedding; a tied head comes in two parts, its table second; the last layers need
+        not come again."""
         position = next((i for i, (arrived_unit, _) in enumerate(self._arrivals) if arrived_unit == unit), None)
         if position is None:
             return 0.0

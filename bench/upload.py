@@ -1,9 +1,9 @@
 """How fast a push is, against a bare gRPC byte stream in the same run; what a second push and a cut cost.
 
-Ours holds everything that a push does between the local checks and the server's validation: the announcement, 1 MiB pieces through
-protobuf, sha256 and fsync on the server; a second figure adds the client's own sha256. The bare stream throws its bytes away; beside it
-stands one that hashes, writes and syncs them, as no push can do less. On a machine that is busy with other things the processor time tells
-more than the clock.
+Ours holds everything that a push does between the local checks and the server's validation: the announcement, 1 MiB
+pieces through protobuf, sha256 and fsync on the server; a second figure adds the client's own sha256. The bare stream
+throws its bytes away; beside it stands one that hashes, writes and syncs them, as no push can do less. On a machine
+that is busy with other things the processor time tells more than the clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _PATH = "/bench.Bare/Take"
 
 
 async def sink(keep: bool) -> None:
-    """Serve the bare stream: count bytes and forget them; or hash, write and sync them, which is the least that a push has to do."""
+    """Serve the bare stream: count bytes and forget them; or hash, write and sync them, which is the least that a push
+    has to do."""
 
     async def take(requests: AsyncIterator[bytes], _context: Any) -> bytes:
         loop = asyncio.get_running_loop()
@@ -138,7 +139,8 @@ async def send_bare(sink: Sink, content: bytes) -> Spent:
 
 
 class Phases(Reporter):
-    """What was spent when each phase of a push ended; the upload ends where `finalize` is reported, once, when it begins."""
+    """What was spent when each phase of a push ended; the upload ends where `finalize` is reported, once, when it
+    begins."""
 
     def __init__(self, server_pid: int) -> None:
         self._meter = Meter(server_pid)

@@ -1,7 +1,7 @@
 """How fast one core checks every row of a dataset, against the library's JSON parser alone on the same bytes.
 
-Processor time, not wall time: validation is one thread, and other work on the machine shall not count. Rows are those of gsm8k where
-it lies beside the checkout, else rows of the same size made here.
+Processor time, not wall time: validation is one thread, and other work on the machine shall not count. Rows are those
+of gsm8k where it lies beside the checkout, else rows of the same size made here.
 """
 
 from __future__ import annotations

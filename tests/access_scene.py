@@ -17,8 +17,9 @@ from horizon_server.records.job import JobRecord, JobState
 REFUSED = ("none", "bad", "revoked", "expired", "disabled")
 """Callers whose token is absent, or not accepted."""
 ACCEPTED = ("read", "other", "watcher", "member", "manager", "granted", "viewer", "admin", "owner", "admin_read")
-"""`read` is the owner with a token of scope read, and `admin_read` an admin with one; watcher, member and manager have the three roles in
-the owner's project; what the owner has shared is for the project of `granted`; viewer and admin are roles on the node."""
+"""`read` is the owner with a token of scope read, and `admin_read` an admin with one; watcher, member and manager have
+the three roles in the owner's project; what the owner has shared is for the project of `granted`; viewer and admin are
+roles on the node."""
 CALLERS = (*REFUSED, "metrics", *ACCEPTED)
 
 
@@ -43,16 +44,21 @@ class Scene:
 
     async def prepare(self) -> None:
         accounts, daemon = self.services.accounts, self.daemon
-        self.tokens |= {name: self.world.tokens[user] for name, user in
-                        (("owner", "ann"), ("other", "bob"), ("admin", "root"), ("viewer", "eve"))}  # fmt: skip
+        self.tokens |= {
+            name: self.world.tokens[user]
+            for name, user in (("owner", "ann"), ("other", "bob"), ("admin", "root"), ("viewer", "eve"))
+        }
         for name in ("watcher", "member", "manager", "granted", "disabled", "extra"):
             await daemon.user(name)
             self.tokens[name] = await daemon.token(name)
         for name, role in (("watcher", "viewer"), ("member", "member"), ("manager", "admin")):
             await accounts.add_member("ann", name, role)
         for name, options in (
-            ("read", {"scope": "read"}), ("metrics", {"scope": "metrics"}), ("expired", {"lifetime_s": -1.0}), ("revoked", {}),
-        ):  # fmt: skip
+            ("read", {"scope": "read"}),
+            ("metrics", {"scope": "metrics"}),
+            ("expired", {"lifetime_s": -1.0}),
+            ("revoked", {}),
+        ):
             token, self.tokens[name] = await accounts.create_token("ann", **{"lifetime_s": None, **options})
             if name == "revoked":
                 await accounts.revoke_token(token.token_id)

@@ -1,4 +1,5 @@
-"""How every test runs, and a real daemon inside the test's process for those that want one; see tests/daemon_parts.py."""
+"""How every test runs, and a real daemon inside the test's process for those that want one; see
+tests/daemon_parts.py."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# A parent such as `nohup ... &` leaves SIGINT ignored, and children inherit that: the tests that interrupt a command would then wait for a
-# signal that never arrives. A handler of Python's own is reset to the default when a child starts.
+# A parent such as `nohup ... &` leaves SIGINT ignored, and children inherit that: the tests that interrupt a command
+# would then wait for a signal that never arrives. A handler of Python's own is reset to the default when a child
+# starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,8 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Before torch is loaded, which reads these once: OpenMP's threads that wait must sleep, as the daemon's workers do. Spinning, they would
-# take the processors from the tests and the children that run at the same time.
+# Before torch is loaded, which reads these once: OpenMP's threads that wait must sleep, as the daemon's workers do.
+# Spinning, they would take the processors from the tests and the children that run at the same time.
 os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"})
 
 # Before triton is loaded, which reads it once: where there is no GPU, its kernels run in its interpreter.
@@ -36,7 +38,8 @@ if not os.environ.get("HORIZON_REQUIRE_GPU"):
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
-    # No limits by the clock: they say how busy the machine is, not whether the code is right. A test that hangs meets pytest's timeout.
+    # No limits by the clock: they say how busy the machine is, not whether the code is right. A test that hangs meets
+    # pytest's timeout.
     settings.register_profile("horizon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("horizon")
 
@@ -75,7 +78,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     # Folders serve as locks: nothing is left behind.
     gate, room = os.open(tests / "support", os.O_RDONLY), os.open(tests, os.O_RDONLY)
     try:
-        # Who waits for an empty room keeps the gate closed; with one lock, the others would enter again and again before it.
+        # Who waits for an empty room keeps the gate closed; with one lock, the others would enter again and again
+        # before it.
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
@@ -97,7 +101,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(autouse=True)
 def no_process_outlives_a_failed_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kill what a failed test has started and left: it would hold a port, a lock or a core. A test that passes must do that itself."""
+    """Kill what a failed test has started and left: it would hold a port, a lock or a core. A test that passes must do
+    that itself."""
     before = _children()
     yield
     if request.node.stash.get(_HAS_FAILED, False):
@@ -118,7 +123,8 @@ def _children() -> set[int]:
 
 @pytest.fixture(autouse=True)
 def logs_go_where_they_went() -> Iterator[None]:
-    """Undo what a test, or the program that it ran in this process, has set up for logs: their stream may be closed afterwards."""
+    """Undo what a test, or the program that it ran in this process, has set up for logs: their stream may be closed
+    afterwards."""
     levels = {name: logging.getLogger(name).level for name in (None, "alembic", "uvicorn", "asyncio")}
     handlers = logging.getLogger().handlers[:]
     yield

@@ -1,6 +1,8 @@
-"""A driver for the cuda device that computes on the CPU: streams are the queues' own threads, marks are moments on them.
+"""A driver for the cuda device that computes on the CPU: streams are the queues' own threads, marks are moments on
+them.
 
-Stands at the port `cuda_runtime.Runtime`, so that all of the cuda device but that one module runs on a machine without a GPU.
+Stands at the port `cuda_runtime.Runtime`, so that all of the cuda device but that one module runs on a machine without
+a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from torch import Tensor
 
 
 class CpuMark:
-    """A moment; waiting for one that was never recorded is a defect here, where the real driver would silently not wait."""
+    """A moment; waiting for one that was never recorded is a defect here, where the real driver would silently not
+    wait."""
 
     def __init__(self) -> None:
         self.recorded = threading.Event()
@@ -37,9 +40,11 @@ class CpuMark:
 
 
 class CpuRuntime:
-    """See the module. `pinnable_bytes` is how much the driver agrees to register; `memory_bytes` what it was limited to.
+    """See the module. `pinnable_bytes` is how much the driver agrees to register; `memory_bytes` what it was limited
+    to.
 
-    From `broken` on, every call that waits for the device fails, as after an illegal access. `is_full` makes it refuse to place tensors.
+    From `broken` on, every call that waits for the device fails, as after an illegal access. `is_full` makes it refuse
+    to place tensors.
     """
 
     device = torch.device("cpu")

@@ -1,7 +1,7 @@
 """One builder of the whole daemon inside the test's process: real services, database, journal, queue and children.
 
-Only the worker is another: `tests.scripted_worker` follows a script instead of training. What the daemon listens on is left out; tests
-of gRPC and REST start their servers over `DaemonParts.services`.
+Only the worker is another: `tests.scripted_worker` follows a script instead of training. What the daemon listens on is
+left out; tests of gRPC and REST start their servers over `DaemonParts.services`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ _MOVES = {
 """The states that a job without a queue is moved through."""
 
 Moment = int | str
-"""When a worker does something: `start` and `references` (before it is ready), a step's number (before that step), or `end`."""
+"""When a worker does something: `start` and `references` (before it is ready), a step's number (before that step), or
+`end`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Script:
-    """What the worker of a job does. Dying, exiting and failing happen in the first attempt only, unless `every_attempt`."""
+    """What the worker of a job does. Dying, exiting and failing happen in the first attempt only, unless
+    `every_attempt`."""
 
     num_steps: int = 3
     checkpoint_every: int = 0
@@ -266,7 +268,8 @@ class DaemonParts:
         self.parts.scheduler.wake()
 
     async def until(self, job_id: str, *states: JobState, step: int = 0, attempt: int = 0) -> JobRecord:
-        """Wait until the job is in one of the states (where any is named), has done that many steps, and is at least in that attempt."""
+        """Wait until the job is in one of the states (where any is named), has done that many steps, and is at least in
+        that attempt."""
         async with asyncio.timeout(WAIT_S):
             async for _ in self.parts.journal.follow(job_id, 0):
                 job = await self.job(job_id)

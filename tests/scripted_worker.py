@@ -1,7 +1,8 @@
 """A worker that trains nothing: it follows a script, and speaks the protocol of the real one over the real link.
 
-`python -m tests.scripted_worker REQUEST`, as the daemon starts its workers. The script is `scripts/<name of the job>.json`
-or `scripts/any.json` in the state folder; `Script` in tests/daemon_parts.py says what it may contain. The rest is as the job's spec says.
+`python -m tests.scripted_worker REQUEST`, as the daemon starts its workers. The script is `scripts/<name of the
+job>.json` or `scripts/any.json` in the state folder; `Script` in tests/daemon_parts.py says what it may contain. The
+rest is as the job's spec says.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ class ScriptedWorker:
             time.sleep(_LOOK_EVERY_S)
 
     def _has_no_space(self) -> bool:
-        """Wait for disk space that never comes, as the real worker does, where the script wants that of the first attempt."""
+        """Wait for disk space that never comes, as the real worker does, where the script wants that of the first
+        attempt."""
         if not self.first or not self.script.get("no_space"):
             return False
         self.orders.gives_up_waiting = False
@@ -177,11 +179,20 @@ class ScriptedWorker:
         duration_s = duration_s or 0.1
         self.events.send(
             StepDone(
-                step=step, num_steps=self.num_steps, loss=1.0 / step, grad_norm=1.0, learning_rate=0.1, epoch=step / self.num_steps,
-                num_input_tokens_seen=8 * step, num_tokens=8, tokens_per_second=80.0, duration_s=duration_s,
-                compute_s=duration_s * self.script.get("compute_share", 1.0), eta_s=0.1 * (self.num_steps - step),
+                step=step,
+                num_steps=self.num_steps,
+                loss=1.0 / step,
+                grad_norm=1.0,
+                learning_rate=0.1,
+                epoch=step / self.num_steps,
+                num_input_tokens_seen=8 * step,
+                num_tokens=8,
+                tokens_per_second=80.0,
+                duration_s=duration_s,
+                compute_s=duration_s * self.script.get("compute_share", 1.0),
+                eta_s=0.1 * (self.num_steps - step),
             )
-        )  # fmt: skip
+        )
         if step in self.script.get("eval_at", ()):
             self.events.send(EvalDone(step=step, eval_loss=2.0 / step, num_targets=4))
 

@@ -1,4 +1,5 @@
-"""A node that is played second by second with the real decisions, turns and quotas, and that checks itself at each of them."""
+"""A node that is played second by second with the real decisions, turns and quotas, and that checks itself at each of
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from horizon_server.scheduling.turns import MAX_TURN_WAIT_SLICES, next_turn
 
 
 class Life:
-    """Jobs on a node. A job needs `left_s` device seconds in truth, whatever its `remaining_s` predicts, in steps of `step_s`; before
-    its first turn it is loaded for `load_s`."""
+    """Jobs on a node. A job needs `left_s` device seconds in truth, whatever its `remaining_s` predicts, in steps of
+    `step_s`; before its first turn it is loaded for `load_s`."""
 
     def __init__(
         self,

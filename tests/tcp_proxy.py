@@ -24,8 +24,9 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Fault:
     """What happens to one connection once so many bytes have gone up.
 
-    `drop` resets both sides, `close` ends both in order, `half_close` tells the server only that no more comes, `hang` passes on
-    nothing any more, either way, and resets both sides after `hang_s`. `delay_s` holds back every piece on its way up.
+    `drop` resets both sides, `close` ends both in order, `half_close` tells the server only that no more comes, `hang`
+    passes on nothing any more, either way, and resets both sides after `hang_s`. `delay_s` holds back every piece on
+    its way up.
     """
 
     after_bytes: int
@@ -35,7 +36,8 @@ class Fault:
 
 
 class TcpProxy:
-    """Listens on loopback and passes connections on to `server`; each takes the next of `faults`, or none when they are used up."""
+    """Listens on loopback and passes connections on to `server`; each takes the next of `faults`, or none when they are
+    used up."""
 
     def __init__(self, server: str, faults: Iterator[Fault] | None = None) -> None:
         self._host, _, port = server.rpartition(":")

@@ -78,7 +78,8 @@ if importlib.util.find_spec("hatchling") is not None:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
     class KernelBuildHook(BuildHookInterface[BuilderConfig]):
-        """Puts the compiled library into the wheel and tags the wheel for its platform; a pure wheel where it cannot."""
+        """Puts the compiled library into the wheel and tags the wheel for its platform; a pure wheel where it
+        cannot."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             """Called by hatch before a wheel is built; `version` is `editable` or `standard`."""

@@ -1,4 +1,5 @@
-"""What the Grafana dashboard shows: every chart with its expressions, by row. `generate_dashboards.py` makes the JSON of it.
+"""What the Grafana dashboard shows: every chart with its expressions, by row. `generate_dashboards.py` makes the JSON
+of it.
 
 Every expression is written here once; the contract test compares the metrics in it with those that the code declares.
 """
@@ -159,7 +160,8 @@ OVERVIEW = (
     ),
     Chart(
         title="Method figures",
-        text="What jobs with a method other than cross-entropy report besides their loss, such as rewards/margins of dpo.",
+        text="What jobs with a method other than cross-entropy report besides their loss, such as rewards/margins of "
+        "dpo.",
         unit="short",
         minimum=None,
         queries=[(_of_jobs("horizon_method_figure"), "{{component}} {{name}} ({{owner}})")],
@@ -296,7 +298,8 @@ TRANSFER = (
     ),
     Chart(
         title="Compute",
-        text="Share of the time the compute queue worked, and the model's own FLOPs of what the device's matrix products reach.",
+        text="Share of the time the compute queue worked, and the model's own FLOPs of what the device's matrix "
+        "products reach.",
         unit="percentunit",
         queries=[
             (_rate("horizon_compute_seconds_total", "device"), "{{device}} busy"),
@@ -456,7 +459,8 @@ SHARING = (
     ),
     Chart(
         title="Longest wait, displaced jobs, overruns",
-        text="How long the oldest queued job has waited; jobs that were unloaded and turns not given back in the last hour.",
+        text="How long the oldest queued job has waited; jobs that were unloaded and turns not given back in the last "
+        "hour.",
         unit="short",
         queries=[
             (

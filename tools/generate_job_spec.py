@@ -23,8 +23,8 @@ PAGE = ROOT / "docs" / "job-spec.md"
 MAP = {
     "additionalProperties": {"type": "string"},
     "default": {},
-    "description": "The columns of local data files by field, such as {prompt: question, completion: answer}: the client pushes the files "
-    "with it, as with horizon dataset push --map. The job that is sent has no such field.",
+    "description": "The columns of local data files by field, such as {prompt: question, completion: answer}: the "
+    "client pushes the files with it, as with horizon dataset push --map. The job that is sent has no such field.",
     "type": "object",
 }
 """A field of job files that only the client reads."""

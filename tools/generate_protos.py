@@ -1,7 +1,7 @@
 """Generate the Python code of the wire contract, or check that the committed code is fresh.
 
-Uses the oldest supported grpcio-tools in a virtual environment of its own (`.venv-protos`): generated code runs on the protobuf it was
-generated with and on newer ones, never on older ones, so the oldest generator gives the widest range.
+Uses the oldest supported grpcio-tools in a virtual environment of its own (`.venv-protos`): generated code runs on the
+protobuf it was generated with and on newer ones, never on older ones, so the oldest generator gives the widest range.
 
     python tools/generate_protos.py            # write
     python tools/generate_protos.py --check    # exit 1 when the committed code is stale
@@ -41,10 +41,18 @@ def generate(target: Path) -> None:
     python = ensure_tools()
     protos = sorted(str(p.relative_to(PROTO)) for p in PROTO.glob("horizon_proto/**/*.proto"))
     command = [
-        str(python), "-m", "grpc_tools.protoc", f"-I{PROTO}",
-        f"--plugin=protoc-gen-mypy={TOOLS}/bin/protoc-gen-mypy", f"--plugin=protoc-gen-mypy_grpc={TOOLS}/bin/protoc-gen-mypy_grpc",
-        f"--python_out={target}", f"--grpc_python_out={target}", f"--mypy_out=quiet:{target}", f"--mypy_grpc_out=quiet:{target}", *protos,
-    ]  # fmt: skip
+        str(python),
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{PROTO}",
+        f"--plugin=protoc-gen-mypy={TOOLS}/bin/protoc-gen-mypy",
+        f"--plugin=protoc-gen-mypy_grpc={TOOLS}/bin/protoc-gen-mypy_grpc",
+        f"--python_out={target}",
+        f"--grpc_python_out={target}",
+        f"--mypy_out=quiet:{target}",
+        f"--mypy_grpc_out=quiet:{target}",
+        *protos,
+    ]
     subprocess.run(command, check=True)
 
 

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_or_check(about: str, generate: Callable[[], Mapping[Path, str]], *, make_target: str) -> int:
-    """Write the files that `generate` returns; with --check only compare them with the committed ones. Return the exit code."""
+    """Write the files that `generate` returns; with --check only compare them with the committed ones. Return the exit
+    code."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a committed file is stale")
     check = parser.parse_args().check
@@ -33,7 +34,11 @@ def python_code(text: str, path: Path) -> str:
     for command in (["check", "--select", "I", "--fix-only", "--quiet"], ["format"]):
         done = subprocess.run(
             [ruff, *command, "--stdin-filename", str(path), "-"],
-            input=text, capture_output=True, text=True, check=True, cwd=ROOT,
-        )  # fmt: skip
+            input=text,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
         text = done.stdout
     return text

@@ -1,5 +1,5 @@
-"""Print figures of the house beside what they should reach: its size, how far a decision is relayed, how lines are bent. No build fails on
-them. Where one works against clarity, clarity goes first.
+"""Print figures of the house beside what they should reach: its size, how far a decision is relayed, how lines are
+bent. No build fails on them. Where one works against clarity, clarity goes first.
 
 python tools/house_figures.py [ROOT]     # ROOT: another checkout, to compare
 """
@@ -121,13 +121,17 @@ def is_protocol(node: ast.ClassDef) -> bool:
 
 
 def num_relayed(call: ast.Call) -> int:
-    """How many arguments a call hands on under the name that they have: `seed=seed`, `seed=config.seed`, `seed=self._seed`."""
-    names = [(k.arg, k.value.id if isinstance(k.value, ast.Name) else getattr(k.value, "attr", "")) for k in call.keywords]  # fmt: skip
+    """How many arguments a call hands on under the name that they have: `seed=seed`, `seed=config.seed`,
+    `seed=self._seed`."""
+    names = [
+        (k.arg, k.value.id if isinstance(k.value, ast.Name) else getattr(k.value, "attr", "")) for k in call.keywords
+    ]
     return sum(name == value.lstrip("_") for name, value in names if name)
 
 
 def import_circles(of: list[Source], package: str) -> list[set[str]]:
-    """Return the groups of modules that import each other. Late imports count; those for types, and those by a name in a text, do not."""
+    """Return the groups of modules that import each other. Late imports count; those for types, and those by a name in
+    a text, do not."""
     names = {
         source.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".").partition(".")[2]: source
         for source in of

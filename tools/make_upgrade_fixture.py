@@ -1,7 +1,8 @@
-"""Make the state folder that upgrades from this version are tested with, tests/data/state-VERSION.tar.xz, with a daemon of this version.
+"""Make the state folder that upgrades from this version are tested with, tests/data/state-VERSION.tar.xz, with a daemon
+of this version.
 
-It has users, one of them disabled, a project with members and a shared dataset, a tiny model, a job that is done, and one of the same spec
-that was paused half way.
+It has users, one of them disabled, a project with members and a shared dataset, a tiny model, a job that is done, and
+one of the same spec that was paused half way.
 
 python -m tools.make_upgrade_fixture
 """
@@ -29,18 +30,31 @@ LIMIT_S = 600.0
 # Every byte, and the tokens that the chat template needs.
 _VOCABULARY = 260
 _SIZES = {
-    "vocab_size": _VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
 SPEC: dict[str, Any] = {
     "model": "tiny",
     "dataset": "chats",
     "train": {
-        "max_steps": NUM_STEPS, "sequence_length": 256, "tokens_per_step": 2048, "learning_rate": 5e-3, "warmup_steps": 5,
+        "max_steps": NUM_STEPS,
+        "sequence_length": 256,
+        "tokens_per_step": 2048,
+        "learning_rate": 5e-3,
+        "warmup_steps": 5,
         "compile": "off",
     },
     "checkpoint": {"every_steps": 0, "keep_last": 1},
-}  # fmt: skip
+}
 # What a daemon makes again, or what says more of the machine than of the state.
 _LEFT_OUT = ("reserve", "lock", "endpoints.json", "test.log", "test.toml", "compiled", "trash", "uploads")
 

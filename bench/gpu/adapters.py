@@ -1,4 +1,5 @@
-"""Stage: adapters next to a frozen base, in bf16 and in 4 bits. Its store takes the place of the whole model's, so it comes late."""
+"""Stage: adapters next to a frozen base, in bf16 and in 4 bits. Its store takes the place of the whole model's, so it
+comes late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stage: host memory by number of threads, and the link from the pages that a store lives in, registered as the engine does."""
+"""Stage: host memory by number of threads, and the link from the pages that a store lives in, registered as the engine
+does."""
 
 from __future__ import annotations
 

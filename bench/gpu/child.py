@@ -1,4 +1,5 @@
-"""The process that runs stages: takes a module and a task per line of standard input and answers each on a descriptor of its own.
+"""The process that runs stages: takes a module and a task per line of standard input and answers each on a descriptor
+of its own.
 
 What a stage raises ends the process; the parent reports the traceback and continues with a new one.
 """

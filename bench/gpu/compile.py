@@ -1,6 +1,8 @@
-"""Stage: how long the compiler takes for each kind of layer, how much faster its code is, and how the engine's calls of it behave.
+"""Stage: how long the compiler takes for each kind of layer, how much faster its code is, and how the engine's calls of
+it behave.
 
-Compiled here, in the stage's own process, with what a job's compiling child is given; the stages after it use the result.
+Compiled here, in the stage's own process, with what a job's compiling child is given; the stages after it use the
+result.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ from horizon_server.planning.gpu_compiler import compiler_environment, what_is_m
 
 RETURN_COLUMNS = {"tokens": ",d", "host returned ms": ".2f", "all ended ms": ".2f", "share": ".2f", "note": ""}
 COMPILED_COLUMNS = {
-    "layers of": "", "kind": "d", "kernels": "", "times as fast": ".2f", "error": ".1e", "s": ".1f", "note": "",
-}  # fmt: skip
+    "layers of": "",
+    "kind": "d",
+    "kernels": "",
+    "times as fast": ".2f",
+    "error": ".1e",
+    "s": ".1f",
+    "note": "",
+}
 _NUM_RUNS, _MOST_TOKENS = 10, 4096
 
 

@@ -230,7 +230,8 @@ def _attention_kinds(
 
 @contextmanager
 def _flash_attention_4() -> Iterator[None]:
-    """Inside, the operators that our attention calls on a GPU are FlashAttention 4's; raises where it or its package is not there.
+    """Inside, the operators that our attention calls on a GPU are FlashAttention 4's; raises where it or its package is
+    not there.
 
     The engine does not choose it: this is to know what it would be worth.
     """

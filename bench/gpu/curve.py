@@ -1,8 +1,10 @@
-"""Stage: the engine's steps by tokens and kinds of rows, next to the forecast, and what memory they took against the plan.
+"""Stage: the engine's steps by tokens and kinds of rows, next to the forecast, and what memory they took against the
+plan.
 
-Useful TFLOP/s count what training is worth: 6 per parameter in a matrix product and token, and attention. Hardware TFLOP/s add the
-recomputed forward of the layers. With clipping, each step pays for the deferred update of the step before. `host launched` is the share
-of compute's time in which the host had not launched all of it yet: near 100 % the host waits for the device.
+Useful TFLOP/s count what training is worth: 6 per parameter in a matrix product and token, and attention. Hardware
+TFLOP/s add the recomputed forward of the layers. With clipping, each step pays for the deferred update of the step
+before. `host launched` is the share of compute's time in which the host had not launched all of it yet: near 100 % the
+host waits for the device.
 """
 
 from __future__ import annotations
@@ -36,22 +38,56 @@ from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.store.host_store import HostStore
 
 COLUMNS = {
-    "shape": "", "tokens": ",d", "rows": "", "clip": "", "engine": "", "compiled": "", "kept": "", "inputs on": "",
-    "tokens/s": ",.0f", "useful TFLOP/s": ".1f",
-    "forecast": ".0f", "of forecast": ".2f", "hardware TFLOP/s": ".1f", "step s": ".3f", "first s": ".3f",
-    "compute s": ".3f", "launching s": ".3f", "overlap": ".3f",
-    "h2d exposed s": ".3f", "d2h exposed s": ".3f", "update exposed s": ".3f", "update s": ".3f", "update GB/s": ".0f", "SM MHz": ".0f",
-    "W": ".0f", "note": "",
-}  # fmt: skip
+    "shape": "",
+    "tokens": ",d",
+    "rows": "",
+    "clip": "",
+    "engine": "",
+    "compiled": "",
+    "kept": "",
+    "inputs on": "",
+    "tokens/s": ",.0f",
+    "useful TFLOP/s": ".1f",
+    "forecast": ".0f",
+    "of forecast": ".2f",
+    "hardware TFLOP/s": ".1f",
+    "step s": ".3f",
+    "first s": ".3f",
+    "compute s": ".3f",
+    "launching s": ".3f",
+    "overlap": ".3f",
+    "h2d exposed s": ".3f",
+    "d2h exposed s": ".3f",
+    "update exposed s": ".3f",
+    "update s": ".3f",
+    "update GB/s": ".0f",
+    "SM MHz": ".0f",
+    "W": ".0f",
+    "note": "",
+}
 MEMORY_COLUMNS = {
-    "point": "", "planned GiB": ".2f", "allocated GiB": ".2f", "reserved GiB": ".2f", "allocated/planned": ".3f",
-    "host planned GiB": ".2f", "host resident GiB": ".2f",
-}  # fmt: skip
+    "point": "",
+    "planned GiB": ".2f",
+    "allocated GiB": ".2f",
+    "reserved GiB": ".2f",
+    "allocated/planned": ".3f",
+    "host planned GiB": ".2f",
+    "host resident GiB": ".2f",
+}
 RETURN_COLUMNS = {
-    "point": "", "down GB": ".2f", "down s": ".3f", "predicted down s": ".3f", "down GB/s": ".1f", "down exposed s": ".3f",
-    "update GB": ".1f", "update s": ".3f", "predicted update s": ".3f", "update GB/s": ".0f", "update exposed s": ".3f",
+    "point": "",
+    "down GB": ".2f",
+    "down s": ".3f",
+    "predicted down s": ".3f",
+    "down GB/s": ".1f",
+    "down exposed s": ".3f",
+    "update GB": ".1f",
+    "update s": ".3f",
+    "predicted update s": ".3f",
+    "update GB/s": ".0f",
+    "update exposed s": ".3f",
     "host launched": ".1%",
-}  # fmt: skip
+}
 _LEAST_LIMIT_S, _LIMIT_SHARE = 20.0, 0.5
 """Of a point: it may stand still for half of what is left."""
 _HOST_TOLERANCE = 0.25
@@ -84,8 +120,8 @@ def run_points(
 ) -> None:
     """A row for each point, and tables of memory and of what comes back to the host.
 
-    A point that fails costs the others nothing but its device: where it ended its process or stood still, the next process goes on
-    behind it.
+    A point that fails costs the others nothing but its device: where it ended its process or stood still, the next
+    process goes on behind it.
     """
     clock, measured_points = task.clock(), list[tuple[Point, Model, _Measured]]()
     report.table(title, COLUMNS)
@@ -150,7 +186,10 @@ def threads_for(task: Task, host_gbps: float) -> int | str | None:
         return "AdamW's bytes per second by threads were not measured (stage bandwidth)"
     threads = min(counts, key=lambda count: abs(counts[count] - host_gbps))
     if abs(counts[threads] / host_gbps - 1) > _HOST_TOLERANCE:
-        return f"no number of update threads gives {host_gbps:g} GB/s here: the nearest is {counts[threads]:.0f} on {threads}"
+        return (
+            f"no number of update threads gives {host_gbps:g} GB/s here: the nearest is {counts[threads]:.0f} on "
+            f"{threads}"
+        )
     return int(threads)
 
 

@@ -1,7 +1,9 @@
-"""The engine as a job runs it: rows joined, layers compiled, residents chosen as a plan does, and what is predicted for it.
+"""The engine as a job runs it: rows joined, layers compiled, residents chosen as a plan does, and what is predicted for
+it.
 
-A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `products` keeps products instead of
-compiling, `fp8` has its products in FP8. `streamed` is a job without residents, `resident` one with all that fit.
+A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `products` keeps
+products instead of compiling, `fp8` has its products in FP8. `streamed` is a job without residents, `resident` one with
+all that fit.
 """
 
 from __future__ import annotations
@@ -135,7 +137,8 @@ def set_up(model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, 
 def job_trainer(
     task: Task, model: Model, store: HostStore, device: Device, found: SetUp, engine: Engine
 ) -> tuple[Trainer, CompiledLayers]:
-    """A trainer with what the worker would give it, and its compiled layers; without a `grad` plane it does not clip."""
+    """A trainer with what the worker would give it, and its compiled layers; without a `grad` plane it does not
+    clip."""
     longest = found.recipe.sequence_length
     layers = compiled_layers(task, model, longest) if engine in _COMPILED else CompiledLayers(model.template)
     return trainer_for(model, store, device, (found.recipe, found.execution), layers), layers

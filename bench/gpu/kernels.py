@@ -1,6 +1,8 @@
-"""What a profiled step spent its time on: device kernels (on the CPU: operators) by class, and how long compute's stream ran any.
+"""What a profiled step spent its time on: device kernels (on the CPU: operators) by class, and how long compute's
+stream ran any.
 
-Names decide the class, so a multiplication in a norm that is not fused counts as `other`; the longest kernels are listed by name.
+Names decide the class, so a multiplication in a norm that is not fused counts as `other`; the longest kernels are
+listed by name.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def host_operators(profiler: torch.profiler.profile) -> list[Kernel]:
 
 
 def busy_s(events: Iterable[Mapping[str, Any]]) -> float:
-    """How long the busiest stream, which is compute's, ran kernels. Copies do not count, and what other streams ran meanwhile neither."""
+    """How long the busiest stream, which is compute's, ran kernels. Copies do not count, and what other streams ran
+    meanwhile neither."""
     intervals: dict[object, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "kernel":

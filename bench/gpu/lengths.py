@@ -1,5 +1,6 @@
-"""Stage: rows of many different lengths, single documents and packed. What is compiled or chosen for each length shows as a first step
-that is slower than the second over the same rows; some of the lengths are odd multiples of 64, which masked attention has got wrong."""
+"""Stage: rows of many different lengths, single documents and packed. What is compiled or chosen for each length shows
+as a first step that is slower than the second over the same rows; some of the lengths are odd multiples of 64, which
+masked attention has got wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the machine is: its processor, and how much memory there is on host and device. Without torch until a device is asked for."""
+"""What the machine is: its processor, and how much memory there is on host and device. Without torch until a device is
+asked for."""
 
 from __future__ import annotations
 

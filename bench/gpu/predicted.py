@@ -1,7 +1,8 @@
-"""What the step-time model says of parts of the engine that it does not count by itself, and of changes that the engine does not have.
+"""What the step-time model says of parts of the engine that it does not count by itself, and of changes that the engine
+does not have.
 
-Each function changes the counted work of a step. The figures are those of an independent review, which counted bytes on the traced
-graphs of a 7B layer; none was measured on a GPU.
+Each function changes the counted work of a step. The figures are those of an independent review, which counted bytes on
+the traced graphs of a 7B layer; none was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from horizon_server.planning.step_work import StepWork
 from horizon_server.store.layout import StoreLayout
 
 Fp8 = Literal["eager", "traced", "with weight gradients"]
-"""Products of layers in FP8: cast by operations of their own as the engine does it; cast inside compiled layers; and weight gradients
-in FP8 too, which the engine keeps in the compute dtype."""
+"""Products of layers in FP8: cast by operations of their own as the engine does it; cast inside compiled layers; and
+weight gradients in FP8 too, which the engine keeps in the compute dtype."""
 
 FP8_TIMES_AS_FAST = 1.55
-# Of a token and layer, in bytes per hidden element: five passes for each cast, and the same input cast for each of its maps.
+# Of a token and layer, in bytes per hidden element: five passes for each cast, and the same input cast for each of its
+# maps.
 _CAST_BYTES = 654
-# Of a weight in 4 bits that becomes bf16 in separate operations: 32 bytes of traffic, and many launches, which take as long as 18 more.
+# Of a weight in 4 bits that becomes bf16 in separate operations: 32 bytes of traffic, and many launches, which take as
+# long as 18 more.
 UNPACK_BYTES = 50
 # AdamW on a device reads and writes master and moments, and reads a gradient in fp32.
 _STATE_BYTES = 26
@@ -47,8 +50,8 @@ def with_fp8(work: StepWork, kind: Fp8) -> StepWork:
 
 
 def with_unpacking(work: StepWork, layout: StoreLayout, rates: DeviceRates) -> StepWork:
-    """Frozen weights in 4 bits become numbers on the device at each visit of their layer: after their copy, on its queue, and of the
-    device's memory, whose time compute lacks."""
+    """Frozen weights in 4 bits become numbers on the device at each visit of their layer: after their copy, on its
+    queue, and of the device's memory, whose time compute lacks."""
     layers = [unit for unit in layout.units if unit.kind == "layer"]
     packed = sum(tensor.num_elements for unit in layers for tensor in unit.tensors if tensor.packing != "none")
     unpack_s = UNPACK_BYTES * packed / len(layers) / rates.at(work.hidden_size).elementwise_bytes_per_s

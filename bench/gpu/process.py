@@ -20,7 +20,8 @@ from bench.gpu.task import Task
 class StageProcess:
     """Runs one stage after the other, so that torch is loaded once; to be replaced after one has failed.
 
-    A process of their own, because an error of the driver, a crash or an endless wait must not take the whole bench along.
+    A process of their own, because an error of the driver, a crash or an endless wait must not take the whole bench
+    along.
     """
 
     def __init__(self, *, folder: Path, environment: Mapping[str, str], plane_fds: Mapping[str, int]) -> None:
@@ -40,7 +41,8 @@ class StageProcess:
         os.close(answers_of_child)
 
     def run(self, module: str, task: Task) -> str | None:
-        """Run a stage; returns None where it was done, else what it printed. `ended_with` says how the process ended, if it did."""
+        """Run a stage; returns None where it was done, else what it printed. `ended_with` says how the process ended,
+        if it did."""
         log_start = os.fstat(self._log.fileno()).st_size
         assert self._process.stdin is not None
         try:

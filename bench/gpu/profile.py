@@ -38,7 +38,8 @@ def _run(task: Task, report: Report, engine: Engine, *, writes_trace: bool) -> N
             trainer.train_step(rows)
             plain = trainer.train_step(rows)
             trace.clear()
-            # On a GPU kernels alone, which costs little; the host's operators would slow the launches that are measured here.
+            # On a GPU kernels alone, which costs little; the host's operators would slow the launches that are measured
+            # here.
             with torch.profiler.profile(
                 activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU],
                 # The host's operators run on compute's own thread.
@@ -78,7 +79,8 @@ def _classes(kernels: list[Kernel], report: Report, engine: Engine) -> None:
 
 
 def _gaps(plain: StepFigures, profiled: StepFigures, kernel_s: float, report: Report, engine: Engine) -> None:
-    """The engine counts a piece of work from its first launch to its end, so gaps between its kernels count as computing."""
+    """The engine counts a piece of work from its first launch to its end, so gaps between its kernels count as
+    computing."""
     exposed_s = profiled.h2d.exposed_s + profiled.d2h.exposed_s + profiled.optimizer_exposed_s
     report.table(f"Where the step's time went, {engine}", {"what": "", "s": ".4f", "share": ".1%"})
     for what, seconds in (

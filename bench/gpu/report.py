@@ -1,6 +1,7 @@
 """Results on disk as they come: a markdown table in the stage's file, and each row as a line of JSON in results.jsonl.
 
-All stages share results.jsonl and some share a markdown file, so that a run leaves few files: they are easy to copy off a machine.
+All stages share results.jsonl and some share a markdown file, so that a run leaves few files: they are easy to copy off
+a machine.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Report:
 
 
 def without_folders(text: str) -> str:
-    """The text with each absolute path cut down to what is below the source tree or the packages, else to its last part.
+    """The text with each absolute path cut down to what is below the source tree or the packages, else to its last
+    part.
 
     Results are made to be passed on, the machine is not.
     """

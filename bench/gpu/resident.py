@@ -1,7 +1,8 @@
 """Stage: the engine against the same kernels on resident weights. The ratio is what streaming costs.
 
-The resident side leaves the update out, whose states would not fit on the device with a model that needs streaming, and copies weights
-within device memory; both are about a hundredth of a step of 7 B parameters and 64k tokens, in opposite directions.
+The resident side leaves the update out, whose states would not fit on the device with a model that needs streaming, and
+copies weights within device memory; both are about a hundredth of a step of 7 B parameters and 64k tokens, in opposite
+directions.
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ def run(task: Task, report: Report) -> None:
     sizes, clock, model = SIZES[task.device], task.clock(), choose_model(task)
     report.table(
         "Streamed against resident, the same kernels",
-        {"tokens": ",d", "streamed tokens/s": ",.0f", "resident tokens/s": ",.0f", "streamed/resident": ".3f",
-         "streamed loss": ".5f", "resident loss": ".5f", "note": ""},
-    )  # fmt: skip
+        {
+            "tokens": ",d",
+            "streamed tokens/s": ",.0f",
+            "resident tokens/s": ",.0f",
+            "streamed/resident": ".3f",
+            "streamed loss": ".5f",
+            "resident loss": ".5f",
+            "note": "",
+        },
+    )
     torch.set_num_threads(available_cpus())
     tokens_left, seconds_per_token = list(task.tokens or sizes.resident_tokens), 0.0
     while tokens_left:

@@ -1,8 +1,8 @@
 """A device on which the whole model is resident: what streaming is compared with.
 
-The engine's own trainer runs on it, so that every kernel is the same. Nothing crosses the link, nothing runs at the same time: work is
-launched by the calling thread as soon as it is submitted, weights are copied out of device memory, gradients stay there, and the
-update is left out.
+The engine's own trainer runs on it, so that every kernel is the same. Nothing crosses the link, nothing runs at the
+same time: work is launched by the calling thread as soon as it is submitted, weights are copied out of device memory,
+gradients stay there, and the update is left out.
 
 Shapes: R = rows of a table that are used, D = hidden size.
 """

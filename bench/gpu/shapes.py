@@ -9,32 +9,54 @@ from typing import Any, Literal
 from bench.gpu.task import DeviceChoice
 
 QWEN25: dict[str, dict[str, Any]] = {
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
-}  # fmt: skip
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+}
 MAX_POSITIONS = 1 << 17
 
 Engine = Literal["job", "eager", "row by row", "products", "fp8", "streamed", "resident"]
 """What runs the rows, see `engine`."""
 
 Base = Literal["", "bf16", "nf4"]
-"""What adapters train next to: a model frozen in bf16 or in 4 bits. Empty: there are none, the whole model is trained."""
+"""What adapters train next to: a model frozen in bf16 or in 4 bits. Empty: there are none, the whole model is
+trained."""
 RANK = 16
 """Of adapters, at every linear map of the layers."""
 
 RowKind = Literal["equal", "short", "varied", "packed"]
-"""Rows of one document each, all of the full length or of a quarter of it or of many lengths; or full rows of documents of about 200
-tokens."""
+"""Rows of one document each, all of the full length or of a quarter of it or of many lengths; or full rows of documents
+of about 200 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One cell of the curve. `row_tokens` is the length of rows where it is not that of all points. `host_gbps` asks for a number of
-    update threads that gives AdamW this much; 0 takes a job's."""
+    """One cell of the curve. `row_tokens` is the length of rows where it is not that of all points. `host_gbps` asks
+    for a number of update threads that gives AdamW this much; 0 takes a job's."""
 
     tokens: int
     rows: RowKind = "equal"

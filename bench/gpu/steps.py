@@ -1,4 +1,5 @@
-"""Steps of the engine as the stages run them: a model of a named shape, its store in the shared memory files, rows, and a trainer.
+"""Steps of the engine as the stages run them: a model of a named shape, its store in the shared memory files, rows, and
+a trainer.
 
 Units: bytes, seconds.
 """
@@ -87,7 +88,8 @@ def choose_model(task: Task) -> Model:
             return model
         refusals.append(f"{shape} {needed_bytes / 2**30:.1f} GiB")
     raise DoesNotFit(
-        f"host memory: {' and '.join(refusals)} for weights and moments, {free_bytes / 2**30:.1f} GiB are free; choose a smaller "
+        f"host memory: {' and '.join(refusals)} for weights and moments, {free_bytes / 2**30:.1f} GiB are free; choose "
+        "a smaller "
         "--shape, or give --host-gib where the system reports less than there is"
     )
 
@@ -104,7 +106,8 @@ def model_of(shape: str, kind: DeviceKind, base: Base = "") -> Model:
 
 
 def with_base(layout: StoreLayout, base: Base) -> StoreLayout:
-    """The layout with adapters at every matrix of its layers, and all else frozen; without pydantic, which a job's spec takes."""
+    """The layout with adapters at every matrix of its layers, and all else frozen; without pydantic, which a job's spec
+    takes."""
     matrices = {
         tensor.name: (tensor.shape[1], tensor.shape[0])
         for unit, tensor in layout.tensors()
@@ -198,7 +201,8 @@ def open_store(task: Task, model: Model, *, keep_gradients: bool = True) -> Host
 def opened(
     task: Task, model: Model, *, keep_gradients: bool = True, trace: Trace | None = None
 ) -> Iterator[tuple[HostStore, HostDevice | CudaDevice]]:
-    """A store, and a device that is closed before it: what the device has pinned must be unpinned while the memory is there."""
+    """A store, and a device that is closed before it: what the device has pinned must be unpinned while the memory is
+    there."""
     make = partial(base_store, model) if model.base else partial(open_store, task, model)
     with (
         closing(make(keep_gradients=keep_gradients)) as store,
@@ -295,7 +299,8 @@ def typical_s(steps_s: Sequence[float]) -> float:
 
 
 def hardware_flops_of(template: Template, *, model_flops: float, num_tokens: int) -> float:
-    """What is really computed: layers once more than the model's own operations, but for the products that their recompute leaves out."""
+    """What is really computed: layers once more than the model's own operations, but for the products that their
+    recompute leaves out."""
     not_recomputed = template.vocab_size * template.hidden_size + template.num_skipped_parameters
     return model_flops * 4 / 3 - 2 * not_recomputed * num_tokens
 

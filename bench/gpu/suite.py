@@ -15,9 +15,18 @@ from bench.gpu.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = (
-    "-c", "/dev/null", "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider",
-    "-v", "--durations=5", "--color=no", "tests/gpu",
-)  # fmt: skip
+    "-c",
+    "/dev/null",
+    "--rootdir",
+    ".",
+    "--import-mode=importlib",
+    "-p",
+    "no:cacheprovider",
+    "-v",
+    "--durations=5",
+    "--color=no",
+    "tests/gpu",
+)
 _RESULT = re.compile(r"^(tests/gpu/\S+\.py)::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 _MAX_TEXT = 100_000
 
@@ -36,8 +45,13 @@ def run(task: Task, report: Report) -> None:
     environment = {**os.environ, "HORIZON_REQUIRE_GPU": "1" if task.device == "cuda" else "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *COMMAND],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     assert process.stdout is not None
     counts: Counter[str] = Counter()
     rest: list[str] = []

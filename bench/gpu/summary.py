@@ -62,8 +62,8 @@ def summary_lines(folder: Path, outcomes: Sequence[Outcome], *, minutes: float, 
         if row["share"]
     ]
     lines += [
-        f"- the same steps twice, {row['engine']}: losses {row['all losses']}, weights {row['weights and moments']} (expected to be the "
-        f"same: {row['expected of weights']})"
+        f"- the same steps twice, {row['engine']}: losses {row['all losses']}, weights {row['weights and moments']} "
+        f"(expected to be the same: {row['expected of weights']})"
         for row in rows("twice", "2 steps")
         if row["all losses"]
     ]
@@ -122,7 +122,8 @@ def _curve(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "",
-        "| shape | tokens | rows | clip | engine | tokens/s | useful TFLOP/s | forecast | of it | step s | memory / plan |",
+        "| shape | tokens | rows | clip | engine | tokens/s | useful TFLOP/s | forecast | of it | step s | memory / "
+        "plan |",
     ]
     lines.append("|" + " --- |" * (lines[-1].count("|") - 1))
     for row in rows:

@@ -52,8 +52,8 @@ def run(task: Task, report: Report) -> None:
             cells[_column(tokens)] = _cell(predicted_tflops, measured)
         report.row(variant=variant.title, **cells, note=_note(variant, found), shape=shape, values=values)
     report.say(
-        "\nA cell without a measured part has no point of its own, or its note says why. Predictions are for one H100 (80 GB) with "
-        "host memory of 200 GB/s, whatever machine this is."
+        "\nA cell without a measured part has no point of its own, or its note says why. Predictions are for one H100 "
+        "(80 GB) with host memory of 200 GB/s, whatever machine this is."
     )
     _long_rows(points, report)
     _parts(results, report)
@@ -110,7 +110,8 @@ def _long_rows(points: list[Row], report: Report) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One figure, in a column of a stage's table; the largest of its rows counts. `where` is what a row says in its first column."""
+    """One figure, in a column of a stage's table; the largest of its rows counts. `where` is what a row says in its
+    first column."""
 
     what: str
     predicted: str
@@ -162,6 +163,8 @@ def _parts(results: list[Row], report: Report) -> None:
     for row in results:
         if row["stage"] == "twice" and "weights and moments" in row:
             report.row(
-                what=f"the same bits twice, {row['engine']}", predicted=row["expected of weights"],
-                measured=row["weights and moments"], note=row["note"],
-            )  # fmt: skip
+                what=f"the same bits twice, {row['engine']}",
+                predicted=row["expected of weights"],
+                measured=row["weights and moments"],
+                note=row["note"],
+            )

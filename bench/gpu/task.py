@@ -1,4 +1,5 @@
-"""What a stage's process is given, and its time. Only the standard library: it is loaded before anything that may be missing."""
+"""What a stage's process is given, and its time. Only the standard library: it is loaded before anything that may be
+missing."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ class Clock:
 class Task:
     """One stage's orders.
 
-    `end_s`, of the machine's monotonic clock, is when its process is stopped. `shape` is empty where the largest model that fits is
-    wanted, `tokens` where the stage chooses. `host_gib` replaces what the system says is free, for virtual machines whose memory
-    grows when it is used. `plane_fds` are the store's memory files, of size 0 until a stage makes the store;
-    `library` is the folder of compiled layers.
+    `end_s`, of the machine's monotonic clock, is when its process is stopped. `shape` is empty where the largest model
+    that fits is wanted, `tokens` where the stage chooses. `host_gib` replaces what the system says is free, for virtual
+    machines whose memory grows when it is used. `plane_fds` are the store's memory files, of size 0 until a stage makes
+    the store; `library` is the folder of compiled layers.
     """
 
     stage: str

@@ -37,10 +37,18 @@ def run(task: Task, report: Report) -> None:
     report.table(
         f"{_NUM_STEPS} steps, twice from the same weights: the same bits?",
         {
-            "engine": "", "compiled": "", "tokens": ",d", "first loss": "", "all losses": "", "gradient norms": "",
-            "weights and moments": "", "expected of weights": "", "loss": ".6f", "note": "",
+            "engine": "",
+            "compiled": "",
+            "tokens": ",d",
+            "first loss": "",
+            "all losses": "",
+            "gradient norms": "",
+            "weights and moments": "",
+            "expected of weights": "",
+            "loss": ".6f",
+            "note": "",
         },
-    )  # fmt: skip
+    )
     last_s = 0.0
     for engine in _ENGINES:
         cells = {"engine": engine, "tokens": sizes.twice_tokens, "expected_of_weights": _EXPECTED[model.kind]}

@@ -1,7 +1,8 @@
-"""The rows of the table that a run is compared with: what is predicted for each, and which points of the curve measure it.
+"""The rows of the table that a run is compared with: what is predicted for each, and which points of the curve measure
+it.
 
-They are those of an independent review of the engine before its first run on a GPU: the engine as it is and with less of it, adapters,
-and changes that it does not have yet, which are predicted alone.
+They are those of an independent review of the engine before its first run on a GPU: the engine as it is and with less
+of it, adapters, and changes that it does not have yet, which are predicted alone.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A row. `measured_by` is None where the engine has no such thing. In the memory that is left, `products` keeps products and
-    `residents` weights; `all_resident` keeps those of all layers."""
+    """A row. `measured_by` is None where the engine has no such thing. In the memory that is left, `products` keeps
+    products and `residents` weights; `all_resident` keeps those of all layers."""
 
     title: str
     measured_by: Measures | None = None
@@ -74,7 +75,9 @@ class Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(title="row by row, eager layers", facts=TODAY, execution=_ROW_BY_ROW, measured_by=Measures(engine="row by row")),
+    Variant(
+        title="row by row, eager layers", facts=TODAY, execution=_ROW_BY_ROW, measured_by=Measures(engine="row by row")
+    ),
     Variant(title="joined rows, eager layers", facts=TODAY, measured_by=Measures(engine="eager")),
     Variant(title="a job: joined rows, compiled layers", measured_by=Measures()),
     Variant(title="a job, host memory 120 GB/s", host_gbps=120, measured_by=Measures(host_gbps=120)),
@@ -87,32 +90,52 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(title="+ fewer copies", for_hopper=True, fewer_copies=True),
     Variant(title="+ products kept by compiled layers", products=True, for_hopper=True, fewer_copies=True),
     Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True, fewer_copies=True),
-    Variant(title="optimizer states of 17 of 28 layers resident instead", resident_states=True, for_hopper=True, fewer_copies=True),
+    Variant(
+        title="optimizer states of 17 of 28 layers resident instead",
+        resident_states=True,
+        for_hopper=True,
+        fewer_copies=True,
+    ),
     Variant(title="train.matmul: fp8, eager layers", facts=TODAY, fp8="eager", measured_by=Measures(engine="fp8")),
     Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True, fewer_copies=True),
     Variant(
         title="the same, weight gradients too, products kept, table resident",
-        facts=_NO_TABLE, fp8="with weight gradients", products=True, for_hopper=True, fewer_copies=True,
+        facts=_NO_TABLE,
+        fp8="with weight gradients",
+        products=True,
+        for_hopper=True,
+        fewer_copies=True,
     ),
     Variant(
         title="LoRA, bf16 base, nothing resident",
-        base="bf16", measured_by=Measures(base="bf16", engine="streamed"),
+        base="bf16",
+        measured_by=Measures(base="bf16", engine="streamed"),
     ),
     Variant(title="LoRA, bf16 base, a job", base="bf16", residents=True, measured_by=Measures(base="bf16")),
     Variant(
         title="LoRA, base and table resident, attention for Hopper, fewer copies",
-        base="bf16", facts=_NO_TABLE, all_resident=True, for_hopper=True, fewer_copies=True,
+        base="bf16",
+        facts=_NO_TABLE,
+        all_resident=True,
+        for_hopper=True,
+        fewer_copies=True,
     ),
     Variant(
         title="LoRA, nf4 base, nothing resident",
-        base="nf4", unpacks=True, measured_by=Measures(base="nf4", engine="streamed"),
+        base="nf4",
+        unpacks=True,
+        measured_by=Measures(base="nf4", engine="streamed"),
     ),
     Variant(title="LoRA, nf4 base, a job", base="nf4", unpacks=True, residents=True, measured_by=Measures(base="nf4")),
     Variant(
         title="LoRA, nf4 base, one kernel, packed resident, the rest as above",
-        base="nf4", facts=_NO_TABLE, all_resident=True, for_hopper=True, fewer_copies=True,
+        base="nf4",
+        facts=_NO_TABLE,
+        all_resident=True,
+        for_hopper=True,
+        fewer_copies=True,
     ),
-)  # fmt: skip
+)
 
 
 def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPrediction:

@@ -9,8 +9,9 @@
             if event.kind == "step":
                 print(event.step, event.loss)
 
-Answers are frozen dataclasses (`horizon_client.resources`). Errors are subclasses of `HorizonClientError` with the server's names. To show
-progress, pass your own `Reporter`. Importing this package loads neither grpc nor protobuf; using `Client` does.
+Answers are frozen dataclasses (`horizon_client.resources`). Errors are subclasses of `HorizonClientError` with the
+server's names. To show progress, pass your own `Reporter`. Importing this package loads neither grpc nor protobuf;
+using `Client` does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> object:
     modules = {"Client": "sync_client", "AsyncClient": "async_client"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # grpc reads it when it is imported, and without it writes a line to stderr for each handshake that fails; the error says it too
+    # grpc reads it when it is imported, and without it writes a line to stderr for each handshake that fails; the error
+    # says it too
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     return getattr(importlib.import_module(f"horizon_client.{modules[name]}"), name)

@@ -35,7 +35,8 @@ class AsyncAccounts:
     async def create_token(
         self, *, label: str = "", scope: str = "full", lifetime_s: float | None = None
     ) -> CreatedToken:
-        """Create a token of your own: `full`, `read` (no changes) or `metrics` (only GET /metrics). The default life is 90 days.
+        """Create a token of your own: `full`, `read` (no changes) or `metrics` (only GET /metrics). The default life is
+        90 days.
 
         Raises:
             NotAllowed: when your token allows no changes; for `metrics`, when you are neither admin nor viewer.
@@ -66,7 +67,8 @@ class AsyncAccounts:
         return [from_message(Project, project) for project in answer.projects]
 
     async def set_member(self, project: str, user: str, role: str = "member") -> ProjectMember:
-        """Add a user to a project that you are an admin of, or give them another role: `viewer`, `member` or `admin`."""
+        """Add a user to a project that you are an admin of, or give them another role: `viewer`, `member` or
+        `admin`."""
         request = account_pb2.SetMemberRequest(project=project, user=user, role=role)
         answer = await self._connection.unary(self._connection.calls.account.SetMember, request)
         return from_message(ProjectMember, answer.member)
@@ -86,7 +88,8 @@ class AsyncAccounts:
         return tuple(answer.shared_with)
 
     async def unshare(self, kind: str, name: str, project: str) -> tuple[str, ...]:
-        """Take back what `share` allowed; return with whom it is still shared. Jobs that were submitted before keep it."""
+        """Take back what `share` allowed; return with whom it is still shared. Jobs that were submitted before keep
+        it."""
         request = account_pb2.UnshareRequest(kind=kind, name=name, project=project)
         answer = await self._connection.unary(self._connection.calls.account.Unshare, request)
         return tuple(answer.shared_with)

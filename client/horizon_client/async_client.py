@@ -47,7 +47,8 @@ class AsyncNodeInfo:
         return await self._set(condition)
 
     async def set_maintenance(self, start: datetime, end: datetime, *, message: str = "") -> Node:
-        """Drain the node from one time to another, and open it again after that. Replaces an earlier window. For admins.
+        """Drain the node from one time to another, and open it again after that. Replaces an earlier window. For
+        admins.
 
         Raises:
             NotAllowed: when you are not an admin.
@@ -78,9 +79,9 @@ class AsyncNodeInfo:
 class AsyncClient:
     """A connection to one daemon, opened by the first call and closed by `close` or by leaving the `with` block.
 
-    What is not given comes from the environment (HORIZON_SERVER, HORIZON_TOKEN, HORIZON_CA, HORIZON_PROFILE), then from the profile that
-    `horizon login` wrote. While the daemon is away, as during its restart, calls wait for it: `unary_retry` limits for how long, and
-    `reporter` receives a notice.
+    What is not given comes from the environment (HORIZON_SERVER, HORIZON_TOKEN, HORIZON_CA, HORIZON_PROFILE), then from
+    the profile that `horizon login` wrote. While the daemon is away, as during its restart, calls wait for it:
+    `unary_retry` limits for how long, and `reporter` receives a notice.
 
     Raises:
         BadConfig: when no server is known, or when the connection would be plain text to another machine.

@@ -1,7 +1,7 @@
 """`client.checkpoints`: list, pull, merge, sample and delete the checkpoints of jobs.
 
-A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes outside the folder,
-whatever paths the server lists, and replaces a different file only with `force`.
+A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes
+outside the folder, whatever paths the server lists, and replaces a different file only with `force`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class CheckpointPull:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMerge:
-    """A checkpoint of an adapter after a merge, or after the merged model was removed. `folder` is "" where nothing was downloaded."""
+    """A checkpoint of an adapter after a merge, or after the merged model was removed. `folder` is "" where nothing was
+    downloaded."""
 
     checkpoint: Checkpoint
     folder: str
@@ -93,14 +94,17 @@ class AsyncCheckpoints:
         force: bool = False,
         reporter: Reporter = SILENT,
     ) -> CheckpointPull:
-        """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model folder.
+        """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model
+        folder.
 
-        `job` may name the checkpoint itself, as JOB@STEP. A pull that was interrupted continues. `with_trainer` downloads the trainer
-        state as well. Of a job that trains adapters the folder is one that PEFT loads; `merge` downloads the merged model.
+        `job` may name the checkpoint itself, as JOB@STEP. A pull that was interrupted continues. `with_trainer`
+        downloads the trainer state as well. Of a job that trains adapters the folder is one that PEFT loads; `merge`
+        downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
-            FileConflict: when the folder holds another model, or different files are in the way and `force` is not given.
+            FileConflict: when the folder holds another model, or different files are in the way and `force` is not
+                given.
             CorruptDownload: when a file does not have the listed sha256.
         """
         checkpoint = await self._chosen(job, at)
@@ -130,18 +134,21 @@ class AsyncCheckpoints:
         force: bool = False,
         reporter: Reporter = SILENT,
     ) -> CheckpointMerge:
-        """Have the node merge the adapter of a checkpoint into its base model, and download the result into the folder `out`.
+        """Have the node merge the adapter of a checkpoint into its base model, and download the result into the folder
+        `out`.
 
-        The merged model stays with the checkpoint on the node until `remove` takes it away. One that is there already is not made again,
-        unless it was made with another `dtype` or `base` than you give: then the new one takes its place. A download that was interrupted
-        continues. `job` may name the checkpoint itself, as JOB@STEP. `dtype` is source, bf16, fp16 or fp32. `base` says what the adapter
-        is merged into where the job has kept its base in fewer bits (train.lora.base): trained is the base as it was trained on and
-        evaluated, source the model folder's own weights. None takes what the merged model that is there was made with, else the job's
-        checkpoint.dtype and checkpoint.merge_base.
+        The merged model stays with the checkpoint on the node until `remove` takes it away. One that is there already
+        is not made again, unless it was made with another `dtype` or `base` than you give: then the new one takes its
+        place. A download that was interrupted continues. `job` may name the checkpoint itself, as JOB@STEP. `dtype` is
+        source, bf16, fp16 or fp32. `base` says what the adapter is merged into where the job has kept its base in fewer
+        bits (train.lora.base): trained is the base as it was trained on and evaluated, source the model folder's own
+        weights. None takes what the merged model that is there was made with, else the job's checkpoint.dtype and
+        checkpoint.merge_base.
 
         Raises:
             NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
-            InvalidRequest: when the checkpoint does not hold an adapter, or was written merged with another `dtype` or `base`.
+            InvalidRequest: when the checkpoint does not hold an adapter, or was written merged with another `dtype` or
+                `base`.
             InUse: when the merged model that would be replaced or removed is being downloaded.
             QuotaExceeded: when the job's owner would store more than an admin allows.
             FileConflict: when `out` holds another model, or different files are in the way and `force` is not given.
@@ -185,12 +192,14 @@ class AsyncCheckpoints:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> AsyncIterator[SampledText | SampleFigures]:
-        """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
+        """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes,
+        then the figures.
 
-        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders; or a row
-        with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A chat's row may have `tools`, and messages `tool_calls` and
-        `tool_call_id`, as rows of a dataset. A single prompt needs no list around it. `job` may name the checkpoint itself, as JOB@STEP.
-        With `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template
+        renders; or a row with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A chat's row may have `tools`,
+        and messages `tool_calls` and `tool_call_id`, as rows of a dataset. A single prompt needs no list around it.
+        `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens.
+        The node answers one call at a time; others wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -242,7 +251,8 @@ class AsyncCheckpoints:
 
 
 def _single_or_several(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Any]]:
-    """Return the prompts, each with its place for messages. A str is a sequence too, and a chat is a list as several prompts are."""
+    """Return the prompts, each with its place for messages. A str is a sequence too, and a chat is a list as several
+    prompts are."""
     if isinstance(prompts, str | Mapping):
         return [("prompts", prompts)]
     listed: list[Any] = [*prompts]
@@ -319,7 +329,8 @@ class _Download:
         self._total_bytes = 0
 
     async def fetch(self, files: Sequence[FileEntry], *, force: bool) -> int:
-        """Download all files and return the number of bytes received; identical files that exist already are skipped."""
+        """Download all files and return the number of bytes received; identical files that exist already are
+        skipped."""
         targets = {entry.path: self._target(entry.path) for entry in files}
         self._total_bytes = sum(entry.size_bytes for entry in files)
         try:
@@ -330,7 +341,8 @@ class _Download:
             taken = [t for t in (targets[entry.path] for entry in wanted) if t.is_symlink() or t.exists()]
             if taken and not force:
                 raise FileConflict(
-                    f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to replace it",
+                    f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to "
+                    "replace it",
                     violations=[
                         FieldViolation(field=str(t), description=f"{t} exists and is different") for t in taken
                     ],
@@ -438,7 +450,8 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _require_room(folder: Path, targets: Sequence[Path], *, force: bool) -> None:
-    """Refuse a folder that holds another model: files of a model that are not among `targets`, which a download may replace.
+    """Refuse a folder that holds another model: files of a model that are not among `targets`, which a download may
+    replace.
 
     Where the targets are not known yet, `force` lets pass what a merged model may replace.
     """

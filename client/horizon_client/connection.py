@@ -41,7 +41,8 @@ PREVIEW_DEADLINE_S = 120.0  # rendering may load a large tokenizer first, and on
 STALL_DEADLINE_S = 120.0
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
-# Room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server
+# Room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the
+# server
 MAX_METADATA_BYTES = 128 * 1024
 
 _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
@@ -53,8 +54,8 @@ _NOTICE_AFTER_S = 2.0  # a person wonders by then why nothing happens; most cuts
 class RetryPolicy:
     """How long to retry after failures. Waits double from `first_wait_s` to `longest_wait_s`. Units: seconds.
 
-    `max_attempts` limits how often a call is sent: while a daemon is away or shuts down, only `max_elapsed_s` limits a unary call.
-    An upload that makes no progress for `stall_s` counts as cut.
+    `max_attempts` limits how often a call is sent: while a daemon is away or shuts down, only `max_elapsed_s` limits a
+    unary call. An upload that makes no progress for `stall_s` counts as cut.
     """
 
     max_attempts: int = 5
@@ -64,7 +65,8 @@ class RetryPolicy:
     stall_s: float = STALL_DEADLINE_S
 
 
-# Longer than a slow restart of the daemon (a migration, a large database). The waits are short, as a person waits for the answer
+# Longer than a slow restart of the daemon (a migration, a large database). The waits are short, as a person waits for
+# the answer
 UNARY_RETRY = RetryPolicy(max_attempts=6, max_elapsed_s=60.0, longest_wait_s=1.0)
 # For watching and for transfers: long enough for a restart of the daemon or a change of networks
 STREAM_RETRY = RetryPolicy(max_attempts=40, max_elapsed_s=300.0)
@@ -172,8 +174,8 @@ class Connection:
     ) -> ResponseT:
         """Make one call; retry it while the server is unavailable.
 
-        A change that is not `repeatable` may have happened although its answer was lost, and must not happen twice: it is tried again
-        only where it has certainly not left this machine.
+        A change that is not `repeatable` may have happened although its answer was lost, and must not happen twice: it
+        is tried again only where it has certainly not left this machine.
         """
         policy = retry or self.unary_retry
         backoff = Backoff(policy)
@@ -246,7 +248,8 @@ class Connection:
     ) -> AsyncIterator[ResponseT]:
         """Yield the answers of the stream that `reopen` opens; after a cut open it again, with growing waits.
 
-        `reopen` continues where the last answer ended. A stream that ends before `is_over` (the daemon is draining) counts as cut.
+        `reopen` continues where the last answer ended. A stream that ends before `is_over` (the daemon is draining)
+        counts as cut.
         """
         backoff = Backoff(self.stream_retry)
         while True:
@@ -286,10 +289,12 @@ def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # As short as the waits above, so that each retry is a new attempt to connect and a daemon that is back is found at once
+        # As short as the waits above, so that each retry is a new attempt to connect and a daemon that is back is found
+        # at once
         ("grpc.initial_reconnect_backoff_ms", 250),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        # How long one attempt to connect may take; the default of 20 s is a long silence where a firewall drops everything
+        # How long one attempt to connect may take; the default of 20 s is a long silence where a firewall drops
+        # everything
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),

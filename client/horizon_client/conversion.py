@@ -1,4 +1,5 @@
-"""Messages of the contract <-> plain Python, by walking the descriptors: a new field of the contract needs no line here.
+"""Messages of the contract <-> plain Python, by walking the descriptors: a new field of the contract needs no line
+here.
 
 A field that only the wire has is dropped; an enumeration value that this client does not know keeps its number.
 """
@@ -84,7 +85,8 @@ def _enum_text(descriptor: Any, number: int) -> str:
 
 
 def enum_choices(descriptor: Any) -> dict[str, int]:
-    """Return the values of an enumeration as users write them: lower case, with dashes, without the prefix and the unset value."""
+    """Return the values of an enumeration as users write them: lower case, with dashes, without the prefix and the
+    unset value."""
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     dash = "_" if descriptor.name in _UNDERSCORED else "-"
     return {
@@ -101,7 +103,8 @@ def enum_number(enum: Any, field: str, text: str) -> Any:
 
 
 def spec_to_mapping(spec: Message) -> dict[str, Any]:
-    """Return the plain mapping that `spec_to_proto` turns back into an equal spec (or section); unset fields are left out."""
+    """Return the plain mapping that `spec_to_proto` turns back into an equal spec (or section); unset fields are left
+    out."""
     plain: dict[str, Any] = {}
     for field in spec.DESCRIPTOR.fields:
         name, value = field.name, getattr(spec, field.name)

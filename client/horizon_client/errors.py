@@ -1,8 +1,8 @@
 """Everything that can go wrong, as one tree of errors, and the similar names that a message suggests.
 
-An error that the server answers has the server's own name and `reason` (`DoesNotFit`, DOES_NOT_FIT). Every error has a message for
-people, the refused fields (`violations`) and the exit code of the `horizon` command. The reasons and exit codes of what the server answers
-are in `horizon_formats.error_table`, which says what the codes mean.
+An error that the server answers has the server's own name and `reason` (`DoesNotFit`, DOES_NOT_FIT). Every error has a
+message for people, the refused fields (`violations`) and the exit code of the `horizon` command. The reasons and exit
+codes of what the server answers are in `horizon_formats.error_table`, which says what the codes mean.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ class NotAllowed(HorizonClientError, PermissionError):
 
 
 class NotFound(HorizonClientError, LookupError):
-    """It does not exist, or is not the caller's. `kind` and `name` say what, where the caller named a job, dataset or model."""
+    """It does not exist, or is not the caller's. `kind` and `name` say what, where the caller named a job, dataset or
+    model."""
 
     kind = name = ""
 
@@ -214,7 +215,8 @@ class UploadInProgress(Unavailable):
 
 
 class BadEndpoint(Unavailable):
-    """What answers at the address is not a horizond that can be trusted: wrong port, CA or host name. A retry cannot help."""
+    """What answers at the address is not a horizond that can be trusted: wrong port, CA or host name. A retry cannot
+    help."""
 
     reason = "BAD_ENDPOINT"
 
@@ -283,7 +285,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 async def suggested(problem: NotFound, names_of: Mapping[str, Callable[[], Awaitable[Iterable[str]]]]) -> NotFound:
-    """Return `problem` with names that are similar to the one that was named; `names_of` lists those of a kind (model, dataset, job)."""
+    """Return `problem` with names that are similar to the one that was named; `names_of` lists those of a kind (model,
+    dataset, job)."""
     if problem.kind not in names_of:
         return problem
     try:

@@ -58,7 +58,8 @@ class LoopThread:
             except Exception as error:  # noqa: BLE001 - all of them belong to the caller
                 result.set_exception(error)
 
-        # In the loop's thread, because an interrupt could come between making a coroutine and scheduling it: it would never be awaited
+        # In the loop's thread, because an interrupt could come between making a coroutine and scheduling it: it would
+        # never be awaited
         def start() -> None:
             nonlocal task
             task = self._loop.create_task(fill())
@@ -90,7 +91,8 @@ class LoopThread:
             return await anext(items, end)
 
         async def close() -> None:
-            # An interrupt just before `run` began to wait has left the step running, and a running generator cannot be closed
+            # An interrupt just before `run` began to wait has left the step running, and a running generator cannot be
+            # closed
             if step is not None and not step.done():
                 step.cancel()
                 await asyncio.wait([step])

@@ -30,11 +30,12 @@ class AsyncHousekeeping:
         owner: str = "",
         dry_run: bool = False,
     ) -> AsyncIterator[Deletion]:
-        """Delete datasets, models, jobs or checkpoints one after the other; yield each when it is deleted, or refused with the reason.
+        """Delete datasets, models, jobs or checkpoints one after the other; yield each when it is deleted, or refused
+        with the reason.
 
-        `kind` is dataset, model, job or checkpoint. `keys` are names or ids; of checkpoints JOB@STEP, or JOB for all of a job. `states`
-        and `older_than` narrow what the keys mean; without keys, they select from what you own, or from what `owner` owns, for admins.
-        With `dry_run` nothing is deleted.
+        `kind` is dataset, model, job or checkpoint. `keys` are names or ids; of checkpoints JOB@STEP, or JOB for all of
+        a job. `states` and `older_than` narrow what the keys mean; without keys, they select from what you own, or from
+        what `owner` owns, for admins. With `dry_run` nothing is deleted.
 
         Raises:
             NotFound: when a key means nothing; nothing is deleted then.
@@ -62,7 +63,8 @@ class AsyncHousekeeping:
             yield from_message(Deletion, answer.deletion)
 
     async def keep(self, job: str) -> Job:
-        """Keep the checkpoints of an ended job from being deleted automatically, also where that is announced already."""
+        """Keep the checkpoints of an ended job from being deleted automatically, also where that is announced
+        already."""
         request = housekeeping_pb2.KeepJobRequest(job_id=job)
         answer = await self._connection.unary(self._connection.calls.housekeeping.KeepJob, request)
         return from_message(Job, answer.job)

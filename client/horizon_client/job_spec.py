@@ -1,8 +1,10 @@
-"""A job spec as users write it: YAML, JSON or a mapping, with `--set` overrides, and with local files that are pushed first.
+"""A job spec as users write it: YAML, JSON or a mapping, with `--set` overrides, and with local files that are pushed
+first.
 
-A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare word that is also the
-name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of `eval.sets` can be local. `map` names the
-columns of local data, which is pushed with it; it is no field of the job that is sent.
+A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare
+word that is also the name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of
+`eval.sets` can be local. `map` names the columns of local data, which is pushed with it; it is no field of the job that
+is sent.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ async def spec_to_send(
         if field_map:
             raise InvalidRequest.of(
                 _MAP,
-                "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): leave map out",
+                "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): "
+                "leave map out",
             )
         return spec_to_proto(mapping)
     models, datasets = push_to
@@ -89,7 +92,8 @@ def _refuse_unused(field_map: Mapping[str, str], mapping: Mapping[str, Any]) -> 
     if field_map:
         raise InvalidRequest.of(
             _MAP,
-            f"map is for data files that the job file names, and dataset {_at(mapping, ('dataset',))!r:.80} is not a file here; a pushed "
+            f"map is for data files that the job file names, and dataset {_at(mapping, ('dataset',))!r:.80} is not a "
+            "file here; a pushed "
             "dataset has the map that it was pushed with: leave map out",
         )
 
@@ -135,8 +139,9 @@ def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Seq
         what = "folder" if field == "model" else "file or folder"
         raise InvalidRequest.of(
             field,
-            f"{field} is {value!r}, and there is no such {what} on this machine; relative paths start at the job file's "
-            f"folder or the current one; give an existing {what}, or the name of a pushed {'model' if field == 'model' else 'dataset'}",
+            f"{field} is {value!r}, and there is no such {what} on this machine; relative paths start at the job "
+            f"file's folder or the current one; give an existing {what}, or the name of a pushed "
+            f"{'model' if field == 'model' else 'dataset'}",
         )
 
 

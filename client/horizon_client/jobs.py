@@ -26,7 +26,8 @@ _NO_DATASET = "not-looked-at"
 
 
 class AsyncJobs:
-    """`client.jobs`: the caller's jobs. Every `job` is an id, the unique beginning of an id, or a name: the newest job with that name."""
+    """`client.jobs`: the caller's jobs. Every `job` is an id, the unique beginning of an id, or a name: the newest job
+    with that name."""
 
     def __init__(self, connection: Connection, datasets: AsyncDatasets, models: AsyncModels) -> None:
         self._connection = connection
@@ -44,7 +45,8 @@ class AsyncJobs:
     ) -> Job:
         """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False.
 
-        `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the same job.
+        `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the
+        same job.
 
         Raises:
             InvalidRequest: naming the fields; nothing is pushed when the spec itself is malformed.
@@ -87,10 +89,12 @@ class AsyncJobs:
         push: bool = True,
         reporter: Reporter = SILENT,
     ) -> PlannedJob:
-        """Predict a job's steps on a machine that you name, and how much memory it would take there. Its data is not looked at.
+        """Predict a job's steps on a machine that you name, and how much memory it would take there. Its data is not
+        looked at.
 
-        `gpu` is a name such as h100. `host_gbps` and `link_gbps` are the bandwidth of its memory and of its link in each direction, in
-        10^9 bytes per second; without a link, the GPU's own is assumed. Without `host_memory_bytes`, host memory has no limit.
+        `gpu` is a name such as h100. `host_gbps` and `link_gbps` are the bandwidth of its memory and of its link in
+        each direction, in 10^9 bytes per second; without a link, the GPU's own is assumed. Without `host_memory_bytes`,
+        host memory has no limit.
 
         Raises:
             InvalidRequest: when the server does not know the GPU; the message lists those it knows.
@@ -126,7 +130,8 @@ class AsyncJobs:
         return from_message(SimulatedJob, answer)
 
     async def queue(self) -> list[QueueEntry]:
-        """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and when."""
+        """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and
+        when."""
         answer = await self._connection.unary(self._connection.calls.sharing.GetQueue, sharing_pb2.GetQueueRequest())
         return [from_message(QueueEntry, entry) for entry in answer.jobs]
 
@@ -161,8 +166,8 @@ class AsyncJobs:
     async def set_priority(self, job: str, priority: int) -> Job:
         """Change the priority of a job that has not ended.
 
-        It is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
-        before the jobs of all users.
+        It is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job
+        is served before the jobs of all users.
 
         Raises:
             NotAllowed: for the job of another user, or a priority that only admins may set.
@@ -171,7 +176,8 @@ class AsyncJobs:
         return await self._answered(self._connection.calls.jobs.UpdateJob, request)
 
     async def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> AsyncIterator[JobEvent]:
-        """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a reconnect.
+        """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a
+        reconnect.
 
         Raises:
             NotFound: when there is no such job.

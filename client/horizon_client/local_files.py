@@ -1,7 +1,7 @@
 """Local files to push: which files make a dataset or a model, the checks before anything is sent, and the hashes.
 
-The rules for datasets are those of the server, by the same code (`horizon_formats`). Parquet and zstd need Arrow: the server reads those.
-Of a model folder only what a model needs is pushed. Pickle files never are, whatever their name.
+The rules for datasets are those of the server, by the same code (`horizon_formats`). Parquet and zstd need Arrow: the
+server reads those. Of a model folder only what a model needs is pushed. Pickle files never are, whatever their name.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class SourceFile:
 
     @classmethod
     def of(cls, source: Path, path: str) -> SourceFile:
-        """Return the file at `source`, which will be `path` on the server; BadFile when it cannot be read, or there is nothing to read."""
+        """Return the file at `source`, which will be `path` on the server; BadFile when it cannot be read, or there is
+        nothing to read."""
         if writable(path) != path:
             raise BadFile(f"the name of the file {writable(str(source))} is not UTF-8; rename it")
         with reading(source):
@@ -153,8 +154,8 @@ def valid_name(source: Path) -> str:
 def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[SourceFile]:
     """Return the data files of `sources`, each with its path in the dataset; notices name what is skipped.
 
-    A folder means the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to files
-    outside the folder: nothing is sent that is not in the folder.
+    A folder means the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to
+    files outside the folder: nothing is sent that is not in the folder.
 
     Raises:
         BadFile: when a source does not exist or cannot be read, a folder contains no data, or a file was given twice.
@@ -236,7 +237,8 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
         by_link = "; to push the files that its links lead to, name them one by one" if outside else ""
         endings = " or ".join(COMPRESSED_SUFFIXES)
         raise BadFile(
-            f"the folder {folder} contains no data file; a data file ends in {', '.join(SENT_FROM_FOLDERS)}, also with {endings}{by_link}"
+            f"the folder {folder} contains no data file; a data file ends in {', '.join(SENT_FROM_FOLDERS)}, also with "
+            f"{endings}{by_link}"
         )
     return data
 
@@ -248,7 +250,8 @@ def _first(names: Sequence[str]) -> str:
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
-    """Return the files of a folder that are pushed; BadFile when they are not a complete model or adapter in safetensors."""
+    """Return the files of a folder that are pushed; BadFile when they are not a complete model or adapter in
+    safetensors."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise BadFile(
@@ -267,8 +270,9 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
         if not pickles:
             raise BadFile(f"{root} contains no *.safetensors file, so there are no weights to push")
         raise BadFile(
-            f"{root} contains its weights as pickle only ({pickles[0]}), which can run code when it is loaded and is never pushed; "
-            f"convert it once where you trust it: AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('converted'), "
+            f"{root} contains its weights as pickle only ({pickles[0]}), which can run code when it is loaded and is "
+            "never pushed; convert it once where you trust it: "
+            f"AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('converted'), "
             "then push that folder"
         )
     files = [SourceFile.of(root / name, name) for name in chosen]
@@ -278,7 +282,8 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
 
 
 def links_outside(folder: str | os.PathLike[str], files: Sequence[SourceFile]) -> str:
-    """Return a notice that names the files of a model folder that are links out of it, "" without any. They are pushed all the same."""
+    """Return a notice that names the files of a model folder that are links out of it, "" without any. They are pushed
+    all the same."""
     # A snapshot in a Hugging Face cache consists of links to the blobs next to it.
     root = Path(folder).expanduser().resolve()
     cache = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
@@ -323,7 +328,8 @@ def _check_index(file: SourceFile, content: Any, names: set[str]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadFile(
-            f"{file.source} names {missing[0]}{more}, which is not in the folder; the download of the model is incomplete"
+            f"{file.source} names {missing[0]}{more}, which is not in the folder; the download of the model is "
+            "incomplete"
         )
 
 

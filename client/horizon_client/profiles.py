@@ -1,7 +1,9 @@
-"""Where the daemon is and how it may be reached: an address with credentials, from options, then `HORIZON_*`, then the profile file.
+"""Where the daemon is and how it may be reached: an address with credentials, from options, then `HORIZON_*`, then the
+profile file.
 
-The file is `profiles.yaml` in the user's configuration folder (`HORIZON_CONFIG_DIR` overrides the folder), mode 0600, because it contains
-tokens. A profile's token and CA belong to the profile's server: they are never sent to a server that an option or the environment names.
+The file is `profiles.yaml` in the user's configuration folder (`HORIZON_CONFIG_DIR` overrides the folder), mode 0600,
+because it contains tokens. A profile's token and CA belong to the profile's server: they are never sent to a server
+that an option or the environment names.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 class Endpoint:
     """A daemon's address and the credentials for it.
 
-    `ca_file` None means plain text, which is allowed on loopback only; the word `system` means the authorities gRPC ships with.
-    `client_cert` and `client_key` are for daemons that ask clients for a certificate; both or neither.
+    `ca_file` None means plain text, which is allowed on loopback only; the word `system` means the authorities gRPC
+    ships with. `client_cert` and `client_key` are for daemons that ask clients for a certificate; both or neither.
     """
 
     server: str
@@ -59,8 +61,9 @@ class Endpoint:
         # In plain text anybody on the way could read the token and the data
         if self.ca_file is None and not self.is_loopback:
             raise BadConfig(
-                f"{self.server} is not on this machine, so the connection needs TLS: pass the daemon's CA file with --ca "
-                f"(horizond prints its path at the first start), or --ca {SYSTEM_CA} for a publicly signed certificate"
+                f"{self.server} is not on this machine, so the connection needs TLS: pass the daemon's CA file with "
+                f"--ca (horizond prints its path at the first start), or --ca {SYSTEM_CA} for a publicly signed "
+                "certificate"
             )
 
     @property
@@ -85,7 +88,8 @@ class Endpoint:
         return read_ca_file(self.ca_file)
 
     def client_pair(self) -> tuple[bytes, bytes] | None:
-        """Return key and certificate to show to the daemon, or None where it asks for none; BadConfig when a file is unusable."""
+        """Return key and certificate to show to the daemon, or None where it asks for none; BadConfig when a file is
+        unusable."""
         if self.client_key is None or self.client_cert is None:
             return None
         key = _read_pem(self.client_key, "client key", b"PRIVATE KEY-----")
@@ -229,9 +233,12 @@ class ProfileFile:
             ca_file = copy
         # Of the client's certificate only the places: a key is not copied, and certificates are renewed where they are
         entry = {
-            "server": profile.server, "token": profile.token, "ca_file": ca_file, "client_cert": profile.client_cert,
+            "server": profile.server,
+            "token": profile.token,
+            "ca_file": ca_file,
+            "client_cert": profile.client_cert,
             "client_key": profile.client_key,
-        }  # fmt: skip
+        }
         content["profiles"][profile.name] = {key: str(value) for key, value in entry.items() if value is not None}
         content["current"] = profile.name
         self._write(content)

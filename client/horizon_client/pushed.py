@@ -103,7 +103,8 @@ class AsyncPushed(ABC, Generic[ItemT]):
         """Check and hash local files; return them, and what is announced with them."""
 
     async def _push(self, files: Sequence[HashedFile], reporter: Reporter, **announced: Any) -> tuple[ItemT, int]:
-        """Announce the files, send what is missing, finalize; return what they have become and the number of bytes sent."""
+        """Announce the files, send what is missing, finalize; return what they have become and the number of bytes
+        sent."""
         create, request = self._rpc("Create", **announced)
         request.request_id = request.request_id or str(uuid.uuid4())
         request.files.extend(
@@ -127,7 +128,8 @@ class AsyncPushed(ABC, Generic[ItemT]):
 async def push_under_free_name(
     kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter, **options: Mapping[str, str]
 ) -> str:
-    """Push under the source's name without its endings, with part of the content's hash appended where that name is taken.
+    """Push under the source's name without its endings, with part of the content's hash appended where that name is
+    taken.
 
     `options` are those of `_read`.
     """
@@ -195,7 +197,8 @@ class AsyncDatasets(AsyncPushed[Dataset]):
         request_id: str | None = None,
         reporter: Reporter = SILENT,
     ) -> DatasetPush:
-        """Push one or several local data files or folders as dataset `name`; content that the server has is not sent again.
+        """Push one or several local data files or folders as dataset `name`; content that the server has is not sent
+        again.
 
         Raises:
             BadFile: naming file and line, when a file is unusable; nothing is sent then.

@@ -28,7 +28,8 @@ class Reporter:
         """A transfer has advanced."""
 
     def notice(self, message: str) -> None:
-        """Something happened that a person may want to know, such as that a connection was cut and is being restored."""
+        """Something happened that a person may want to know, such as that a connection was cut and is being
+        restored."""
 
 
 SILENT = Reporter()

@@ -40,7 +40,8 @@ _BY_REASON = {
     if isinstance(kind, type) and issubclass(kind, HorizonClientError)
 }
 _LOST_STATUS = "Internal error from Core"
-"""What grpc.aio reports when a write fails because the server has ended the call; the server's own status is lost then."""
+"""What grpc.aio reports when a write fails because the server has ended the call; the server's own status is lost
+then."""
 _OTHER_HOST = "OTHER_HOST"
 """Reason of the error that the certificate was signed by the right CA, but for other host names."""
 _NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
@@ -51,15 +52,16 @@ _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 
 
 async def explained(error: AioRpcError, endpoint: Endpoint) -> HorizonClientError:
-    """Return the error for a failed call, as `from_rpc`; what only the daemon's end of the connection can tell is asked there.
+    """Return the error for a failed call, as `from_rpc`; what only the daemon's end of the connection can tell is asked
+    there.
 
     Where the certificate is valid for other host names, those names; without TLS, whether the daemon uses it.
     """
     problem = from_rpc(error, endpoint.server)
     if endpoint.ca_file is None and _was_cut(error) and await asyncio.to_thread(_speaks_tls, endpoint):
         return BadEndpoint(
-            f"horizond at {endpoint.server} uses TLS, and no CA file is known for it; pass it with --ca, or save it once with: "
-            f"horizon login {endpoint.server} --token-file FILE --ca FILE"
+            f"horizond at {endpoint.server} uses TLS, and no CA file is known for it; pass it with --ca, or save it "
+            f"once with: horizon login {endpoint.server} --token-file FILE --ca FILE"
         )
     if problem.reason != _OTHER_HOST:
         return problem
@@ -109,7 +111,8 @@ def never_sent(error: AioRpcError) -> bool:
 def nothing_answers(error: AioRpcError) -> bool:
     """Whether nothing listens at the address, or nothing comes from there: as while the daemon restarts.
 
-    Not where something cuts the connection or refuses the handshake: most likely the client uses another security than the daemon.
+    Not where something cuts the connection or refuses the handshake: most likely the client uses another security than
+    the daemon.
     """
     text = str(error.details())
     return (
@@ -118,7 +121,8 @@ def nothing_answers(error: AioRpcError) -> bool:
 
 
 def _was_cut(error: AioRpcError) -> bool:
-    """Whether something took the connection and cut it, before any call: such as a daemon that uses TLS, without TLS."""
+    """Whether something took the connection and cut it, before any call: such as a daemon that uses TLS, without
+    TLS."""
     return never_sent(error) and not nothing_answers(error)
 
 
@@ -176,8 +180,8 @@ def _hint(details: str) -> str:
         return "the host name is not known"
     if "Connection reset" in details or "Socket closed" in details or "GOAWAY" in details:
         return (
-            "the connection was cut; if the daemon uses TLS, pass its CA file with --ca, and where it asks clients for a certificate, "
-            "yours with: horizon login --client-cert FILE --client-key FILE"
+            "the connection was cut; if the daemon uses TLS, pass its CA file with --ca, and where it asks clients for "
+            "a certificate, yours with: horizon login --client-cert FILE --client-key FILE"
         )
     if _LOST_STATUS in details:
         return "it ended the call while data was being sent"
@@ -185,7 +189,8 @@ def _hint(details: str) -> str:
 
 
 def _speaks_tls(endpoint: Endpoint) -> bool:
-    """Return whether the daemon answers a TLS handshake. Nothing is sent, so its certificate needs no check. Blocks for at most 5 s."""
+    """Return whether the daemon answers a TLS handshake. Nothing is sent, so its certificate needs no check. Blocks for
+    at most 5 s."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -202,7 +207,8 @@ def _speaks_tls(endpoint: Endpoint) -> bool:
 
 
 def _certificate_names(endpoint: Endpoint) -> list[str]:
-    """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at most 5 s."""
+    """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at
+    most 5 s."""
     context = ssl.create_default_context()
     context.check_hostname = False  # the name is known to be wrong; the CA is still checked
     context.set_alpn_protocols(["h2"])

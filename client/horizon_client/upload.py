@@ -1,4 +1,5 @@
-"""Uploads the contents of files: only what the server does not have, from the committed offset, and again after every cut.
+"""Uploads the contents of files: only what the server does not have, from the committed offset, and again after every
+cut.
 
 Several contents are sent at once, each on its own stream; small ones go many in a message.
 """
@@ -39,7 +40,8 @@ _LONGEST_LISTEN_S = 1.0
 
 
 class _StatusLost(Unavailable):
-    """The server ended the upload with a reason that did not arrive; the next attempt waits for it before it sends data."""
+    """The server ended the upload with a reason that did not arrive; the next attempt waits for it before it sends
+    data."""
 
 
 class BlobUpload:
@@ -92,7 +94,8 @@ class BlobUpload:
         return self._sent_bytes
 
     async def _send_small(self, files: Sequence[HashedFile]) -> None:
-        """Send small contents whole, one batch after the other. A batch that is sent again after a cut is stored once."""
+        """Send small contents whole, one batch after the other. A batch that is sent again after a cut is stored
+        once."""
         for batch in _batches(files):
             request = await asyncio.to_thread(_whole, batch)
             retry = self._connection.stream_retry
@@ -115,7 +118,8 @@ class BlobUpload:
             try:
                 status = await self._write(file, status, listen_s)
             except HorizonClientError as error:
-                # InvalidUpload also means that an older stream of this upload was still writing, so ask for the offset once more
+                # InvalidUpload also means that an older stream of this upload was still writing, so ask for the offset
+                # once more
                 if not isinstance(error, Unavailable | DeadlineExceeded | InvalidUpload):
                     raise
                 problem = error
@@ -223,7 +227,8 @@ def _whole(batch: Sequence[HashedFile]) -> blob_pb2.WriteBlobsRequest:
 
 
 async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:
-    """Yield the file from `offset`, read one piece ahead; an empty remainder gives one empty piece, so that the server completes it."""
+    """Yield the file from `offset`, read one piece ahead; an empty remainder gives one empty piece, so that the server
+    completes it."""
     loop = asyncio.get_running_loop()
     with reading(file.source), file.source.open("rb", buffering=0) as source:
         source.seek(offset)

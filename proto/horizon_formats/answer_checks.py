@@ -98,8 +98,8 @@ def _check_numbers(path: str, values: Sequence[Any], mask: Sequence[int], *, is_
         return [
             (
                 path,
-                f"has {len(values)} elements; it must have one for each of the {sum(mask)} sampled tokens, or for each of all "
-                f"{len(mask)} tokens",
+                f"has {len(values)} elements; it must have one for each of the {sum(mask)} sampled tokens, or for each "
+                f"of all {len(mask)} tokens",
             )
         ]
     for index, value in enumerate(numbers):
@@ -149,7 +149,8 @@ def _check_answer(path: str, answer: object) -> list[Problem]:
     problems = check_messages(path, answer, sharegpt=False)
     if problems:
         return problems
-    # Objectives take the probability of a whole answer: a turn that is left out or weighted would compare something else.
+    # Objectives take the probability of a whole answer: a turn that is left out or weighted would compare something
+    # else.
     return [
         (
             f"{path}[{index}].weight",

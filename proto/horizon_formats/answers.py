@@ -1,4 +1,5 @@
-"""How rows of `preference`, `kto` and `samples` are read: where the prompt of two conversations ends, and whose numbers a list holds.
+"""How rows of `preference`, `kto` and `samples` are read: where the prompt of two conversations ends, and whose numbers
+a list holds.
 
 The checks and the preparation both ask here, so that what passes the one is what the other reads.
 """
@@ -31,16 +32,17 @@ def is_whole(answer: Turns) -> bool:
 def compared(prompt: Turns | None, chosen: Turns, rejected: Turns) -> Comparison | str:
     """Return what is compared, or what is wrong in words, beginning with `chosen and rejected` or `prompt`.
 
-    Two whole conversations share their prompt: the messages that both begin with. At least one message of each is left to compare, as
-    TRL's `extract_prompt` does. A text prompt next to them is one that some files repeat; it must be one of the shared messages.
+    Two whole conversations share their prompt: the messages that both begin with. At least one message of each is left
+    to compare, as TRL's `extract_prompt` does. A text prompt next to them is one that some files repeat; it must be one
+    of the shared messages.
     """
     if is_whole(chosen) is not is_whole(rejected):
         return "chosen and rejected must both be replies, or both be whole conversations that begin with the prompt"
     if not is_whole(chosen) or isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             return (
-                "prompt is missing; give it, or write chosen and rejected as whole conversations: lists of messages that begin with the "
-                "same system or user message"
+                "prompt is missing; give it, or write chosen and rejected as whole conversations: lists of messages "
+                "that begin with the same system or user message"
             )
         return Comparison(prompt, chosen, rejected)
     first, second = [_written(message) for message in chosen], [_written(message) for message in rejected]
@@ -48,7 +50,8 @@ def compared(prompt: Turns | None, chosen: Turns, rejected: Turns) -> Comparison
     num_shared = next((index for index in range(most) if first[index] != second[index]), most)
     if first[num_shared]["role"] != "assistant" or second[num_shared]["role"] != "assistant":
         return (
-            f"chosen and rejected differ first in message {num_shared}, which is not the assistant's in both; conversations are compared "
+            f"chosen and rejected differ first in message {num_shared}, which is not the assistant's in both; "
+            "conversations are compared "
             "from an assistant's message on, and all before it must be the same"
         )
     shared = first[:num_shared]
@@ -60,7 +63,8 @@ def compared(prompt: Turns | None, chosen: Turns, rejected: Turns) -> Comparison
 
 
 def of_targets(values: Sequence[Any], mask: Sequence[int]) -> Sequence[Any] | None:
-    """Return the numbers of the supervised tokens; `values` has one for each of them, or one for each token. None for other lengths."""
+    """Return the numbers of the supervised tokens; `values` has one for each of them, or one for each token. None for
+    other lengths."""
     if len(values) == len(mask):
         return [value for value, supervised in zip(values, mask, strict=True) if supervised]
     return values if len(values) == sum(mask) else None

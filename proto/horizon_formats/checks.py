@@ -34,7 +34,8 @@ _STEP_BYTES = 4 * 2**20
 class DatasetReport:
     """What the files of one dataset hold together: not one bad row.
 
-    `num_rows` counts rows, or the non-blank lines of a plain text. `num_blank_lines` are those passed over between rows of JSON lines.
+    `num_rows` counts rows, or the non-blank lines of a plain text. `num_blank_lines` are those passed over between rows
+    of JSON lines.
     """
 
     format: DatasetFormat
@@ -43,7 +44,8 @@ class DatasetReport:
 
 
 class DatasetCheck:
-    """Reads the files of one dataset, one after the other, and judges every row. Memory is bounded by the longest row."""
+    """Reads the files of one dataset, one after the other, and judges every row. Memory is bounded by the longest
+    row."""
 
     def __init__(self, dataset_format: DatasetFormat, field_map: FieldMap) -> None:
         """Raises: InvalidOption for a wrong map."""
@@ -56,10 +58,11 @@ class DatasetCheck:
         self.num_blank_lines = 0
 
     def read(self, file: DataFile) -> Iterator[int]:
-        """Read one file to its end, yielding the number of bytes now and then so that the caller can show progress or stop.
+        """Read one file to its end, yielding the number of bytes now and then so that the caller can show progress or
+        stop.
 
-        Raises: InvalidFile where it cannot be read as rows at all (empty, damaged, no format fits), InvalidOption for a wrong map,
-        ServerOnly where only the server can read it. Bad rows are counted in `violations`.
+        Raises: InvalidFile where it cannot be read as rows at all (empty, damaged, no format fits), InvalidOption for a
+        wrong map, ServerOnly where only the server can read it. Bad rows are counted in `violations`.
         """
         dataset_format, container = resolve_format(file, self._format, self._field_map)
         # Again, as `auto` allows the fields of every format.
@@ -76,8 +79,8 @@ class DatasetCheck:
     def report(self, name: str = "") -> DatasetReport:
         """Return what the files hold; `name` is what messages call the dataset.
 
-        Raises: InvalidFile when a row is bad, with the first problem, their number and the first 100 as violations; when the files have
-        different formats.
+        Raises: InvalidFile when a row is bad, with the first problem, their number and the first 100 as violations;
+        when the files have different formats.
         """
         self.violations.refuse(name)
         if len(self._formats) > 1:

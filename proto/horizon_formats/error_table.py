@@ -1,10 +1,11 @@
-"""Every error that the server answers, a row for each: the one table of the server, for gRPC and for HTTP, and of the client.
+"""Every error that the server answers, a row for each: the one table of the server, for gRPC and for HTTP, and of the
+client.
 
-The server raises a class of that name (`horizon_server.errors`), the client raises its own of the same name (`horizon_client.errors`).
-Exit codes of the `horizon` command:
+The server raises a class of that name (`horizon_server.errors`), the client raises its own of the same name
+(`horizon_client.errors`). Exit codes of the `horizon` command:
 
-    2  the request cannot be carried out as it is: malformed, name taken, wrong state, does not fit, not supported by this server
-    3  not authenticated or not allowed
+    2  the request cannot be carried out as it is: malformed, name taken, wrong state, does not fit, not supported by
+    this server 3  not authenticated or not allowed
     4  not found
     5  the server cannot be reached, did not answer in time, or failed
 """

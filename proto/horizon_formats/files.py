@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from horizon_formats.problems import FieldViolation, InvalidFile, ServerOnly, writable
 
-# In bytes of a row's JSON or of its table cells. The longest row bounds the memory of every reader, so there must be one.
+# In bytes of a row's JSON or of its table cells. The longest row bounds the memory of every reader, so there must be
+# one.
 MAX_ROW_BYTES = 16 * 2**20
 TOO_LONG = f"is longer than {MAX_ROW_BYTES // 2**20} MiB; split the row"
 
@@ -25,14 +26,15 @@ MAX_EXPANDED_BYTES = 64 * 2**30
 
 BLOCK_BYTES = 2**20
 
-# Endings (compression aside) of the files that are taken from a pushed folder. Narrower than what is read when a file is named one by
-# one: a folder's README.md is not data.
+# Endings (compression aside) of the files that are taken from a pushed folder. Narrower than what is read when a file
+# is named one by one: a folder's README.md is not data.
 SENT_FROM_FOLDERS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
 COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _PARQUET_MAGIC = b"PAR1"
-# Known by their first bytes, so that the message names what the file is; as plain text each would be a thousand bad lines.
+# Known by their first bytes, so that the message names what the file is; as plain text each would be a thousand bad
+# lines.
 _FOREIGN = {
     b"PK\x03\x04": "a zip file",
     b"%PDF": "a PDF",
@@ -97,7 +99,8 @@ class DataFile:
         """Return the file at `path`, called by its own name unless another is given."""
         return cls(path=path, name=name or path.name)
 
-    # The server overrides what follows: it has Arrow. Any, as the streams of gzip and Arrow share no type but `read` and `close`.
+    # The server overrides what follows: it has Arrow. Any, as the streams of gzip and Arrow share no type but `read`
+    # and `close`.
 
     def open_zstd(self) -> Any:
         """Return the expanded bytes of a zstd file, as a stream."""
@@ -180,10 +183,11 @@ def _compression_of(file: DataFile) -> str | None:
 
 @contextmanager
 def open_expanded(file: DataFile) -> Iterator[tuple[io.BufferedReader, int]]:
-    """Open the bytes of the file as they were before compression, past any byte order mark; also gives the mark's length.
+    """Open the bytes of the file as they were before compression, past any byte order mark; also gives the mark's
+    length.
 
-    Raises: InvalidFile, also while reading, when the compression is not the one that the name promises, is damaged, or expands beyond
-    its allowance.
+    Raises: InvalidFile, also while reading, when the compression is not the one that the name promises, is damaged, or
+    expands beyond its allowance.
     """
     compression = _compression_of(file)
     raw: io.RawIOBase
@@ -214,7 +218,8 @@ class Allowance:
         if self._left < 0:
             raise InvalidFile(
                 f"{self._name} expands to more than {self._limit} bytes, the limit for a file of its size "
-                f"({MAX_EXPANSION} times its bytes, {MAX_EXPANDED_BYTES // 2**30} GiB at most); push it uncompressed or in parts"
+                f"({MAX_EXPANSION} times its bytes, {MAX_EXPANDED_BYTES // 2**30} GiB at most); push it uncompressed "
+                "or in parts"
             )
 
 
@@ -235,11 +240,13 @@ class _Expanded(io.RawIOBase):
         try:
             piece = self._source.read(len(buffer))
         except (OSError, EOFError, zlib.error) as error:
-            # An OSError with a number is the disk's; decompressors raise theirs without one. BadGzipFile is an OSError too.
+            # An OSError with a number is the disk's; decompressors raise theirs without one. BadGzipFile is an OSError
+            # too.
             if isinstance(error, OSError) and error.errno is not None and not isinstance(error, gzip.BadGzipFile):
                 raise
             raise InvalidFile(
-                f"{self._file.name} is damaged: its {self._compression} data cannot be expanded ({error}); compress it again"
+                f"{self._file.name} is damaged: its {self._compression} data cannot be expanded ({error}); compress it "
+                "again"
             ) from error
         self._allowance.take(len(piece))
         buffer[: len(piece)] = piece

@@ -1,4 +1,5 @@
-"""The dataset formats: their names, the fields each needs, how `auto` distinguishes them, and how chats spell their messages."""
+"""The dataset formats: their names, the fields each needs, how `auto` distinguishes them, and how chats spell their
+messages."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class DatasetFormat(StrEnum):
 
 
 class DataKind(StrEnum):
-    """What can be learnt from a dataset: the values are the names that users read and a prepared dataset is marked with."""
+    """What can be learnt from a dataset: the values are the names that users read and a prepared dataset is marked
+    with."""
 
     TEXT = "text"
     PREFERENCE = "preference"
@@ -44,7 +46,8 @@ _KINDS = {
 
 
 def kind_of(dataset_format: DatasetFormat) -> DataKind:
-    """Return what can be learnt from data of this format: `text` (tokens to predict) from all but the three named like their kind.
+    """Return what can be learnt from data of this format: `text` (tokens to predict) from all but the three named like
+    their kind.
 
     `auto` is not decided yet, and must not be asked for.
     """
@@ -107,7 +110,10 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
         elif not column:
             problem = f"{path} is empty; it must name a column of the file, as in --map {field}=COLUMN"
         elif len(column.encode("utf-8", "replace")) > MAX_COLUMN_BYTES:
-            problem = f"{path} is {column!r:.40}, which is longer than {MAX_COLUMN_BYTES} bytes; give the column a shorter name"
+            problem = (
+                f"{path} is {column!r:.40}, which is longer than {MAX_COLUMN_BYTES} bytes; give the column a "
+                "shorter name"
+            )
         elif not column.isprintable():
             problem = (
                 f"{path} is {column!r:.40}; it is shown to all who see the dataset, so it must be printable letters"
@@ -142,22 +148,25 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str], place:
         if field_map.keys() <= set(fields.names)
         and all(field_map.get(field, field) in columns for field in fields.required)
     ]
-    # Where one of them needs all that another needs and more, it is meant: `kto` is a prompt and a completion with a label.
+    # Where one of them needs all that another needs and more, it is meant: `kto` is a prompt and a completion with a
+    # label.
     needed = {name: set(_FIELDS[name].required) for name in fitting}
     fitting = [name for name in fitting if not any(needed[name] < other for other in needed.values())]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise InvalidFile(
-            f"{place}: the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format {fitting[0]}"
+            f"{place}: the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format "
+            f"{fitting[0]}"
         )
     if "chosen" in columns or "rejected" in columns:
         absent = [
             name for name in _FIELDS[DatasetFormat.PREFERENCE].required if field_map.get(name, name) not in columns
         ]
         raise InvalidFile(
-            f"{place}: the row has {present}: for preference, {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing; if "
-            f"yours has another name: horizon dataset push FILE --map {absent[0]}=COLUMN"
+            f"{place}: the row has {present}: for preference, {' and '.join(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} missing; if yours has another name: horizon dataset push FILE "
+            f"--map {absent[0]}=COLUMN"
         )
     needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
     raise InvalidFile(
@@ -174,8 +183,8 @@ def require_columns(
         column = field_map.get(field, field)
         if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):
             raise InvalidFile(
-                f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns are "
-                f"{listed(columns, none='none')}; name another column with --map"
+                f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns "
+                f"are {listed(columns, none='none')}; name another column with --map"
             )
 
 
@@ -255,7 +264,8 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def is_call(function: object) -> bool:
-    """Whether this is a call of a function: its name, and its arguments as an object, as JSON text of one, or absent."""
+    """Whether this is a call of a function: its name, and its arguments as an object, as JSON text of one, or
+    absent."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False
     arguments = function.get("arguments")

@@ -49,13 +49,15 @@ def pushed_files(folder: Path) -> list[str]:
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether a folder with these files at its top is an adapter: a model's folder may hold one besides, which is left out."""
+    """Whether a folder with these files at its top is an adapter: a model's folder may hold one besides, which is left
+    out."""
     found = set(names)
     return ADAPTER_CONFIG_FILE in found and CONFIG_FILE not in found
 
 
 def files_that_decide_tokens(folder: Path) -> list[str]:
-    """Return the paths of the files that have a part in how the model reads text; config.json holds the size of the vocabulary."""
+    """Return the paths of the files that have a part in how the model reads text; config.json holds the size of the
+    vocabulary."""
     return _found(folder, (CONFIG_FILE, *_TEXT_PATTERNS))
 
 
@@ -73,11 +75,14 @@ def refusal(path: str) -> str | None:
     """Return why a file is never accepted (the part of a message after its name), or None."""
     if is_pickle(path):
         return (
-            "may be a pickle, which can run code when it is opened and is never accepted; leave it out, and save the weights as "
-            "safetensors (save_pretrained writes them)"
+            "may be a pickle, which can run code when it is opened and is never accepted; leave it out, and save the "
+            "weights as safetensors (save_pretrained writes them)"
         )
     if PurePosixPath(path).suffix.lower() in _CODE:
-        return "is code, which is never accepted or run; leave it out, and use an architecture that transformers has built in"
+        return (
+            "is code, which is never accepted or run; leave it out, and use an architecture that transformers has "
+            "built in"
+        )
     return None
 
 

@@ -1,6 +1,8 @@
-"""What other tools call the fields of a job, and values that mean something else here: hints for messages. Standard library only.
+"""What other tools call the fields of a job, and values that mean something else here: hints for messages. Standard
+library only.
 
-The names are those of Hugging Face's TrainingArguments and TRL, of PEFT and bitsandbytes, of Axolotl and of LLaMA-Factory.
+The names are those of Hugging Face's TrainingArguments and TRL, of PEFT and bitsandbytes, of Axolotl and of
+LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -232,7 +234,8 @@ def other_name(key: str) -> str:
 
 
 def other_value(path: str, value: object) -> str:
-    """Return what to write for a value that means something in other tools; empty where none is known. `path` is the field's."""
+    """Return what to write for a value that means something in other tools; empty where none is known. `path` is the
+    field's."""
     if path == "train.lora" and isinstance(value, bool):
         return "write train.trainable: lora, and the options below train.lora" if value else "leave it out"
     if path == "train.lora" and isinstance(value, str | int):
@@ -243,14 +246,15 @@ def other_value(path: str, value: object) -> str:
         return _METHODS.get(value.lower(), "")
     if path == "model" and (found := _HUB_ID.fullmatch(value)):
         return (
-            f"horizond fetches nothing: hf download {value} --local-dir {found[1]}, then horizon model push {found[1]}, "
-            f"and model: {found[1]}"
+            f"horizond fetches nothing: hf download {value} --local-dir {found[1]}, then horizon model push "
+            f"{found[1]}, and model: {found[1]}"
         )
     return ""
 
 
 def meant_trainable(expression: str) -> str:
-    """Return the word that an expression of `train.trainable` most likely means, lora or all; empty for any other expression."""
+    """Return the word that an expression of `train.trainable` most likely means, lora or all; empty for any other
+    expression."""
     if expression in ("lora", "all"):
         return ""
     lower = expression.lower()

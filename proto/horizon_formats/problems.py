@@ -19,8 +19,8 @@ _KINDS |= {int: "number", float: "number"}
 class FieldViolation:
     """One refused field: its path and the reason, which is a whole sentence that begins with its place.
 
-    The path is that of a spec (`train.learning_rate`) or a place in a file: `chats.jsonl:17:messages[2].role`, or `table.parquet:row 3`
-    where rows are counted instead of lines.
+    The path is that of a spec (`train.learning_rate`) or a place in a file: `chats.jsonl:17:messages[2].role`, or
+    `table.parquet:row 3` where rows are counted instead of lines.
     """
 
     field: str

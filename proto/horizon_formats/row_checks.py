@@ -21,7 +21,8 @@ from horizon_formats.problems import Problem, check_learnable, check_string, lis
 # The label of a token that is not trained: the one that PyTorch's cross entropy ignores.
 UNTRAINED = -100
 
-# Weights of an assistant's message besides 0. What counts less is better left out, and what counts more would be all of a step.
+# Weights of an assistant's message besides 0. What counts less is better left out, and what counts more would be all of
+# a step.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 100
 
 # Prepared tokens are kept in 4 bytes each.
@@ -38,7 +39,8 @@ def check_fields(checks: Mapping[str, tuple[Check, bool]], columns: Columns, fie
     for field, (check, required) in checks.items():
         column = field_map.get(field, field)
         value = columns.get(column)
-        # Null is absent: tables write it where other rows have a value. A column that the map names must be there all the same.
+        # Null is absent: tables write it where other rows have a value. A column that the map names must be there all
+        # the same.
         if value is not None or (required and column in columns):
             problems += check(column, value)
         elif column not in columns and (required or field in field_map):
@@ -79,7 +81,8 @@ def check_chat_row(columns: Columns, field_map: FieldMap, *, sharegpt: bool) -> 
 
 
 def check_prompt_row(columns: Columns) -> list[Problem]:
-    """Return everything that is wrong with a chat that is to be answered: a row of `messages`, of which nothing need be trained."""
+    """Return everything that is wrong with a chat that is to be answered: a row of `messages`, of which nothing need be
+    trained."""
 
     def check_chat(path: str, messages: object) -> list[Problem]:
         if not isinstance(messages, list) or not messages:
@@ -107,7 +110,8 @@ def check_tokens_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
             if label != UNTRAINED and (label != token or type(label) is not int):
                 # Labels that were shifted already look like data and would train the wrong thing.
                 problem = (
-                    f"is {shown(label)} where input_ids holds {token}; a label is its own token, or {UNTRAINED} for one that is not "
+                    f"is {shown(label)} where input_ids holds {token}; a label is its own token, or {UNTRAINED} for "
+                    "one that is not "
                     "trained: training shifts labels to the next token itself"
                 )
                 return [(f"{path}[{index}]", problem)]
@@ -207,7 +211,8 @@ def check_message(message: object, spelling: Spelling) -> list[Problem]:
 
 
 def _check_extras(message: Mapping[str, Any], spelling: Spelling) -> Iterator[Problem]:
-    """Yield what is wrong apart from speaker and text. Null is absent: tables write it where other rows have a value."""
+    """Yield what is wrong apart from speaker and text. Null is absent: tables write it where other rows have a
+    value."""
     for key, value in message.items():
         if value is None or key == spelling.speaker or key == spelling.text:
             continue

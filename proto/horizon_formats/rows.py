@@ -25,12 +25,14 @@ from horizon_formats.problems import FieldViolation, json_kind
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 # A line that begins with white space may be blank.
 _MAYBE_BLANK = re.compile(rb"\n\s")
-# A parser may stop this close to the end of its window, within a literal or an escape, where a value continues after the window.
+# A parser may stop this close to the end of its window, within a literal or an escape, where a value continues after
+# the window.
 _NEAR_END = 16
 
 
 class JsonLine(NamedTuple):
-    """A line that is not blank, not parsed yet: cheap to send to another process. `content` is None where it is too long."""
+    """A line that is not blank, not parsed yet: cheap to send to another process. `content` is None where it is too
+    long."""
 
     number: int
     offset: int
@@ -50,17 +52,19 @@ class TextPiece(NamedTuple):
 
 
 class StrictDecoder:
-    """Parses one JSON value at a time. After each, `problem` is what the standard forbids in it, or None. Thread: one at a time."""
+    """Parses one JSON value at a time. After each, `problem` is what the standard forbids in it, or None. Thread: one
+    at a time."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        # By itself the library takes NaN and Infinity, and of two equal keys keeps the last. Faster parsers do so too, without hooks to
-        # see it, and differ in numbers and surrogates (ADR 0006).
+        # By itself the library takes NaN and Infinity, and of two equal keys keeps the last. Faster parsers do so too,
+        # without hooks to see it, and differ in numbers and surrogates (ADR 0006).
         decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
         self._decode, self._raw_decode = decoder.decode, decoder.raw_decode
 
     def decode(self, text: str) -> Any:
-        """Return the value that is all of `text`. Raises: JSONDecodeError; for long numbers and deep nesting ValueError, RecursionError."""
+        """Return the value that is all of `text`. Raises: JSONDecodeError; for long numbers and deep nesting
+        ValueError, RecursionError."""
         self.problem = None
         return self._decode(text)
 
@@ -86,7 +90,8 @@ class StrictDecoder:
 def read_rows(file: DataFile, columns: Collection[str] | None = None, skip: Skip | None = None) -> Iterator[Row]:
     """Yield the rows of a file that is not plain text, each read or with the reason why it could not be.
 
-    Blank lines are not rows. Of a table only `columns` are read, where they are given. The first `skip.left` rows are passed over.
+    Blank lines are not rows. Of a table only `columns` are read, where they are given. The first `skip.left` rows are
+    passed over.
     """
     container = container_of(file)
     skip = skip or Skip()
@@ -105,7 +110,8 @@ def split_json_lines(file: DataFile, skip: Skip | None = None) -> Iterator[JsonL
             if by_blocks:
                 num_lines, num_bytes = _pass_block(stream, skip)
                 number, offset = number + num_lines, offset + num_bytes
-                # Whole lines are buffered but were not passed: the rows to pass end among them, so they are read one by one.
+                # Whole lines are buffered but were not passed: the rows to pass end among them, so they are read one by
+                # one.
                 by_blocks = num_lines > 0 or b"\n" not in stream.peek()
             line = stream.readline(MAX_ROW_BYTES + 1)
             if not line:
@@ -127,7 +133,8 @@ def split_json_lines(file: DataFile, skip: Skip | None = None) -> Iterator[JsonL
 
 
 def _pass_block(stream: BufferedReader, skip: Skip) -> tuple[int, int]:
-    """Pass over the whole lines that are buffered, unless they hold more rows than are to be passed; returns lines and bytes."""
+    """Pass over the whole lines that are buffered, unless they hold more rows than are to be passed; returns lines and
+    bytes."""
     buffered = stream.peek()
     end = buffered.rfind(b"\n") + 1
     num_lines = num_rows = buffered.count(b"\n")
@@ -158,7 +165,8 @@ def parse_json_lines(lines: Iterable[JsonLine], file: str) -> Iterator[Row]:
             problem = _not_utf8(offset + error.start, error)
         except json.JSONDecodeError as error:
             problem = f"is not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
-            # Files that were joined have a mark in the middle, unseen in most editors; the parser only says that it expected a value.
+            # Files that were joined have a mark in the middle, unseen in most editors; the parser only says that it
+            # expected a value.
             if content.startswith(codecs.BOM_UTF8):
                 problem = "begins with a byte order mark, which only the first line may; remove it"
         except (RecursionError, ValueError) as error:
@@ -189,7 +197,8 @@ class _Broken(Exception):
 class _ArrayReader:
     """A window on the text of an array, which moves on and grows as elements need it."""
 
-    # The standard parser is started at each element: a streaming one sees no equal keys, and ends the file at a refused element (ADR 0006).
+    # The standard parser is started at each element: a streaming one sees no equal keys, and ends the file at a refused
+    # element (ADR 0006).
 
     def __init__(self, stream: BufferedReader, offset: int, file: str) -> None:
         self._stream = stream
@@ -219,7 +228,8 @@ class _ArrayReader:
                 separator = self._take()
             if self._peek():
                 raise _Broken(
-                    f"follows the end of the array (line {self._line(self._at)}); a file holds one array, or one object per line "
+                    f"follows the end of the array (line {self._line(self._at)}); a file holds one array, or one "
+                    "object per line "
                     "without brackets around them"
                 )
         except _Broken as error:
@@ -279,7 +289,8 @@ class _ArrayReader:
             return False
         self._lines_passed += self._text.count("\n", 0, self._at)
         pending = len(self._utf8.getstate()[0])
-        # As much again: an element that does not fit is parsed from its start again, and doubling keeps the work linear.
+        # As much again: an element that does not fit is parsed from its start again, and doubling keeps the work
+        # linear.
         piece = self._stream.read(max(BLOCK_BYTES, held))
         self._ended = not piece
         try:
@@ -300,7 +311,8 @@ class _ArrayReader:
 def read_text(file: DataFile) -> Iterator[TextPiece]:
     """Yield a plain text in pieces of about 1 MiB that never split a character. Line ends stay as they are.
 
-    For a line with bytes that are not UTF-8, or with a NUL, a violation is yielded once, and the piece's text is left out.
+    For a line with bytes that are not UTF-8, or with a NUL, a violation is yielded once, and the piece's text is left
+    out.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_expanded(file) as (stream, offset):

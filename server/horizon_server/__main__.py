@@ -1,4 +1,5 @@
-"""The entry of `horizond`: says what to install when the server extra is missing, then hands over to the command line."""
+"""The entry of `horizond`: says what to install when the server extra is missing, then hands over to the command
+line."""
 
 from __future__ import annotations
 

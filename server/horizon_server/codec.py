@@ -1,7 +1,8 @@
-"""A record and its plain data, which JSON can hold: for requests, journals, events, the database and what processes greet each other with.
+"""A record and its plain data, which JSON can hold: for requests, journals, events, the database and what processes
+greet each other with.
 
-A record is a dataclass, or a pydantic model, of such fields. Both ends are of one version, so there is nothing to convert: a field that has
-no default must be there, and one that is unknown is refused.
+A record is a dataclass, or a pydantic model, of such fields. Both ends are of one version, so there is nothing to
+convert: a field that has no default must be there, and one that is unknown is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _new_type: Any = NewType
 
 
 def _make_adapter(kind: Any) -> TypeAdapter[Any]:
-    # Under another name: pydantic takes no configuration for a dataclass itself, but hands it down to those inside of a type.
+    # Under another name: pydantic takes no configuration for a dataclass itself, but hands it down to those inside of a
+    # type.
     return TypeAdapter(_new_type("Record", kind), config=None if hasattr(kind, "model_config") else _CONFIG)
 
 
@@ -35,7 +37,8 @@ def to_plain(record: Any) -> Any:
 
 
 def from_plain(kind: type[RecordT], plain: Any) -> RecordT:
-    """Return the record that `to_plain` made plain. Raises ValueError where it is not one, naming each field that is wrong."""
+    """Return the record that `to_plain` made plain. Raises ValueError where it is not one, naming each field that is
+    wrong."""
     record: RecordT = _adapter(kind).validate_python(plain)
     return record
 

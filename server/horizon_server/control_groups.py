@@ -1,4 +1,5 @@
-"""The kernel's control groups: limits of this process (v1 and v2), out-of-memory kills, and a group of its own for each worker (v2)."""
+"""The kernel's control groups: limits of this process (v1 and v2), out-of-memory kills, and a group of its own for each
+worker (v2)."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60
 """Control group v1 writes a huge number where there is no limit."""
 
-# The unit's DelegateSubgroup=: systemd starts the daemon in this group inside the unit's own, which then holds no process, and the
-# kernel passes controllers on only from groups without processes. The daemon never moves itself: systemd could not start a daemon into
-# the unit's group again while a worker of an earlier one still has a group there.
+# The unit's DelegateSubgroup=: systemd starts the daemon in this group inside the unit's own, which then holds no
+# process, and the kernel passes controllers on only from groups without processes. The daemon never moves itself:
+# systemd could not start a daemon into the unit's group again while a worker of an earlier one still has a group there.
 DAEMON_GROUP = "daemon"
 _WORKER_PREFIX = "worker-"
-# What a plan does not see: page cache is reclaimed first, but not the kernel's own memory for page tables, sockets and the driver.
+# What a plan does not see: page cache is reclaimed first, but not the kernel's own memory for page tables, sockets and
+# the driver.
 _MIN_SLACK_BYTES = 2 * 2**30
 _SLACK_SHARE = 0.05
 
@@ -60,7 +62,8 @@ def oom_kills() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerGroup:
-    """The control group of one worker. The kernel ends all of its processes together when they need more than its memory limit."""
+    """The control group of one worker. The kernel ends all of its processes together when they need more than its
+    memory limit."""
 
     path: Path
     memory_bytes: int
@@ -68,12 +71,14 @@ class WorkerGroup:
     def add(self, pid: int) -> str | None:
         """Move a process here, with what it starts from now on; return why it was not possible, or None.
 
-        What the process has allocated before stays charged to the group that it comes from: move it as soon as it is started.
+        What the process has allocated before stays charged to the group that it comes from: move it as soon as it is
+        started.
         """
         return _written(self.path / "cgroup.procs", str(pid))
 
     def set_cpu_weight(self, weight: int) -> str | None:
-        """Set its part of the processors beside other groups, of which the usual is 100; return why it was not possible, or None."""
+        """Set its part of the processors beside other groups, of which the usual is 100; return why it was not
+        possible, or None."""
         return _written(self.path / "cpu.weight", str(weight))
 
     def oom_kills(self) -> int:
@@ -81,7 +86,8 @@ class WorkerGroup:
         return _counter(self.path / "memory.events", "oom_kill") or 0
 
     def kill(self) -> str | None:
-        """Kill every process of the group at once; return why it was not possible (Linux before 5.14 cannot), or None."""
+        """Kill every process of the group at once; return why it was not possible (Linux before 5.14 cannot), or
+        None."""
         return _written(self.path / "cgroup.kill", "1")
 
     def remove(self) -> bool:
@@ -98,9 +104,11 @@ class WorkerGroup:
 def worker_group(
     name: str, memory_bytes: int, *, root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP
 ) -> tuple[WorkerGroup | None, str]:
-    """Return the group of the worker `name`, limited to its plan's `memory_bytes` plus slack, or None and why the node allows none.
+    """Return the group of the worker `name`, limited to its plan's `memory_bytes` plus slack, or None and why the node
+    allows none.
 
-    A group that an earlier daemon made for the same worker is used again. Every attempt needs a name of its own: a group counts its kills.
+    A group that an earlier daemon made for the same worker is used again. Every attempt needs a name of its own: a
+    group counts its kills.
     """
     parent, why = _delegated_group(root, own_cgroup)
     if parent is None:
@@ -135,7 +143,8 @@ def remove_empty_worker_groups(*, root: Path = CGROUP_ROOT, own_cgroup: Path = O
 
 
 def _delegated_group(root: Path, own_cgroup: Path) -> tuple[Path | None, str]:
-    """Return the group that this daemon may divide, with the memory controller passed on to its children, or None and why not."""
+    """Return the group that this daemon may divide, with the memory controller passed on to its children, or None and
+    why not."""
     path = next((line[3:] for line in _read(own_cgroup).splitlines() if line.startswith("0::")), None)
     if path is None or not (root / "cgroup.controllers").exists():
         return (

@@ -1,9 +1,11 @@
-"""How much of the processors a process gets beside others: little while a job is being loaded, so that those that train keep theirs.
+"""How much of the processors a process gets beside others: little while a job is being loaded, so that those that train
+keep theirs.
 
-Without privileges a process may raise its nice value, and not lower it again. Two other things can be taken back: the weight of a control
-group, where the node gives each worker one, and the nice value of a session, by which the kernel divides the processors where it groups
-processes by session (`kernel.sched_autogroup_enabled`) and no control group does. Where the node has neither, only what is lowered for good
-is lowered: processes that end when the loading does, and the thread that imports the libraries.
+Without privileges a process may raise its nice value, and not lower it again. Two other things can be taken back: the
+weight of a control group, where the node gives each worker one, and the nice value of a session, by which the kernel
+divides the processors where it groups processes by session (`kernel.sched_autogroup_enabled`) and no control group
+does. Where the node has neither, only what is lowered for good is lowered: processes that end when the loading does,
+and the thread that imports the libraries.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from horizon_server.control_groups import own_worker_group
 Result = TypeVar("Result")
 
 LOADING_NICE = 15
-"""While loading: a thirtieth of what a process gets that trains. Where processors are idle it gets them all the same."""
+"""While loading: a thirtieth of what a process gets that trains. Where processors are idle it gets them all the
+same."""
 # What that nice value is among the weights of control groups, of which the usual one is 100.
 _LOADING_WEIGHT, _USUAL_WEIGHT = 4, 100
 
@@ -46,7 +49,8 @@ def restore() -> bool:
 
 
 def in_lowered_thread(call: Callable[[], Result]) -> Result:
-    """Return what `call` gives, carried out in a thread that gets little of the processors. Threads that it starts get no more."""
+    """Return what `call` gives, carried out in a thread that gets little of the processors. Threads that it starts get
+    no more."""
     found: list[Result] = []
     failed: list[BaseException] = []
 

@@ -30,7 +30,8 @@ def is_out_of_space(error: BaseException | None) -> TypeGuard[OSError]:
 
 
 def replace_file(target: Path, text: str) -> None:
-    """Write a small file in place of what was there: a reader sees the old content or the new one, and a crash leaves one of them.
+    """Write a small file in place of what was there: a reader sees the old content or the new one, and a crash leaves
+    one of them.
 
     Raises:
         OSError: it cannot be written; what was there stays.
@@ -87,7 +88,8 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
 
     Raises:
         AlreadyExists: `target` is there already.
-        DiskFull: fewer than `needed_bytes` are free besides `min_free_bytes` (None: `kept_free_bytes`), or the space ran out while writing.
+        DiskFull: fewer than `needed_bytes` are free besides `min_free_bytes` (None: `kept_free_bytes`), or the space
+            ran out while writing.
     """
     if target.exists():
         raise AlreadyExists("exists already; choose another name or delete it first", file=target)
@@ -96,8 +98,8 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
     free_bytes = max(0, shutil.disk_usage(target.parent).free - kept_bytes)
     if free_bytes < needed_bytes:
         raise DiskFull(
-            f"needs {needed_bytes} bytes, but its disk has {free_bytes} free besides {kept_bytes} that are kept for the daemon; "
-            f"delete old checkpoints or lower checkpoint.keep_last",
+            f"needs {needed_bytes} bytes, but its disk has {free_bytes} free besides {kept_bytes} that are kept for "
+            "the daemon; delete old checkpoints or lower checkpoint.keep_last",
             file=target,
         )
     # In the same folder, because a rename works within one file system only.
@@ -106,7 +108,8 @@ def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | Non
     partial.mkdir()
     try:
         yield partial
-        # Contents and names first: a rename that is durable before they are would show an incomplete folder after a power cut.
+        # Contents and names first: a rename that is durable before they are would show an incomplete folder after a
+        # power cut.
         for path in partial.rglob("*"):
             if path.is_dir():
                 sync_folder(path)

@@ -1,8 +1,8 @@
 """One tree of errors for users, picklable.
 
-A leaf says what went wrong and what to do; the table that the client reads too (`horizon_formats.error_table`) has its stable `reason`, its
-gRPC status and its HTTP code. Leaves also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch
-them. Programmer errors are `assert`, never a HorizonError.
+A leaf says what went wrong and what to do; the table that the client reads too (`horizon_formats.error_table`) has its
+stable `reason`, its gRPC status and its HTTP code. Leaves also inherit the stdlib type they refine, so that code which
+knows nothing of horizon can still catch them. Programmer errors are `assert`, never a HorizonError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class HorizonError(Exception):
         violations: Sequence[FieldViolation] = (),
         retry_after_s: float | None = None,
     ) -> None:
-        """With `file`, the message is what is wrong with that file or folder, and goes on after its name: "is empty", ": x is negative".
+        """With `file`, the message is what is wrong with that file or folder, and goes on after its name: "is empty",
+        ": x is negative".
 
         The message shows the last part of the path alone; `with_names` puts the name there that the reader knows.
         """
@@ -47,9 +48,11 @@ class HorizonError(Exception):
         self.retry_after_s = retry_after_s
 
     def with_names(self, names: Mapping[Path, str]) -> HorizonError:
-        """Return the error with its file under the name that its reader knows, itself where no folder of `names` has the file.
+        """Return the error with its file under the name that its reader knows, itself where no folder of `names` has
+        the file.
 
-        A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are meant, `FILE`.
+        A file in a folder becomes `FILE of NAME`; of a folder without a name, whose files can only be the ones that are
+        meant, `FILE`.
         """
         folders = [folder for folder in names if self.file is not None and self.file.is_relative_to(folder)]
         if self.file is None or not folders:
@@ -90,7 +93,8 @@ class InvalidUpload(HorizonError, ValueError):
 
 
 class UploadInProgress(HorizonError, RuntimeError):
-    """Another connection of the same user is sending the same content right now; a retry after a while continues from there."""
+    """Another connection of the same user is sending the same content right now; a retry after a while continues from
+    there."""
 
 
 class Stalled(HorizonError, TimeoutError):
@@ -102,8 +106,8 @@ class RequestIdReused(HorizonError, ValueError):
 
 
 class NotFound(HorizonError, LookupError):
-    """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has named, where
-    that is a job, dataset or model; else both are empty."""
+    """The resource does not exist, or the caller may not know that it does. `kind` and `name` say what the caller has
+    named, where that is a job, dataset or model; else both are empty."""
 
     kind = name = ""
 
@@ -139,7 +143,8 @@ class InUse(HorizonError, RuntimeError):
 
 
 class DoesNotFit(HorizonError, MemoryError):
-    """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would fit."""
+    """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would
+    fit."""
 
 
 class QuotaExceeded(HorizonError, RuntimeError):
@@ -171,11 +176,13 @@ class WorkerFailed(HorizonError, RuntimeError):
 
 
 class WorkerDied(HorizonError, RuntimeError):
-    """A child process ended without an answer, such as when it is killed by a signal. The same call may work when repeated."""
+    """A child process ended without an answer, such as when it is killed by a signal. The same call may work when
+    repeated."""
 
 
 class WorkerCrashed(HorizonError, RuntimeError):
-    """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
+    """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the
+    same way."""
 
 
 class TurnOverrun(HorizonError, RuntimeError):
@@ -195,7 +202,8 @@ class IoFailed(HorizonError, OSError):
 
 
 class Diverged(HorizonError, RuntimeError):
-    """Training was stopped because too many steps in a row could not be used: their loss or gradients were not finite."""
+    """Training was stopped because too many steps in a row could not be used: their loss or gradients were not
+    finite."""
 
 
 class BadSetting(HorizonError, ValueError):
@@ -214,7 +222,8 @@ def naming(names: Mapping[Path, str]) -> Iterator[None]:
 
 
 def os_problem(error: OSError) -> str:
-    """Return what the system says, and of the file the name alone: where the daemon keeps its files is not the user's concern."""
+    """Return what the system says, and of the file the name alone: where the daemon keeps its files is not the user's
+    concern."""
     name = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
     return f"{error.strerror or error}{name}"
 

@@ -1,7 +1,8 @@
-"""What happens to a job, as data: one vocabulary from the worker's pipe to the database, the watch stream and the metrics.
+"""What happens to a job, as data: one vocabulary from the worker's pipe to the database, the watch stream and the
+metrics.
 
-A worker writes events as JSON lines; the daemon numbers and stores them. Payload names are those that notebooks know (loss, grad_norm,
-learning_rate, num_input_tokens_seen). Knows neither the wire nor the database.
+A worker writes events as JSON lines; the daemon numbers and stores them. Payload names are those that notebooks know
+(loss, grad_norm, learning_rate, num_input_tokens_seen). Knows neither the wire nor the database.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class PrepareProgress:
 class EvalAnswer:
     """An answer that the model gave to the prompt of a document of the set. Texts are cut to what is worth showing.
 
-    `found` is the final answer in it, `expected` that of `reference`, which is the data's; None where none is looked for or found.
+    `found` is the final answer in it, `expected` that of `reference`, which is the data's; None where none is looked
+    for or found.
     """
 
     document: int
@@ -71,7 +73,8 @@ class EvalAnswer:
 class EvalDone(EvalFigures):
     """One evaluation is done; `step` 0 is before the first step.
 
-    The figures of the loss are those of the first set, of the queues those of all `sets` together. `judged` is what `eval.best_by` names.
+    The figures of the loss are those of the first set, of the queues those of all `sets` together. `judged` is what
+    `eval.best_by` names.
     """
 
     step: int
@@ -103,7 +106,8 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptReady:
-    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's pipe.
+    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's
+    pipe.
 
     `packed_rows` are the rows that an epoch's documents were packed into.
     """
@@ -121,10 +125,12 @@ class TurnWanted:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnEnded:
-    """The worker leaves the device idle from here on, and takes back a TurnWanted that was not granted. Only on the worker's pipe.
+    """The worker leaves the device idle from here on, and takes back a TurnWanted that was not granted. Only on the
+    worker's pipe.
 
-    `released`: it has freed its memory on the device too. An optimizer update may still run on the CPU. `began_s` and `ended_s` are when
-    the worker learned of its turn and when the device became idle, in seconds of the machine's monotonic clock; 0 where it had no turn.
+    `released`: it has freed its memory on the device too. An optimizer update may still run on the CPU. `began_s` and
+    `ended_s` are when the worker learned of its turn and when the device became idle, in seconds of the machine's
+    monotonic clock; 0 where it had no turn.
     """
 
     released: bool = False
@@ -134,7 +140,8 @@ class TurnEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReleased:
-    """The worker, which has no turn, has freed its memory on the device: it was asked to, or needs it no more. Only on its pipe."""
+    """The worker, which has no turn, has freed its memory on the device: it was asked to, or needs it no more. Only on
+    its pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +151,8 @@ class WorkerProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencesDone:
-    """How much of the pass over the data before the first step is done, in earlier attempts too. Only on the worker's pipe."""
+    """How much of the pass over the data before the first step is done, in earlier attempts too. Only on the worker's
+    pipe."""
 
     done_tokens: int
     total_tokens: int
@@ -152,8 +160,8 @@ class ReferencesDone:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledText:
-    """More text of the answer to a prompt, `num_tokens` in all so far. `ended` says why it is complete (stop or length). Only on the pipe
-    of the child that answers prompts.
+    """More text of the answer to a prompt, `num_tokens` in all so far. `ended` says why it is complete (stop or
+    length). Only on the pipe of the child that answers prompts.
     """
 
     prompt: int

@@ -1,7 +1,9 @@
-"""Regular expressions that users write, over names of tensors and answers of models: in bounded time and memory, wherever they run.
+"""Regular expressions that users write, over names of tensors and answers of models: in bounded time and memory,
+wherever they run.
 
-Python's `re` backtracks: there are short expressions whose search never ends. RE2 takes time linear in the text and bounded memory, and
-refuses what it would compile to more. It has no look-around and no references back, which neither names nor answers need.
+Python's `re` backtracks: there are short expressions whose search never ends. RE2 takes time linear in the text and
+bounded memory, and refuses what it would compile to more. It has no look-around and no references back, which neither
+names nor answers need.
 """
 
 from __future__ import annotations
@@ -75,12 +77,16 @@ def problem_with_extraction(expression: str) -> str:
     if problem := problem_of(expression):
         return problem
     if not _compiled(expression).groups:
-        return f"holds {expression!r}, which has no group; put parentheses around the part that is the answer: #### (-?[0-9.,]+)"
+        return (
+            f"holds {expression!r}, which has no group; put parentheses around the part that is the answer: #### "
+            "(-?[0-9.,]+)"
+        )
     return ""
 
 
 def final_answer(expression: str, text: str) -> str | None:
-    """Return the first group of the last match in a text, without white space around it and without commas between digits.
+    """Return the first group of the last match in a text, without white space around it and without commas between
+    digits.
 
     None where there is no match, or its group took no part in it.
     """

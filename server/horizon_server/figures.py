@@ -1,6 +1,8 @@
-"""What the engine measures in a step and in an evaluation: one definition from the engine to the events and the metrics.
+"""What the engine measures in a step and in an evaluation: one definition from the engine to the events and the
+metrics.
 
-Units: bytes and seconds. A loss is the mean over supervised tokens. A figure that /metrics shows names its metric in its type.
+Units: bytes and seconds. A loss is the mean over supervised tokens. A figure that /metrics shows names its metric in
+its type.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFigures:
-    """One direction of the link over a period. Units: bytes and seconds; `exposed_s` is compute idle, waiting for it."""
+    """One direction of the link over a period. Units: bytes and seconds; `exposed_s` is compute idle, waiting for
+    it."""
 
     bytes: Annotated[int, Metric("horizon_transfer_bytes_total", "Bytes moved over the link.", _LINK)] = 0
     busy_s: Annotated[float, Metric("horizon_transfer_seconds_total", "Seconds the link's queue was busy.", _LINK)] = (
@@ -57,12 +60,13 @@ class TransferFigures:
 class QueueFigures:
     """What the device's queues did over a period, from their own clocks. Units: seconds.
 
-    `compute_s` is from the first to the last operation of each piece of work. On a GPU it counts the gaps in between, where the device
-    waits for the next launch. `launching_s` is the part of it in which the host was still launching that piece: gaps are there and nowhere
-    else, so they are at most as long. Where it is near 0, the device always had work queued; it is 0 where work runs as it is called.
+    `compute_s` is from the first to the last operation of each piece of work. On a GPU it counts the gaps in between,
+    where the device waits for the next launch. `launching_s` is the part of it in which the host was still launching
+    that piece: gaps are there and nowhere else, so they are at most as long. Where it is near 0, the device always had
+    work queued; it is 0 where work runs as it is called.
 
-    The optimizer's seconds are those since the previous figures were taken: the update of a step runs during the next one, or
-    during the evaluation that follows it. `optimizer_exposed_s` is the part that nothing else hid.
+    The optimizer's seconds are those since the previous figures were taken: the update of a step runs during the next
+    one, or during the evaluation that follows it. `optimizer_exposed_s` is the part that nothing else hid.
     """
 
     h2d: TransferFigures = field(default_factory=TransferFigures)
@@ -74,7 +78,8 @@ class QueueFigures:
         float,
         Metric(
             "horizon_compute_launching_seconds_total",
-            "Seconds the compute queue worked while the host was still launching that work: launch gaps are at most this.",
+            "Seconds the compute queue worked while the host was still launching that work: launch gaps are at most "
+            "this.",
             ("device",),
         ),
     ] = 0.0
@@ -92,8 +97,8 @@ class StepFigures(QueueFigures):
     `noise_scale_tokens` is the gradient noise scale, averaged over steps (`engine.noise_scale`); None while unknown.
     `method_figures` are what the job's method reports besides its loss, a handful by name; empty for cross-entropy.
     `skipped` says why not every weight was updated, or is empty: `non_finite_gradient` changed nothing,
-    `partly_non_finite_gradient` only the units that an update during backward had reached. `model_flops` are the model's own
-    operations, without recompute. The memory figures hold each component's peak since the start.
+    `partly_non_finite_gradient` only the units that an update during backward had reached. `model_flops` are the
+    model's own operations, without recompute. The memory figures hold each component's peak since the start.
     """
 
     step: int
@@ -140,8 +145,8 @@ class StepFigures(QueueFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures(QueueFigures):
-    """One evaluation: the mean loss over its `num_targets` supervised tokens, or the loss of the job's method. No step's figures include
-    it."""
+    """One evaluation: the mean loss over its `num_targets` supervised tokens, or the loss of the job's method. No
+    step's figures include it."""
 
     eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
@@ -156,9 +161,9 @@ class EvalFigures(QueueFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSetFigures:
-    """What an evaluation measured of one set. Counts are exact, and the shares follow from them: `accuracy` is the share of the
-    `num_targets` supervised tokens that the model finds the likeliest, `exact_match` that of the answers whose final answer is the data's,
-    None where that was not compared.
+    """What an evaluation measured of one set. Counts are exact, and the shares follow from them: `accuracy` is the
+    share of the `num_targets` supervised tokens that the model finds the likeliest, `exact_match` that of the answers
+    whose final answer is the data's, None where that was not compared.
     """
 
     name: str
@@ -202,7 +207,8 @@ def overlap_ratio(transfers: Iterable[TransferFigures]) -> float:
 
 
 def total_evaluation(parts: Iterable[EvalFigures]) -> EvalFigures:
-    """The figures of an evaluation that ran in parts: the loss weighted by each part's targets, everything else added."""
+    """The figures of an evaluation that ran in parts: the loss weighted by each part's targets, everything else
+    added."""
     listed = list(parts)
     num_targets = sum(part.num_targets for part in listed)
     return EvalFigures(

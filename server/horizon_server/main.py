@@ -1,4 +1,5 @@
-"""The daemon: wires every part to its neighbours, serves, and drains. The one place that knows all parts; owns no logic of its own."""
+"""The daemon: wires every part to its neighbours, serves, and drains. The one place that knows all parts; owns no logic
+of its own."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ class Parts:
     space: Space
 
     async def drain(self, timeout_s: float, *, leave_workers: bool = False) -> None:
-        """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then end every watch."""
+        """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then
+        end every watch."""
         await self.services.samples.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)
@@ -135,7 +137,8 @@ def run_daemon(settings: Settings) -> int:
     with (
         # Without the reserve nothing can be written, so nobody can delete through the daemon.
         disk_full_reported(
-            f"free space on the disk of {settings.state_dir}, then start again; if nothing else can go, compiled/ and trash/ in it are not "
+            f"free space on the disk of {settings.state_dir}, then start again; if nothing else can go, compiled/ and "
+            "trash/ in it are not "
             "needed, and prepared/ is made again (docs/housekeeping.md)"
         ),
         held_state_dir(settings.state_dir),
@@ -281,7 +284,11 @@ async def wire(
         models=models,
         blobs=uploads,
         node=NodeFacts(
-            store, lifecycle, scheduler, state_dir=settings.state_dir, accelerators=tuple(found),
+            store,
+            lifecycle,
+            scheduler,
+            state_dir=settings.state_dir,
+            accelerators=tuple(found),
             share_half_life_s=settings.share_half_life_s,
         ),
         sharing=SharingService(store=sharing, accounts=accounts, quotas=quotas, jobs=jobs, scheduler=scheduler),
@@ -293,7 +300,7 @@ async def wire(
         identity=IdentityService(
             accounts=accounts, datasets=datasets, models=models, max_token_days=settings.max_token_days
         ),
-    )  # fmt: skip
+    )
     pairing = Pairing(database, settings.state_dir)
     sweep = Sweep(
         settings=settings,
@@ -305,9 +312,15 @@ async def wire(
         retention=retention,
     )
     return Parts(
-        services=services, lifecycle=lifecycle, journal=journal, scheduler=scheduler, metrics=metrics, pairing=pairing,
-        sweep=sweep, space=space,
-    )  # fmt: skip
+        services=services,
+        lifecycle=lifecycle,
+        journal=journal,
+        scheduler=scheduler,
+        metrics=metrics,
+        pairing=pairing,
+        sweep=sweep,
+        space=space,
+    )
 
 
 def _wire_data(

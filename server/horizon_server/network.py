@@ -63,7 +63,8 @@ def bound_socket(setting: str, address: Address) -> socket.socket:
     except OSError as error:
         listener.close()
         raise BadSetting(
-            f"{setting}: cannot listen on {address}: {error.strerror or error}; choose another HOST:PORT with --{setting}"
+            f"{setting}: cannot listen on {address}: {error.strerror or error}; choose another HOST:PORT with "
+            f"--{setting}"
         ) from error
     return listener
 
@@ -123,7 +124,8 @@ def with_client_authority(certificate: ServerCertificate, authority: Path | None
 
 
 def own_certificate(folder: Path, names: tuple[str, ...]) -> ServerCertificate:
-    """Return the certificate below `folder`, made on first use, and made again when `names` has one that it does not cover."""
+    """Return the certificate below `folder`, made on first use, and made again when `names` has one that it does not
+    cover."""
     files = ServerCertificate(certificate=folder / "server.pem", key=folder / "server.key", authority=folder / "ca.pem")
     wanted = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn(), *names}
     if files.certificate.is_file():
@@ -158,9 +160,16 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
     key = ec.generate_private_key(ec.SECP256R1())
     common_name = f"horizon authority of {socket.gethostname()}"
     usage = x509.KeyUsage(
-        digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
     certificate = (
         _builder(common_name, _name(common_name), key.public_key())
         # It signs servers only: no authority below it would be accepted.

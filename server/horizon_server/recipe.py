@@ -11,13 +11,17 @@ Matmul = Literal["bf16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How weights are trained: optimizer, schedule, clipping, noise and rounding. One record in the job's spec, its plan and the engine.
+    """How weights are trained: optimizer, schedule, clipping, noise and rounding. One record in the job's spec, its
+    plan and the engine.
 
-    `max_grad_norm` None turns clipping off. After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
-    `seed` is that of dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above
-    0. A step has up to `tokens_per_step` tokens, in rows of up to `sequence_length`; the engine makes room for the former at once, and
-    grows with the largest step where it is 0. `matmul: fp8` rounds the layers' products. `adapter_scale` multiplies the output of
-    adapters and `adapter_dropout` is the share of their inputs that is dropped, where the layout has adapters.
+    `max_grad_norm` None turns clipping off. After `max_skipped_steps` steps in a row that were skipped, training stops;
+    0 turns that off. `seed` is that of dropout, where the model's config asks for it, and of noise on the embeddings,
+    where `neftune_noise_alpha` is above
+    0. A step has up to `tokens_per_step` tokens, in rows of up to `sequence_length`; the engine makes room for the
+      former at once, and
+    grows with the largest step where it is 0. `matmul: fp8` rounds the layers' products. `adapter_scale` multiplies the
+    output of adapters and `adapter_dropout` is the share of their inputs that is dropped, where the layout has
+    adapters.
     """
 
     learning_rate: float

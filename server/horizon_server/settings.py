@@ -1,4 +1,5 @@
-"""The daemon's settings: flags, then environment (`HORIZOND_*`), then the TOML file, then defaults. The only reader of the environment."""
+"""The daemon's settings: flags, then environment (`HORIZOND_*`), then the TOML file, then defaults. The only reader of
+the environment."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. Every field is a key of horizond.toml and an environment variable with the prefix HORIZOND_."""
+    """Everything that can be set. Every field is a key of horizond.toml and an environment variable with the prefix
+    HORIZOND_."""
 
     model_config = SettingsConfigDict(env_prefix="HORIZOND_", extra="forbid", frozen=True)
 
@@ -55,8 +57,8 @@ class Settings(BaseSettings):
     )
     tls_client_ca: Path | None = Field(
         None,
-        description="Authority of client certificates (PEM). When set, gRPC and HTTP serve only clients with a certificate that it "
-        "has signed; a token is needed too.",
+        description="Authority of client certificates (PEM). When set, gRPC and HTTP serve only clients with a "
+        "certificate that it has signed; a token is needed too.",
     )
     max_calls_per_s: float = Field(
         100.0, gt=0, description="Average calls per second per user; further calls wait or are refused."
@@ -64,14 +66,15 @@ class Settings(BaseSettings):
     audit_days: float = Field(365.0, gt=0, description="Days that entries of the audit log are kept.")
     metrics_token_required: bool = Field(
         False,
-        description="Require a token on /metrics too. Off loopback it is always required; without one the series of jobs, users and "
-        "projects are left out.",
+        description="Require a token on /metrics too. Off loopback it is always required; without one the series of "
+        "jobs, users and projects are left out.",
     )
     max_token_days: float = Field(
         365.0,
         gt=0,
         le=3650,
-        description="Longest life of a token that a user creates with horizon token create; horizond token create has no such limit.",
+        description="Longest life of a token that a user creates with horizon token create; horizond token create has "
+        "no such limit.",
     )
     model_roots: Folders = Field((), description="Folders on the node below which a job may name a model folder.")
     host_memory_limit_bytes: int | None = Field(
@@ -89,11 +92,13 @@ class Settings(BaseSettings):
     gpu: str | None = Field(
         None,
         min_length=1,
-        description="Index (as nvidia-smi lists it) or UUID of the only GPU for jobs with device: cuda; default: all that torch finds.",
+        description="Index (as nvidia-smi lists it) or UUID of the only GPU for jobs with device: cuda; default: all "
+        "that torch finds.",
     )
     numa_interleave: bool = Field(
         True,
-        description="Spread a worker's memory over all NUMA nodes. A policy that the daemon was started with (numactl) is kept.",
+        description="Spread a worker's memory over all NUMA nodes. A policy that the daemon was started with (numactl) "
+        "is kept.",
     )
     trace_workers: bool = Field(
         False,
@@ -117,7 +122,8 @@ class Settings(BaseSettings):
     min_free_bytes: int | None = Field(
         None,
         ge=0,
-        description="Bytes of the disk that uploads, preparations and checkpoints leave free; default: 1 % of it, at most 2 GiB.",
+        description="Bytes of the disk that uploads, preparations and checkpoints leave free; default: 1 % of it, at "
+        "most 2 GiB.",
     )
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
@@ -126,14 +132,16 @@ class Settings(BaseSettings):
     )
     on_sigterm: Literal["auto", "leave", "drain"] = Field(
         "auto",
-        description="What SIGTERM does to running jobs. leave: their workers train on, and the next daemon takes them over; drain: they "
-        "are checkpointed and end; auto: drain where the daemon is process 1, as in containers, else leave. SIGINT (Ctrl-C) always drains.",
+        description="What SIGTERM does to running jobs. leave: their workers train on, and the next daemon takes them "
+        "over; drain: they are checkpointed and end; auto: drain where the daemon is process 1, as in containers, else "
+        "leave. SIGINT (Ctrl-C) always drains.",
     )
     max_restarts: int = Field(
         5,
         ge=0,
         le=1000,
-        description="Maximum automatic restarts in a row after transient failures, without a completed step in between.",
+        description="Maximum automatic restarts in a row after transient failures, without a completed step in "
+        "between.",
     )
     time_slice_s: float = Field(
         60.0,
@@ -143,13 +151,14 @@ class Settings(BaseSettings):
     turn_grace_s: float = Field(
         30.0,
         gt=0,
-        description="Grace period beyond one step for a worker to return its device; then a warning, and after another one it is killed.",
+        description="Grace period beyond one step for a worker to return its device; then a warning, and after another "
+        "one it is killed.",
     )
     silence_limit_s: float = Field(
         600.0,
         ge=0,
-        description="A worker that makes no progress for longer, and for longer than 20 of its steps, is killed, and its job is restarted; "
-        "0 never does that.",
+        description="A worker that makes no progress for longer, and for longer than 20 of its steps, is killed, and "
+        "its job is restarted; 0 never does that.",
     )
     share_half_life_s: float = Field(
         86400.0,
@@ -159,20 +168,20 @@ class Settings(BaseSettings):
     max_loading_jobs: int = Field(
         4,
         ge=1,
-        description="Jobs that are loaded at the same time, in the order of shares; the next one begins when one has asked for its first "
-        "turn on its device.",
+        description="Jobs that are loaded at the same time, in the order of shares; the next one begins when one has "
+        "asked for its first turn on its device.",
     )
     max_loading_jobs_of_user: int = Field(
         2,
         ge=1,
-        description="Jobs of one user that are loaded at the same time, so that many jobs of one user do not take the processors of "
-        "those that train; 1 while jobs of others train.",
+        description="Jobs of one user that are loaded at the same time, so that many jobs of one user do not take the "
+        "processors of those that train; 1 while jobs of others train.",
     )
     max_resident_jobs: int = Field(
         4,
         ge=1,
-        description="Jobs of one user in memory, unless an admin has set another number for the user: horizond user set "
-        "--max-resident-jobs.",
+        description="Jobs of one user in memory, unless an admin has set another number for the user: horizond user "
+        "set --max-resident-jobs.",
     )
     max_residence_s: float = Field(
         4 * 3600.0,
@@ -187,8 +196,8 @@ class Settings(BaseSettings):
     sampling_keep_s: float = Field(
         60.0,
         ge=0,
-        description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the next one, unless a "
-        "job needs the memory; 0 never keeps it.",
+        description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the "
+        "next one, unless a job needs the memory; 0 never keeps it.",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
@@ -202,7 +211,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags and file arrive as keywords (flags already on top); `load_settings` lets the environment override the file."""
+        """Flags and file arrive as keywords (flags already on top); `load_settings` lets the environment override the
+        file."""
         return (init_settings, env_settings)
 
     def arena_limit(self, host_limit_bytes: int) -> int:
@@ -261,12 +271,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
 
 def quiet_libraries() -> None:
     """Keep gRPC's own lines from stderr, for processes that serve; to be called before gRPC is imported."""
-    # It writes one for each TLS handshake that fails and past the daemon's log with its limits: a caller without a token could fill the
-    # disk. GRPC_VERBOSITY in the environment shows them again.
+    # It writes one for each TLS handshake that fails and past the daemon's log with its limits: a caller without a
+    # token could fill the disk. GRPC_VERBOSITY in the environment shows them again.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of child processes: the daemon's own, without the daemon's settings, and with hubs switched off."""
+    """Return the environment of child processes: the daemon's own, without the daemon's settings, and with hubs
+    switched off."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZOND_")}
     return kept | CHILD_VARIABLES

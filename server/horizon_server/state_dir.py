@@ -1,4 +1,5 @@
-"""The state folder: private, of one account, held by one daemon at a time. The running daemon writes its addresses there."""
+"""The state folder: private, of one account, held by one daemon at a time. The running daemon writes its addresses
+there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _DATABASE = "horizon.db"
 
 
 def private_state_dir(path: Path) -> None:
-    """Make `path` where it is missing; take away what other accounts may do there, and refuse to put files into another account's.
+    """Make `path` where it is missing; take away what other accounts may do there, and refuse to put files into another
+    account's.
 
     Raises:
         BadSetting: when it cannot be made, or belongs to another account.
@@ -37,14 +39,16 @@ def private_state_dir(path: Path) -> None:
         # The daemon could not write what root leaves in its folder. Other accounts can write only where they may.
         if own == 0 and owner != 0:
             raise BadSetting(
-                f"state folder {path} belongs to {_account(owner)}, and this command runs as {_account(own)}, whose files the daemon "
-                f"could not write; run it as {_account(owner)}: sudo -u {_account(owner)} horizond ..., or choose another with "
+                f"state folder {path} belongs to {_account(owner)}, and this command runs as {_account(own)}, whose "
+                f"files the daemon could not write; run it as {_account(owner)}: sudo -u {_account(owner)} horizond "
+                "..., or choose another with "
                 "--state-dir"
             )
         for place in (path, *path.glob(f"{_DATABASE}*")):
             found = place.stat()
             mode = found.st_mode & 0o777
-            # What belongs to another account, such as a volume that a container shares by its group, is that account's to close.
+            # What belongs to another account, such as a volume that a container shares by its group, is that account's
+            # to close.
             if mode & PRIVATE_UMASK and found.st_uid == own:
                 place.chmod(mode & ~PRIVATE_UMASK)
                 log.warning("other accounts could read %s; its mode %04o is repaired", place, mode)
@@ -53,14 +57,16 @@ def private_state_dir(path: Path) -> None:
 
 
 def require_state(path: Path) -> None:
-    """Let pass a folder that a daemon has been started on. Raises BadSetting, so that a wrong --state-dir makes none."""
+    """Let pass a folder that a daemon has been started on. Raises BadSetting, so that a wrong --state-dir makes
+    none."""
     try:
         is_there = (path / _DATABASE).exists()
     except OSError as error:
         raise _unusable(path, error) from error
     if not is_there:
         raise BadSetting(
-            f"{path} holds no daemon's state: give the daemon's own folder with --state-dir or --config, or start a daemon on it first: "
+            f"{path} holds no daemon's state: give the daemon's own folder with --state-dir or --config, or start a "
+            "daemon on it first: "
             "horizond serve"
         )
 
@@ -73,7 +79,8 @@ def existing_state_dir(path: Path) -> None:
 
 @contextmanager
 def idle_state_dir(path: Path) -> Iterator[Path]:
-    """Keep daemons from starting on `path` until the end of the block, for one who only looks. Raises InUse: one runs on it."""
+    """Keep daemons from starting on `path` until the end of the block, for one who only looks. Raises InUse: one runs
+    on it."""
     try:
         descriptor = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # no daemon has run since it was restored or copied
@@ -96,8 +103,8 @@ def held_state_dir(path: Path, *, may_be_unfinished: bool = False) -> Iterator[P
 
     Raises:
         InUse: when another daemon holds it.
-        BadSetting: when it cannot be made or written, belongs to another account, or a restore into it was interrupted and
-            `may_be_unfinished` is not set.
+        BadSetting: when it cannot be made or written, belongs to another account, or a restore into it was interrupted
+            and `may_be_unfinished` is not set.
     """
     private_state_dir(path)
     if not may_be_unfinished and (path / UNFINISHED_RESTORE_FILE).exists():
@@ -115,7 +122,8 @@ def held_state_dir(path: Path, *, may_be_unfinished: bool = False) -> Iterator[P
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(descriptor)
         raise InUse(
-            f"state folder {path} is held by another horizond (pid {holder}); stop it, or choose another with --state-dir"
+            f"state folder {path} is held by another horizond (pid {holder}); stop it, or choose another with "
+            "--state-dir"
         ) from error
     try:
         os.ftruncate(descriptor, 0)

@@ -44,6 +44,8 @@ def test_damaged_details_still_give_an_error() -> None:
 def test_what_was_named_survives_a_copy() -> None:
     error = copy.copy(NotFound.named("job", "x"))  # by __reduce__, as pickle does
     assert (error.kind, error.name, error.message) == (
-        "job", "x", "job 'x' does not exist, or is not yours; see: horizon job list"
-    )  # fmt: skip
+        "job",
+        "x",
+        "job 'x' does not exist, or is not yours; see: horizon job list",
+    )
     assert copy.copy(NotFound("gone")).kind == ""

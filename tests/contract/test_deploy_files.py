@@ -25,10 +25,15 @@ def _yaml(name: str) -> Any:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")
-@pytest.mark.parametrize("arguments", [
-    ["check", "config", "--syntax-only", "prometheus.yml"], ["check", "config", "--syntax-only", "prometheus-tls.yml"],
-    ["check", "rules", "alerts.yml"], ["test", "rules", "alerts-test.yml"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "config", "--syntax-only", "prometheus.yml"],
+        ["check", "config", "--syntax-only", "prometheus-tls.yml"],
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts-test.yml"],
+    ],
+)
 def test_promtool_accepts_the_prometheus_files_and_the_alerts_do_what_their_tests_say(arguments: list[str]) -> None:
     ran = subprocess.run(["promtool", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,4 +1,5 @@
-"""The house's own rules, held by tests: file sizes, import contracts, fresh generated code, nothing of the workplace in the tree."""
+"""The house's own rules, held by tests: file sizes, import contracts, fresh generated code, nothing of the workplace in
+the tree."""
 
 from __future__ import annotations
 

@@ -128,8 +128,12 @@ def test_the_dashboard_hangs_together(families: dict[str, Metric]) -> None:
     identifiers = [panel["id"] for panel in board["panels"]]
     assert len(identifiers) == len(set(identifiers))
     assert [panel["title"] for panel in board["panels"] if panel["type"] == "row"] == [
-        "Overview", "Sharing", "Memory", "Transfer", "Service",
-    ]  # fmt: skip
+        "Overview",
+        "Sharing",
+        "Memory",
+        "Transfer",
+        "Service",
+    ]
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource", "the board must work in a Grafana that is there already"
     for panel in board["panels"]:

@@ -1,4 +1,5 @@
-"""docs/security.md: each limit of its tables is the one of the code and has a test, and no limit of the code is missing there."""
+"""docs/security.md: each limit of its tables is the one of the code and has a test, and no limit of the code is missing
+there."""
 
 from __future__ import annotations
 
@@ -17,9 +18,21 @@ from horizon_server.settings import Settings
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/security.md").read_text("utf-8")
 _UNITS = {
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "min": 60, "h": 3600, "days": 86400,
-    "(days)": 1, "bytes": 1, "characters": 1, "s": 1, "ms": 1, "times": 1, "": 1,
-}  # fmt: skip
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "min": 60,
+    "h": 3600,
+    "days": 86400,
+    "(days)": 1,
+    "bytes": 1,
+    "characters": 1,
+    "s": 1,
+    "ms": 1,
+    "times": 1,
+    "": 1,
+}
 # Folders of the server in which a MAX_... bounds what a caller sends. The others plan, compute and draw.
 _GUARDED = ("api", "blobs", "children", "datasets", "db", "jobs", "records", "services", "spec", "scheduling")
 

@@ -1,4 +1,5 @@
-"""The blocking client is generated from the async one, the records from the wire contract, and the committed code is fresh."""
+"""The blocking client is generated from the async one, the records from the wire contract, and the committed code is
+fresh."""
 
 from __future__ import annotations
 

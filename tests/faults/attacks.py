@@ -182,10 +182,18 @@ async def bad_requests(_server: str, http: str, _token: str, seconds: float) -> 
 ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
     for attack in (
-        silent_calls, health_watches, silent_checks, idle_connections, greeted_connections, half_requests, flood,
-        wrong_tokens, undecodable, bad_requests,
+        silent_calls,
+        health_watches,
+        silent_checks,
+        idle_connections,
+        greeted_connections,
+        half_requests,
+        flood,
+        wrong_tokens,
+        undecodable,
+        bad_requests,
     )
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def test_prepared_data_that_somebody_deleted_is_made_again(node: Node) -> None:
 def test_two_users_take_turns_and_see_only_their_own(node: Node, tmp_path: Path) -> None:
     bob = node.shell(tmp_path, node.daemon.user("bob"))
     (tmp_path / "job.yaml").write_text(
-        "name: bobs\nmodel: bobs-model\ndataset: bobs-chats\ntrain: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
+        "name: bobs\nmodel: bobs-model\ndataset: bobs-chats\ntrain: {max_steps: 2, sequence_length: 64, "
+        "tokens_per_step: 128}\n"
     )
     bob.works("model", "push", str(node.model), "--name", "bobs-model")
     bob.works("dataset", "push", str(node.dataset), "--name", "bobs-chats")

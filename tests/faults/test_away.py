@@ -1,4 +1,5 @@
-"""The daemon is away while people type commands: they wait for it and succeed, and each says so once. A wrong address fails in seconds."""
+"""The daemon is away while people type commands: they wait for it and succeed, and each says so once. A wrong address
+fails in seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from horizon_client.resources import Job
 # Limits for what hangs; a daemon takes many seconds to start on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 
-SPEC = "name: typed\nmodel: demo-model\ndataset: demo-chats\ntrain: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
+SPEC = (
+    "name: typed\nmodel: demo-model\ndataset: demo-chats\ntrain: {max_steps: 2, sequence_length: 64, "
+    "tokens_per_step: 128}\n"
+)
 WAITS = "nothing listens there; is the daemon running, and the port right?; trying again for up to 60 s"
 
 
@@ -103,7 +107,8 @@ def test_commands_wait_for_a_daemon_that_restarts(
 
 
 def test_an_open_client_finds_a_daemon_that_is_back(cordoned: Node, jobs: dict[str, Job]) -> None:
-    """Calls that are sent at most once met the pause between two attempts to connect, and failed although the daemon was up again."""
+    """Calls that are sent at most once met the pause between two attempts to connect, and failed although the daemon
+    was up again."""
     once: list[Callable[[Client], object]] = [
         lambda client: client.jobs.resume(jobs["resumed"].job_id),
         lambda client: client.account.create_token(label="once"),

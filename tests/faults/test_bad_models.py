@@ -1,4 +1,5 @@
-"""Model folders that cannot be trained: refused on the laptop before a byte is sent, and on the node when nobody checked before."""
+"""Model folders that cannot be trained: refused on the laptop before a byte is sent, and on the node when nobody
+checked before."""
 
 from __future__ import annotations
 

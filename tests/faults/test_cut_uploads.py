@@ -1,4 +1,5 @@
-"""Uploads through a proxy that cuts, half-closes, delays and hangs: the content arrives whole, and hardly a byte travels twice."""
+"""Uploads through a proxy that cuts, half-closes, delays and hangs: the content arrives whole, and hardly a byte
+travels twice."""
 
 from __future__ import annotations
 

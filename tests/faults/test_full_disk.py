@@ -1,4 +1,5 @@
-"""A state folder on a disk that runs full: a sentence, no half files, and a daemon that goes on when there is space again."""
+"""A state folder on a disk that runs full: a sentence, no half files, and a daemon that goes on when there is space
+again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from horizon_server.blobs.space import RESERVE_FILE
 
 MIB = 2**20
 
-# A fifth of the kills: a trial takes as long as one of those. Without, the phases that write most: saving, training and uploading.
+# A fifth of the kills: a trial takes as long as one of those. Without, the phases that write most: saving, training and
+# uploading.
 NUM_TRIALS = max(3, int(os.environ.get("HORIZON_KILLS", "0")) // 5)
 SEED = int(os.environ.get("HORIZON_KILLS_SEED", "10"))
 
@@ -191,7 +193,8 @@ def test_several_files_at_once_that_fit_alone_but_not_together(
 def test_a_disk_that_is_full_for_some_seconds_costs_nothing(
     trial: Trial, reference: Reference, small_disk: Path, tmp_path: Path
 ) -> None:
-    """At any moment between the first upload and the last checkpoint; what needs space waits for it, or is refused and tried again."""
+    """At any moment between the first upload and the last checkpoint; what needs space waits for it, or is refused and
+    tried again."""
     scene = FullDiskScene(trial, reference, small_disk, tmp_path / "tmp")
     with scene.reported():
         scene.play()

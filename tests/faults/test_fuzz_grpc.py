@@ -1,4 +1,5 @@
-"""Every method of the contract under raw, random and mutated requests: no internal error, and nothing of another user's in an answer."""
+"""Every method of the contract under raw, random and mutated requests: no internal error, and nothing of another user's
+in an answer."""
 
 from __future__ import annotations
 

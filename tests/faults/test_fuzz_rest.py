@@ -1,5 +1,5 @@
-"""Every REST operation of the OpenAPI document under valid, broken and aimed requests: no 5xx, nothing of another user's, and the answers
-that the document promises."""
+"""Every REST operation of the OpenAPI document under valid, broken and aimed requests: no 5xx, nothing of another
+user's, and the answers that the document promises."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`kill -9` of the daemon, of workers and of other children at any moment, with nobody there to help: nothing acknowledged is lost or done
-twice, and the weights are those of a run that nothing disturbed.
+"""`kill -9` of the daemon, of workers and of other children at any moment, with nobody there to help: nothing
+acknowledged is lost or done twice, and the weights are those of a run that nothing disturbed.
 
 HORIZON_KILLS is the number of trials (`make test-all` has 300), HORIZON_KILLS_SEED what they are drawn from.
 """

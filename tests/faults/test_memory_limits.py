@@ -1,4 +1,5 @@
-"""Every child of the daemon at its memory limit: a clear error, nothing partial is left, and the same succeeds once the cause is gone."""
+"""Every child of the daemon at its memory limit: a clear error, nothing partial is left, and the same succeeds once the
+cause is gone."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ async def daemon(make_daemon: MakeDaemon, tmp_path: Path) -> AsyncIterator[Daemo
         yield made
 
 
-# --- Checks and previews ----------------------------------------------------------------------------------------------------------------
+# --- Checks and previews
+# ------------------------------------------------------------------------------
 
 
 async def test_a_row_check_at_its_limit(daemon: DaemonParts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +129,8 @@ async def test_a_preview_at_its_limit(daemon: DaemonParts) -> None:
     assert (await previews.preview(ADA, "chats", "fine", PreviewOptions())).rows
 
 
-# --- Preparation ------------------------------------------------------------------------------------------------------------------------
+# --- Preparation
+# --------------------------------------------------
 
 
 @pytest.mark.parametrize("num_rows", [8, 8000], ids=["alone", "in several processes"])
@@ -147,7 +150,8 @@ async def test_a_preparation_at_its_limit(daemon: DaemonParts, tmp_path: Path, n
     assert (await daemon.until(job.job_id, *ENDS)).job_state is JobState.SUCCEEDED
 
 
-# --- What the daemon measures, and what a worker compiles --------------------------------------------------------------------------------
+# --- What the daemon measures, and what a worker compiles
+# --------------------------------------------------------------------------------
 
 
 async def test_a_measurement_at_its_limit(tmp_path: Path) -> None:
@@ -191,7 +195,8 @@ def test_a_compilation_at_its_limit_says_why(tmp_path: Path, monkeypatch: pytest
     assert re.fullmatch("the compilation (ran out of memory|ended with exit code .*|was ended by .*)", refusals[0])
 
 
-# --- Workers ----------------------------------------------------------------------------------------------------------------------------
+# --- Workers
+# --------------------------------------------------
 
 
 @asynccontextmanager
@@ -251,7 +256,10 @@ async def test_a_worker_at_its_limit_is_restarted_and_loses_nothing(
     await trainer.until(job.job_id, attempt=2)
     ended = await trainer.until(job.job_id, *ENDS)
     assert (ended.job_state, ended.attempt) == (JobState.SUCCEEDED, 2), ended.message
-    expected = "the worker ran out of memory (after step 3); it is restarted in 0.1 s (restart 1 of at most 5 without progress)"
+    expected = (
+        "the worker ran out of memory (after step 3); it is restarted in 0.1 s (restart 1 of at most 5 without "
+        "progress)"
+    )
     assert expected in await reasons(trainer, job)
     assert await losses(trainer, job) == undisturbed
     assert nothing_is_left(trainer, job)
@@ -270,12 +278,14 @@ async def test_a_worker_that_does_not_fit_fails_and_trains_when_it_is_resumed_wi
     assert sorted(await losses(trainer, job)) == list(range(1, TRAIN["max_steps"] + 1))
 
 
-# --- Kills by the kernel ----------------------------------------------------------------------------------------------------------------
+# --- Kills by the kernel
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobRecord], None]:
-    """A hierarchy of control groups in plain files; what it returns does to a job's worker what the out-of-memory killer does."""
+    """A hierarchy of control groups in plain files; what it returns does to a job's worker what the out-of-memory
+    killer does."""
     root, own = tmp_path / "cgroup", tmp_path / "own"
     service = root / "horizond.service"
     (service / "daemon").mkdir(parents=True)

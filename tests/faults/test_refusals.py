@@ -10,7 +10,10 @@ import grpc
 import pytest
 from tests.support.node import Node, Shell, run_horizond
 
-SPEC = "name: job\nmodel: demo-model\ndataset: demo-chats\ntrain: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
+SPEC = (
+    "name: job\nmodel: demo-model\ndataset: demo-chats\ntrain: {max_steps: 2, sequence_length: 64, tokens_per_step: "
+    "128}\n"
+)
 
 
 def test_a_wrong_token(shell: Shell) -> None:

@@ -40,7 +40,8 @@ ROUNDS = 4
 
 @pytest.fixture
 def leaving_node(tmp_path: Path, pushed: PushedState) -> Iterator[MakeNode]:
-    """Daemons that leave their workers running on SIGTERM, or do what `on_sigterm` says. A worker computes with one thread."""
+    """Daemons that leave their workers running on SIGTERM, or do what `on_sigterm` says. A worker computes with one
+    thread."""
     made: list[DaemonProcess] = []
 
     def make(on_sigterm: str = "leave", **settings: float) -> Node:
@@ -55,8 +56,8 @@ def leaving_node(tmp_path: Path, pushed: PushedState) -> Iterator[MakeNode]:
 
 
 class StepClock(threading.Thread):
-    """Notes when a worker writes each step into its journal, whether or not a daemon is there. The kernel's own time of the file is what
-    counts, so it does not matter how late this thread sees it."""
+    """Notes when a worker writes each step into its journal, whether or not a daemon is there. The kernel's own time of
+    the file is what counts, so it does not matter how late this thread sees it."""
 
     def __init__(self, journal: Path) -> None:
         super().__init__(name="step clock", daemon=True)
@@ -87,7 +88,8 @@ class StepClock(threading.Thread):
         self.join(10)
 
     def gaps_s(self, first: int, last: int) -> list[float]:
-        """The time between the end of a step's computation and the start of the next one's, for the steps of this range."""
+        """The time between the end of a step's computation and the start of the next one's, for the steps of this
+        range."""
         at, took = self.written_s, self.duration_s
         return [at[n] - at[n - 1] - took[n] for n in range(first, last + 1) if n in at and n - 1 in at]
 
@@ -103,7 +105,8 @@ def begin(node: Node, name: str, **train: Any) -> UnattendedUser:
 
 @contextmanager
 def reconnected(node: Node, job_id: str) -> Iterator[Client]:
-    """A client that has reached the daemon: gRPC's channels to one address share the pause after a failed connection."""
+    """A client that has reached the daemon: gRPC's channels to one address share the pause after a failed
+    connection."""
     with Client(node.daemon.endpoints["grpc"], token=node.token, unary_retry=PATIENT) as client:
         client.jobs.get(job_id)
         yield client
@@ -140,7 +143,8 @@ def test_a_restart_repeats_no_step_and_delays_none(leaving_node: MakeNode, how: 
 
 
 def added_by_restart(node: Node, how: str, name: str) -> float:
-    """How much longer than before steps take while the daemon is away and after it is back, as a share: the larger of the two."""
+    """How much longer than before steps take while the daemon is away and after it is back, as a share: the larger of
+    the two."""
     num_steps = 60
     user = begin(node, name, max_steps=num_steps)
     (pid,) = processes_of(WORKER, node.daemon.state_dir)

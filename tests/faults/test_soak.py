@@ -1,4 +1,5 @@
-"""A daemon's life at speed: what it uses stays flat. HORIZON_SOAK_S says for how many seconds (two hours: `python -m bench.soak`)."""
+"""A daemon's life at speed: what it uses stays flat. HORIZON_SOAK_S says for how many seconds (two hours: `python -m
+bench.soak`)."""
 
 from __future__ import annotations
 

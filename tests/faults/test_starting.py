@@ -1,4 +1,5 @@
-"""A daemon that cannot start says why in one sentence, ends with code 2 and holds nothing; beyond loopback it speaks TLS only."""
+"""A daemon that cannot start says why in one sentence, ends with code 2 and holds nothing; beyond loopback it speaks
+TLS only."""
 
 from __future__ import annotations
 

@@ -30,10 +30,11 @@ from horizon_server.settings import Settings
 ATTACK_S = 4.0
 ROUNDS = 8
 WINDOW_S = 4.0
-# Of the steps a second of a running job. Wanted are 0.95; on two cores, both of which the job uses, half requests and a flood of calls cost
-# it about a quarter.
+# Of the steps a second of a running job. Wanted are 0.95; on two cores, both of which the job uses, half requests and a
+# flood of calls cost it about a quarter.
 MIN_RATIO = 0.5
-# The same where another user's small jobs are loaded. Wanted are 0.8, which `bench.loading` measures; here other tests may run beside it.
+# The same where another user's small jobs are loaded. Wanted are 0.8, which `bench.loading` measures; here other tests
+# may run beside it.
 MIN_LOADED_RATIO = 0.35
 MAX_RESIDENT = Settings.model_fields["max_resident_jobs"].default
 # A connection that is cut is made again after the pause, and all of that counts in how long the call took.
@@ -107,13 +108,15 @@ def new_connection(world: Attacked) -> None:
 
 
 def rest(world: Attacked) -> None:
-    """Call REST. A connection that is cut before its answer is made again, as browsers do: the attacker calls from the same address."""
+    """Call REST. A connection that is cut before its answer is made again, as browsers do: the attacker calls from the
+    same address."""
     request = urllib.request.Request(  # our own daemon
         f"http://{world.daemon.endpoints['http']}/horizon/v1/node", headers={"Authorization": f"Bearer {world.ada}"}
     )
     until = time.monotonic() + LONGEST_CALL_S
-    # The newest connections of an address are kept, and under half requests the attacker's are as new as this one: of 509 calls 3 were
-    # cut, under connections to gRPC none of 292. Not a number of tries: a hundred take a moment, or seconds, by how busy the machine is.
+    # The newest connections of an address are kept, and under half requests the attacker's are as new as this one: of
+    # 509 calls 3 were cut, under connections to gRPC none of 292. Not a number of tries: a hundred take a moment, or
+    # seconds, by how busy the machine is.
     while time.monotonic() < until:
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
@@ -151,7 +154,8 @@ def test_others_are_served_and_the_log_stays_small(attacked: Attacked, attack: s
 @pytest.mark.timeout(900)
 def test_the_running_job_is_not_slowed(tmp_path: Path) -> None:
     """Windows with and without an attack take turns in one run, so that what else the machine does is in both."""
-    # A user's calls take their share of all processors, and here there may be two: at the default's 100 a second they may take more.
+    # A user's calls take their share of all processors, and here there may be two: at the default's 100 a second they
+    # may take more.
     attacked = Attacked(tmp_path, max_calls_per_s=20)
     try:
         slowest = slowest_steps(attacked)
@@ -161,7 +165,8 @@ def test_the_running_job_is_not_slowed(tmp_path: Path) -> None:
 
 
 def slowest_steps(attacked: Attacked) -> dict[str, float]:
-    """Steps a second under each attack, of those without; of several rounds the one with the least else on the machine."""
+    """Steps a second under each attack, of those without; of several rounds the one with the least else on the
+    machine."""
     files = attacked.daemon.state_dir.parent / "files"
     model, rows = write_demo_model(files / "model"), write_demo_dataset(files)
     with attacked.daemon.client(attacked.ada) as client:
@@ -193,7 +198,8 @@ def slowest_steps(attacked: Attacked) -> dict[str, float]:
 @pytest.mark.further
 @pytest.mark.timeout(900)
 def test_a_running_job_is_not_stopped_by_the_small_jobs_of_another(tmp_path: Path) -> None:
-    """Eve submits sixty jobs of one step. Without a bound they were loaded all at once, and ada's job had a tenth of its steps."""
+    """Eve submits sixty jobs of one step. Without a bound they were loaded all at once, and ada's job had a tenth of
+    its steps."""
     attacked = Attacked(tmp_path)
     files = tmp_path / "files"
     model, rows = write_demo_model(files / "model"), write_demo_dataset(files)
@@ -211,7 +217,8 @@ def test_a_running_job_is_not_stopped_by_the_small_jobs_of_another(tmp_path: Pat
                 while time.monotonic() - started < seconds:
                     most = max(most, len(attacked.daemon.worker_pids()))
                     time.sleep(0.2)
-                # Ada's worker, two of eve's that are being loaded and those that wait for their first turn or are ending.
+                # Ada's worker, two of eve's that are being loaded and those that wait for their first turn or are
+                # ending.
                 assert most <= 1 + MAX_RESIDENT
                 return (ada.jobs.get(job_id).step - first) / (time.monotonic() - started)
 

@@ -1,4 +1,5 @@
-"""Following a job from afar: across a restart of the daemon, until Ctrl-C, as text, as data and as server-sent events."""
+"""Following a job from afar: across a restart of the daemon, until Ctrl-C, as text, as data and as server-sent
+events."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ _PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class StepBits:
-    """All a step leaves behind: exact loss and gradient norm, and a digest of every tensor's master weight and moments."""
+    """All a step leaves behind: exact loss and gradient norm, and a digest of every tensor's master weight and
+    moments."""
 
     loss: str
     grad_norm: str

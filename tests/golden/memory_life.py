@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
@@ -16,6 +17,9 @@ from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
+# Longer than anybody waits to kill it.
+_REST_S = 600.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
@@ -28,10 +32,11 @@ class Said:
 
 
 class Pipe(EventWriter):
-    """Sends what a test wants to know, and logs nothing."""
+    """Sends what a test wants to know, and logs nothing. Rests once it has told of `rests_after` steps, until it is
+    killed."""
 
-    def __init__(self, messages: Connection) -> None:
-        self._messages = messages
+    def __init__(self, messages: Connection, rests_after: int | None) -> None:
+        self._messages, self._steps_left = messages, rests_after
 
     def send(self, line: Line) -> None:
         match line:
@@ -39,19 +44,25 @@ class Pipe(EventWriter):
                 self._messages.send(Said(ready=line.step))
             case StepDone():
                 self._messages.send(Said(step=line.step, loss=line.loss.hex()))
+                if self._steps_left is not None:
+                    self._steps_left -= 1
+                    if not self._steps_left:
+                        time.sleep(_REST_S)
             case Message(level="warning"):
                 self._messages.send(Said(warning=line.text))
             case _:
                 pass
 
 
-def live(request: dict[str, Any], descriptors: dict[str, Any], log: Path, messages: Connection) -> None:
+def live(
+    request: dict[str, Any], descriptors: dict[str, Any], log: Path, messages: Connection, rests_after: int | None
+) -> None:
     """Run an attempt to its end on planes of the parent."""
     # What a worker prints belongs to its log.
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     planes = {name: descriptor.detach() for name, descriptor in descriptors.items()}
     made = from_plain(WorkerRequest, {**request, "planes": planes})
-    training = Training(made, events=Pipe(messages), orders=Orders())
+    training = Training(made, events=Pipe(messages, rests_after), orders=Orders())
     try:
         training.run()
     finally:

@@ -1,4 +1,5 @@
-"""What a job that trains adapters leaves: PEFT and transformers compute from it what the store computes, and the node answers with it."""
+"""What a job that trains adapters leaves: PEFT and transformers compute from it what the store computes, and the node
+answers with it."""
 
 from __future__ import annotations
 
@@ -40,13 +41,21 @@ DOCUMENTS = [torch.arange(start, start + 12) * 5 % 32 for start in (0, 3, 7)]
 def spec_of(**lora: Any) -> JobSpec:
     return parse_job_spec(
         {
-            "name": "job", "model": "tiny", "dataset": "d", "checkpoint": {"export": "both", "dtype": "fp32"},
+            "name": "job",
+            "model": "tiny",
+            "dataset": "d",
+            "checkpoint": {"export": "both", "dtype": "fp32"},
             "train": {
-                "max_steps": 4, "sequence_length": 32, "tokens_per_step": 64, "trainable": "lora", "learning_rate": 0.03,
-                "warmup_steps": 0, "lora": {"rank": 4, "alpha": 16, **lora},
+                "max_steps": 4,
+                "sequence_length": 32,
+                "tokens_per_step": 64,
+                "trainable": "lora",
+                "learning_rate": 0.03,
+                "warmup_steps": 0,
+                "lora": {"rank": 4, "alpha": 16, **lora},
             },
         }
-    )  # fmt: skip
+    )
 
 
 def trained(folder: Path, spec: JobSpec) -> Path:

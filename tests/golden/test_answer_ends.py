@@ -1,4 +1,5 @@
-"""A real model on real chats: its answers, and what is judged of them, do not depend on whether its folder lists the end of a turn."""
+"""A real model on real chats: its answers, and what is judged of them, do not depend on whether its folder lists the
+end of a turn."""
 
 from __future__ import annotations
 
@@ -38,19 +39,23 @@ def evaluations(folder: Path, eos: int | list[int]) -> list[tuple[Any, ...]]:
         short = [line for line in lines if len(line) < MAX_CHARACTERS]
     (folder / "chats.jsonl").write_text("".join(short[:40]), "utf-8")
     request = PrepareRequest(
-        dataset_files=(StoredFile.at(folder / "chats.jsonl"),), model_dir=folder / "model",
+        dataset_files=(StoredFile.at(folder / "chats.jsonl"),),
+        model_dir=folder / "model",
         output_dir=folder / "prepared",
         options=PrepareOptions(
-            format=DatasetFormat.PROMPT_COMPLETION, field_map={"prompt": "question", "completion": "answer"},
+            format=DatasetFormat.PROMPT_COMPLETION,
+            field_map={"prompt": "question", "completion": "answer"},
             sequence_length=LENGTH,
         ),
-    )  # fmt: skip
+    )
     prepare(request, on_progress=lambda rows: None)
     asked = {"set": "gsm8k", "prompts": NUM_PROMPTS, "max_new_tokens": 128, "answer": "#### (-?[0-9.,]+)"}
     spec = spec_of(
-        2, train={"sequence_length": LENGTH, "tokens_per_step": 512, "compile": "off"}, checkpoint={"every_steps": 0},
+        2,
+        train={"sequence_length": LENGTH, "tokens_per_step": 512, "compile": "off"},
+        checkpoint={"every_steps": 0},
         eval={"sets": {"gsm8k": "d"}, "generate": asked},
-    )  # fmt: skip
+    )
     daemon = Daemon(always)
     attempt(folder, spec, daemon, evaluations={"gsm8k": str(folder / "prepared")}, num_threads=2)
     written = json.loads((folder / "checkpoints/step-00000002/generation_config.json").read_text())

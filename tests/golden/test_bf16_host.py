@@ -133,7 +133,8 @@ def test_every_architecture_has_the_gradients_of_its_own_code_in_bf16(
     loss, rounded = gradients_of(reference_in_bf16(model), rows, plain_loss)
     got = {name: run.gradient(name) for name in exact}
     assert report.loss == pytest.approx(loss, rel=5e-4)
-    # Not closer to each other: attention and the loss round elsewhere than the model's own code. But no further from the truth.
+    # Not closer to each other: attention and the loss round elsewhere than the model's own code. But no further from
+    # the truth.
     assert relative_error(got, exact) <= max(4 * ROUNDING, 1.5 * relative_error(rounded, exact))
 
 
@@ -154,7 +155,8 @@ def test_it_gives_the_bits_of_the_cuda_devices_schedule(
     start: Callable[..., Run],
     rows_of_step: Callable[[int], list[MicroBatch]],
 ) -> None:
-    """On the stand-in for CUDA, which computes with the same kernels. Nothing is clipped, as the norms are summed in another order."""
+    """On the stand-in for CUDA, which computes with the same kernels. Nothing is clipped, as the norms are summed in
+    another order."""
     model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
     grad_dtype = None if "max_grad_norm" in options else torch.bfloat16
     found = []

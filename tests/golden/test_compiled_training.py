@@ -1,5 +1,5 @@
-"""Layers compiled for real, by the child process that a worker starts: the same training as with eager layers, to the bit where a job is
-resumed.
+"""Layers compiled for real, by the child process that a worker starts: the same training as with eager layers, to the
+bit where a job is resumed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from horizon_server.worker.compilation import Compilation, CompileRequest
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
-# The documents of each row of each step. Not the 48 tokens that the code is best for, and one row of a single token, which runs eagerly.
+# The documents of each row of each step. Not the 48 tokens that the code is best for, and one row of a single token,
+# which runs eagerly.
 ROWS: list[list[tuple[int, ...]]] = [[(9, 14, 30)], [(40,), (3, 5, 2), (21, 20)], [(17, 17), (1,)], [(60,), (2,)]]
 MODEL = "qwen3"
 
@@ -171,7 +172,8 @@ def train(
     save_to: tuple[int, Path, Path] | None = None,
     scale: float = 1.0,
 ) -> Trained:
-    """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's files."""
+    """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's
+    files."""
     template, device = model.template, HostDevice(num_threads=1, compute_dtype=dtype)
     compiled = None if library is None else CompiledLayers.load(template, CodeLibrary(library), target(dtype))
     calls: list[object] = []
@@ -213,8 +215,8 @@ def test_compiled_training_is_eager_training_within_rounding(
     eager, compiled = (train(model, batches, where, monkeypatch) for where in (None, library))
     assert compiled.losses == pytest.approx(eager.losses, rel=2e-6)
     assert compiled.norms == pytest.approx(eager.norms, rel=2e-6)
-    # Forward and backward of every layer and row, but for the one of a single token; and the forward of the three rows of the packing
-    # trial.
+    # Forward and backward of every layer and row, but for the one of a single token; and the forward of the three rows
+    # of the packing trial.
     num_rows = sum(len(batch) for batch in ROWS) - 1
     assert compiled.compiled_calls == (2 * num_rows + 3) * model.template.num_layers
 

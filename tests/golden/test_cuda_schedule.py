@@ -1,4 +1,5 @@
-"""The cuda device's schedule, run on the CPU through the driver's port: right numbers in bf16, and the same bits whatever the timing."""
+"""The cuda device's schedule, run on the CPU through the driver's port: right numbers in bf16, and the same bits
+whatever the timing."""
 
 from __future__ import annotations
 
@@ -265,7 +266,8 @@ def test_the_driver_is_at_most_two_units_ahead_of_compute(
     run = start(tiny_model("llama", num_hidden_layers=12), device=device)
     run.trainer.train_step([pack(documents(9))])
 
-    # A unit is one piece of work or two (its gradient's zeroing), and three of them may be queued: the one that runs, and two.
+    # A unit is one piece of work or two (its gradient's zeroing), and three of them may be queued: the one that runs,
+    # and two.
     assert most <= 8, f"{most} pieces of work were queued at once"
 
 

@@ -1,4 +1,5 @@
-"""What the device holds and what crosses its link: bounded whatever the depth, counted to the byte, refused with numbers."""
+"""What the device holds and what crosses its link: bounded whatever the depth, counted to the byte, refused with
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the plan says that a GPU's allocator will hold beyond slots and activations, against what the real code allocates in bf16."""
+"""What the plan says that a GPU's allocator will hold beyond slots and activations, against what the real code
+allocates in bf16."""
 
 from __future__ import annotations
 
@@ -25,9 +26,16 @@ from horizon_server.store.host_store import HostStore
 
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 4096, "layer_types": None,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 4096,
+    "layer_types": None,
+}
 GPT2: dict[str, Any] = {"intermediate_size": None, "n_embd": 256, "n_positions": 4096, "n_layer": 2}
 
 
@@ -47,8 +55,8 @@ def planned_and_tracked(
     is_weighted: bool = False,
     **sizes: Any,
 ) -> tuple[int, TrackingRuntime]:
-    """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has seen what was
-    allocated. With weights no two tokens of a row are the same.
+    """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has
+    seen what was allocated. With weights no two tokens of a row are the same.
     """
     config = config_of(architecture, **{**SIZES, **sizes})
     template, runtime = Template.from_config(config), TrackingRuntime()
@@ -134,7 +142,8 @@ def test_the_plan_is_not_below_the_peak_with_products_kept(architecture: str, nu
     planned, runtime = planned_and_tracked(
         architecture, 512, num_rows=num_rows, product_layers=num_layers - 1, num_hidden_layers=num_layers
     )
-    # What backward of a layer takes over is planned twice, and layers that recompute come when the others' products are gone.
+    # What backward of a layer takes over is planned twice, and layers that recompute come when the others' products are
+    # gone.
     assert 0.98 < planned / runtime.allocations.peak_bytes < 1.6, "\n".join(runtime.allocations.at_peak)
 
 

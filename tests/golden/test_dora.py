@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 COMPARED = ["llama", "gpt2", "qwen3_moe", *further("qwen3", "gemma2", "phi3", "falcon")]
-"""With Conv1D, whose weights are transposed, products written as x @ weight.T, biases, fused projections, and a mixture of experts, whose
-attention is adapted.
+"""With Conv1D, whose weights are transposed, products written as x @ weight.T, biases, fused projections, and a mixture
+of experts, whose attention is adapted.
 """
 NUM_STEPS = 5
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -142,7 +142,8 @@ def test_loss_and_gradients_are_those_of_peft(
         gradients.append(torch.cat([gradient.reshape(-1).double() for gradient in found if gradient is not None]))
     ours = torch.cat([run.gradient(name).reshape(-1) for name in ends[0].parameters])
     theirs, exact = gradients[0], gradients[-1]
-    # As near to the exact gradients as PEFT's own arithmetic is; with dropout, whose draws differ in fp64, as near to PEFT.
+    # As near to the exact gradients as PEFT's own arithmetic is; with dropout, whose draws differ in fp64, as near to
+    # PEFT.
     allowed = 1e-6 if dropout else max(3 * relative(theirs, exact), 3e-7)
     assert relative(ours, exact) <= allowed
 
@@ -159,8 +160,14 @@ def test_steps_are_those_of_peft(
     rows = rows_for(architecture, rows)
     model, store = loaded(tiny_model(architecture), tmp_path)
     run = start(
-        model, store=store, adapter_scale=1.5, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=0.5, weight_decay=0.1
-    )  # fmt: skip
+        model,
+        store=store,
+        adapter_scale=1.5,
+        learning_rate=1e-3,
+        lr_schedule="constant",
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+    )
     run.trainer.flush()
     reference = Dora(model, store)
     parameters = list(reference.parameters.values())
@@ -203,9 +210,12 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
 ) -> None:
     stores: list[HostStore] = []
     choices: list[dict[str, Any]] = [
-        {}, {"activation_placement": "host"}, {"num_weight_slots": 1, "num_gradient_slots": 3}, {"resident_layers": 2},
+        {},
+        {"activation_placement": "host"},
+        {"num_weight_slots": 1, "num_gradient_slots": 3},
+        {"resident_layers": 2},
         {"product_layers": 3},
-    ]  # fmt: skip
+    ]
     for number, options in enumerate(choices):
         model, store = loaded(tiny_model("llama"), tmp_path / str(number))
         device = HostDevice(num_threads=1, compute_dtype=dtype, max_delay_s=0.0005, delay_seed=number)
@@ -286,9 +296,15 @@ def test_what_the_device_holds_is_what_the_plan_says(
     rows = [pack(documents(40, 30)), pack(documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
-    plan = ledger_of(store.layout, shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
+    plan = ledger_of(
+        store.layout,
+        shape,
+        tokens_per_step=101,
+        sequence_length=70,
+        device_kind="host",
+        grad_bytes=4,
         compute_dtype="float32" if dtype == torch.float32 else "bfloat16",
-    )  # fmt: skip
+    )
     for component in ("weights", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device_bytes[component], component
     assert report.device_memory_bytes["workspace"] <= plan.device_bytes["workspace"]

@@ -1,4 +1,5 @@
-"""Evaluations between the steps of a training: token accuracy and generated answers against transformers, and no bit of it changed."""
+"""Evaluations between the steps of a training: token accuracy and generated answers against transformers, and no bit of
+it changed."""
 
 from __future__ import annotations
 

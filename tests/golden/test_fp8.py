@@ -52,7 +52,8 @@ def test_a_model_trains_to_nearly_the_loss_of_the_compute_dtype(
 
     assert full[-1] < 0.9 * full[0]
     assert in_fp8 != full
-    # Rows as narrow as these lose most by rounding, and learning by heart at this rate shows it: up to 3 % are measured.
+    # Rows as narrow as these lose most by rounding, and learning by heart at this rate shows it: up to 3 % are
+    # measured.
     assert in_fp8[0] == pytest.approx(full[0], rel=5e-3)
     assert in_fp8 == pytest.approx(full, rel=4e-2)
 

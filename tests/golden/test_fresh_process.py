@@ -1,7 +1,9 @@
-"""A step taken first thing in a new process has the bits of the same step taken later in a process, at a real model's sizes.
+"""A step taken first thing in a new process has the bits of the same step taken later in a process, at a real model's
+sizes.
 
-`test_resume` kills and resumes a model too small for products that are shared among threads; here attention and the projections are
-large enough for that, and every resume is a new program in the environment that the daemon gives its workers.
+`test_resume` kills and resumes a model too small for products that are shared among threads; here attention and the
+projections are large enough for that, and every resume is a new program in the environment that the daemon gives its
+workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Layers with fused operators in place of their norms, rotary positions and SwiGLU: found for what it is, and the same numbers."""
+"""Layers with fused operators in place of their norms, rotary positions and SwiGLU: found for what it is, and the same
+numbers."""
 
 from __future__ import annotations
 
@@ -68,8 +69,10 @@ def test_a_layer_with_operators_computes_what_the_layer_computes(architecture: s
         found = operators(graphs)
         # Once forward; once in recompute, but for what no gradient needs.
         assert (found["rms_norm_backward"], found["rotary_backward"], found["swiglu_backward"]) == (
-            num_norms, num_rotations, num_gates
-        )  # fmt: skip
+            num_norms,
+            num_rotations,
+            num_gates,
+        )
         assert (found["rotary"], found["swiglu"]) == (2 * num_rotations, 2 * num_gates)
         for graph in (graphs.forward, graphs.backward):
             fuse_sums(graph.module)

@@ -33,7 +33,8 @@ Begin = Callable[..., TokenGenerator]
 STOP = 2
 NUM_NEW = 24
 PROMPTS = ([5, 40, 17], list(range(30, 51)), [9], [7, 7, 60, 3, 88, 61, 15, 15, 33, 2, 71])
-"""Of different lengths, longer and shorter than the windows of these models; one holds the stop token, one the padding's id."""
+"""Of different lengths, longer and shorter than the windows of these models; one holds the stop token, one the
+padding's id."""
 
 ARCHITECTURES = [
     "llama",

@@ -1,6 +1,7 @@
 """Spare device memory: layers whose weights stay from step to step, and products that stay from forward to backward.
 
-No bit depends on them, less crosses the link and less is computed by exactly what was planned, and the account is the plan's.
+No bit depends on them, less crosses the link and less is computed by exactly what was planned, and the account is the
+plan's.
 """
 
 from __future__ import annotations
@@ -248,10 +249,17 @@ def test_the_account_is_the_plans(
     a_layer = product_bytes(folder_of(layout, shape), *settings(tokens_per_step=220, compute_dtype=dtype))
     product_layers = 2 if a_layer else 0
     assert (a_layer > 0) == (architecture in DENSE)
-    plan = ledger_of(layout, shape, tokens_per_step=220, sequence_length=110, device_kind="cuda" if kind == "cuda" else "host",
-        grad_bytes=grad_bytes and (4 if kind == "host" else 2), compute_dtype=dtype,
-        resident_layers=resident, product_layers=product_layers,
-    )  # fmt: skip
+    plan = ledger_of(
+        layout,
+        shape,
+        tokens_per_step=220,
+        sequence_length=110,
+        device_kind="cuda" if kind == "cuda" else "host",
+        grad_bytes=grad_bytes and (4 if kind == "host" else 2),
+        compute_dtype=dtype,
+        resident_layers=resident,
+        product_layers=product_layers,
+    )
     device = device_of(kind)
     run = start(
         model,

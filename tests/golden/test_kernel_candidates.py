@@ -1,4 +1,5 @@
-"""Layers compiled for real in two ways, with the compiler's own kernels and with Triton's operators: the faster one is used."""
+"""Layers compiled for real in two ways, with the compiler's own kernels and with Triton's operators: the faster one is
+used."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ TEMPLATE = template_of(config_of("llama"))
 
 @pytest.fixture
 def timings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Trial]]:
-    """Has builds of this test make both candidates on a CPU, and gives their trials these timings; collects the trials."""
+    """Has builds of this test make both candidates on a CPU, and gives their trials these timings; collects the
+    trials."""
 
     def set_timings(*speedups: float, errors: tuple[float, ...] = ()) -> list[Trial]:
         trials: list[Trial] = []
@@ -74,7 +76,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compiled(code: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Gives both candidates that code, because to compile takes long; collects whether operators were in what was to be compiled."""
+    """Gives both candidates that code, because to compile takes long; collects whether operators were in what was to be
+    compiled."""
     found: list[bool] = []
 
     def compile_once(graphs: LayerGraphs, path: Path) -> None:
@@ -109,9 +112,16 @@ def test_the_faster_candidate_is_used(
     (pattern,) = call_patterns(TEMPLATE, TARGET.dtype).values()
     assert isinstance(pattern, CallPattern)
     again = try_layer(
-        TEMPLATE, 0, pattern, call, LayerCode(library.code(key)), entry.returned,
-        num_tokens=29, dtype=TARGET.dtype, device=TARGET.device,
-    )  # fmt: skip
+        TEMPLATE,
+        0,
+        pattern,
+        call,
+        LayerCode(library.code(key)),
+        entry.returned,
+        num_tokens=29,
+        dtype=TARGET.dtype,
+        device=TARGET.device,
+    )
     assert again.error <= 2e-6
     # A process that only loads code knows the operators.
     check = "import sys; from horizon_server.engine.compiled.package import LayerCode; LayerCode(sys.argv[1])"

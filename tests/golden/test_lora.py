@@ -42,7 +42,8 @@ Pack = Callable[[list[Tensor]], MicroBatch]
 NUM_STEPS = 5
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 COMPARED = ["llama", "gpt2", "qwen3_moe", *further("falcon", "qwen3", "gemma2", "phi3", "minicpm3")]
-"""With fused projections, Conv1D, compressed queries, products with a transpose, and a mixture of experts, whose attention is adapted."""
+"""With fused projections, Conv1D, compressed queries, products with a transpose, and a mixture of experts, whose
+attention is adapted."""
 
 
 def found_in(model: TinyModel, folder: Path, *, original: bool = False, **lora: Any) -> ModelFolder:
@@ -176,13 +177,19 @@ def test_steps_are_those_of_peft(
     layout = found_in(model, tmp_path, original=True).layout
     store = HostStore.allocate(layout, num_threads=1)
     model.stores.append(store)
-    # Of a seed whose gradients have no element near zero: Adam's quotient magnifies its rounding, PEFT's in fp32 as well as ours.
+    # Of a seed whose gradients have no element near zero: Adam's quotient magnifies its rounding, PEFT's in fp32 as
+    # well as ours.
     load_model(store, tmp_path, seed=2)
     template = Template.from_folder(tmp_path, layout=layout)
     run = start(
-        dataclasses.replace(model, template=template), store=store, adapter_scale=1.5, learning_rate=1e-3,
-        lr_schedule="constant", max_grad_norm=0.5, weight_decay=0.1,
-    )  # fmt: skip
+        dataclasses.replace(model, template=template),
+        store=store,
+        adapter_scale=1.5,
+        learning_rate=1e-3,
+        lr_schedule="constant",
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+    )
 
     def values() -> dict[str, Tensor]:
         run.trainer.flush()
@@ -339,9 +346,16 @@ def test_what_the_device_holds_is_what_the_plan_says(
     rows = [pack(documents(40, 30)), pack(documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
-    plan = ledger_of(model.template.layout, shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
-        activation_placement=placement, adapter_dropout=dropout,
-    )  # fmt: skip
+    plan = ledger_of(
+        model.template.layout,
+        shape,
+        tokens_per_step=101,
+        sequence_length=70,
+        device_kind="host",
+        grad_bytes=4,
+        activation_placement=placement,
+        adapter_dropout=dropout,
+    )
     for component in ("weights", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device_bytes[component], component
     assert report.device_memory_bytes["workspace"] <= plan.device_bytes["workspace"]

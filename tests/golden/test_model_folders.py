@@ -1,4 +1,5 @@
-"""Folders as transformers writes them: planned from their headers, loaded, trained, exported, and read by transformers again."""
+"""Folders as transformers writes them: planned from their headers, loaded, trained, exported, and read by transformers
+again."""
 
 from __future__ import annotations
 

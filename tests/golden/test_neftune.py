@@ -33,8 +33,8 @@ def noise_of(key: StepKey, index: int, lengths: Sequence[int], width: int) -> li
     return [ALPHA / math.sqrt(len(part) * width) * part for part in torch.split(drawn, list(lengths))]
 
 
-# What follows the table: nothing; a factor in the model, or in the table's module; learned positions; a norm, whose gradient depends on the
-# noise. The tables of gemma and qwen3 are the projection too.
+# What follows the table: nothing; a factor in the model, or in the table's module; learned positions; a norm, whose
+# gradient depends on the noise. The tables of gemma and qwen3 are the projection too.
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "bloom"])
 def test_gradients_are_those_of_plain_autograd_with_the_same_noise(
     architecture: str,

@@ -1,4 +1,5 @@
-"""Steps of every objective against plain autograd of its paper's formula on the same model, all documents apart and in memory at once.
+"""Steps of every objective against plain autograd of its paper's formula on the same model, all documents apart and in
+memory at once.
 
 Shapes: K = documents of the step, S = supervised tokens, T = tokens of a document, V = vocabulary.
 """
@@ -238,7 +239,8 @@ def step_objective(case: Case, rows: Sequence[MicroBatch], references_S: Tensor)
 
 @pytest.fixture
 def moved(tiny_model: Callable[..., TinyModel]) -> Callable[[str], tuple[TinyModel, list[Tensor]]]:
-    """A model, and the answers' log-probabilities under weights next to its own: a reference from which it has moved on."""
+    """A model, and the answers' log-probabilities under weights next to its own: a reference from which it has moved
+    on."""
 
     def build(architecture: str) -> tuple[TinyModel, list[Tensor]]:
         model = tiny_model(architecture)

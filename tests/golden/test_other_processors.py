@@ -1,7 +1,8 @@
 """The golden tests as other processors would run them: the libraries' own switches choose other kernels on this one.
 
-Kernels differ in the order of their sums, and so in the last bits; what is judged by float64 passes with all of them. A part of the tests
-runs as on the oldest processor, and with `make test-all` all of those that are cheap, as on each kind and with each switch by itself.
+Kernels differ in the order of their sums, and so in the last bits; what is judged by float64 passes with all of them. A
+part of the tests runs as on the oldest processor, and with `make test-all` all of those that are cheap, as on each kind
+and with each switch by itself.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ CHEAP = (
 
 
 def is_known_here(switches: dict[str, str]) -> bool:
-    """Whether this processor has what torch is told to use. It would not look, and stop at the first instruction that is not there."""
+    """Whether this processor has what torch is told to use. It would not look, and stop at the first instruction that
+    is not there."""
     flags = Path("/proc/cpuinfo").read_text().split()
     needed = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
     return needed.get(switches.get("ATEN_CPU_CAPABILITY", ""), set()) <= set(flags)

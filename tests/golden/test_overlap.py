@@ -77,7 +77,8 @@ def test_the_reported_overlap_is_what_the_trace_shows_and_drops_without_double_b
     double = traced_steps(link_bytes_per_s=rate)
     single = traced_steps(link_bytes_per_s=rate, num_slots=1, num_steps=2)
 
-    # A thread that the machine wakes up late neither copies nor computes, in some step; an error of the account is in every one.
+    # A thread that the machine wakes up late neither copies nor computes, in some step; an error of the account is in
+    # every one.
     differences = [[round(step.difference(direction), 3) for direction in ("h2d", "d2h")] for step in double]
     assert min(max(step) for step in differences) <= 0.03, differences
     hidden = max(step.report.h2d.overlap_ratio for step in double)

@@ -1,4 +1,5 @@
-"""After training on a base in fewer bits: answers are those of the job's evaluations, and merged models compute what they are said to."""
+"""After training on a base in fewer bits: answers are those of the job's evaluations, and merged models compute what
+they are said to."""
 
 from __future__ import annotations
 
@@ -86,9 +87,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def job_spec(base: str, merge_base: str = "trained") -> JobSpec:
     lora = {"rank": 4, "alpha": 16, "base": base}
     train = {
-        "trainable": "lora", "lora": lora, "learning_rate": 0.003, "warmup_steps": 0, "sequence_length": LENGTH,
-        "tokens_per_step": 128, "compile": "off",
-    }  # fmt: skip
+        "trainable": "lora",
+        "lora": lora,
+        "learning_rate": 0.003,
+        "warmup_steps": 0,
+        "sequence_length": LENGTH,
+        "tokens_per_step": 128,
+        "compile": "off",
+    }
     spec: JobSpec = spec_of(
         NUM_STEPS,
         train=train,
@@ -107,7 +113,8 @@ def trained(job: Path, spec: JobSpec) -> tuple[Path, EvalDone]:
 
 
 def sampled(job: Path, checkpoint: Path, spec: JobSpec | None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a checkpoint answers to the prompts of the evaluation: next to the base as `spec` keeps it, or merged into the folder's."""
+    """What a checkpoint answers to the prompts of the evaluation: next to the base as `spec` keeps it, or merged into
+    the folder's."""
     prompts = [prompt.ids for prompt in PreparedDataset.open(job / "prepared").prompts(shorter_than=LENGTH)][:6]
     monkeypatch.setattr(sampling, "encoded", lambda codec, index, prompt: list(prompts[index]))
     base = read_manifest(checkpoint).base
@@ -223,9 +230,16 @@ def wide(tmp_path: Path) -> Path:
     """A model some of whose matrices have several groups of scales, in rows that no group ends with."""
     torch.manual_seed(0)
     config: Any = AutoConfig.for_model(
-        "llama", vocab_size=32, hidden_size=96, intermediate_size=600, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
-    )  # fmt: skip
+        "llama",
+        vocab_size=32,
+        hidden_size=96,
+        intermediate_size=600,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
     model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.save_pretrained(tmp_path / "wide")
     return tmp_path / "wide"

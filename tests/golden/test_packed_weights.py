@@ -1,4 +1,5 @@
-"""Frozen weights in 8 or 4 bits: training is that of a model which has the unpacked values, bit for bit, on every device."""
+"""Frozen weights in 8 or 4 bits: training is that of a model which has the unpacked values, bit for bit, on every
+device."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def is_trained(name: str) -> bool:
 
 
 def packed(model: TinyModel, kind: Packing, dtype: torch.dtype = torch.float32) -> tuple[TinyModel, TinyModel]:
-    """The model with its layers' matrices packed, and one that has the values that they are unpacked to in a dtype, frozen as well."""
+    """The model with its layers' matrices packed, and one that has the values that they are unpacked to in a dtype,
+    frozen as well."""
     matrices = {
         tensor.name
         for unit, tensor in model.template.layout.tensors()

@@ -20,9 +20,15 @@ from horizon_server.planning.step_time import predict_forward, predict_step
 
 HIDDEN, VOCABULARY, ROWS, ROW_TOKENS = 512, 4096, 2, 256
 SIZES = Sizes(
-    widths=(HIDDEN,), attention_width=HIDDEN, row_tokens=ROW_TOKENS, gemm_tokens=(ROW_TOKENS,), document_tokens=(ROW_TOKENS,),
-    product=512, chunk_tokens=256, vocabulary=2048,
-)  # fmt: skip
+    widths=(HIDDEN,),
+    attention_width=HIDDEN,
+    row_tokens=ROW_TOKENS,
+    gemm_tokens=(ROW_TOKENS,),
+    document_tokens=(ROW_TOKENS,),
+    product=512,
+    chunk_tokens=256,
+    vocabulary=2048,
+)
 FACTOR = 2.0
 """A step takes four times as long as its forward, so that a step's time in the pass's place would be found."""
 
@@ -30,18 +36,30 @@ FACTOR = 2.0
 @pytest.mark.alone
 def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
     config = AutoConfig.for_model(
-        "qwen3", hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=4096, pad_token_id=0,
-    )  # fmt: skip
+        "qwen3",
+        hidden_size=HIDDEN,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+    )
     template = Template.from_config(config)
     plain = config.to_dict()
     folder = ModelFolder(
         path=Path(), config=plain, shape=ModelShape.from_config(plain), headers={}, layout=template.layout
     )
     work = step_work(
-        folder, tokens_per_step=ROWS * ROW_TOKENS, sequence_length=ROW_TOKENS, device_kind="host", grad_bytes=4,
+        folder,
+        tokens_per_step=ROWS * ROW_TOKENS,
+        sequence_length=ROW_TOKENS,
+        device_kind="host",
+        grad_bytes=4,
         activation_placement="device",
-    )  # fmt: skip
+    )
     device = HostDevice(num_threads=1)
     store = random_store(template, grad_dtype=device.gradient_dtype)
     trainer = Trainer(template, store, device, *settings(learning_rate=1e-5, optimizer_threads=1), num_steps=100)

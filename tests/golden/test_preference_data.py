@@ -1,4 +1,5 @@
-"""Preferences and labelled answers, prepared: the tokens and masks that TRL's trainers and collators make of the same rows."""
+"""Preferences and labelled answers, prepared: the tokens and masks that TRL's trainers and collators make of the same
+rows."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def questions(count: int) -> list[tuple[str, str]]:
 
 
 def compared_chats() -> list[dict[str, Any]]:
-    """Prompts of one message and of several, answers of one turn and of several, and lengths that are cut and left out."""
+    """Prompts of one message and of several, answers of one turn and of several, and lengths that are cut and left
+    out."""
     found = questions(24)
     rows: list[dict[str, Any]] = []
     for (asked, answer), (_, other) in itertools.pairwise(found):
@@ -104,7 +106,8 @@ def documents_of(dataset: PreparedDataset) -> Documents:
 
 
 def collated(batch: dict[str, torch.Tensor], prefix: str = "") -> Documents:
-    """The documents of a batch, without padding. TRL shifts labels too, so its loss takes nothing of a first token either."""
+    """The documents of a batch, without padding. TRL shifts labels too, so its loss takes nothing of a first token
+    either."""
     names = (f"{prefix}input_ids", f"{prefix}attention_mask", f"{prefix}completion_mask")
     found = []
     for ids, present, completion in zip(*(batch[name] for name in names), strict=True):

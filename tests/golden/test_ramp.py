@@ -1,4 +1,5 @@
-"""The ends of a step: what the first layer and the table wait for, what crosses the link there, and that no bit depends on it."""
+"""The ends of a step: what the first layer and the table wait for, what crosses the link there, and that no bit depends
+on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several jobs on one device: a trainer whose memory on it is freed between steps, while another one steps, has the bits of one alone."""
+"""Several jobs on one device: a trainer whose memory on it is freed between steps, while another one steps, has the
+bits of one alone."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def life_in(work: Path, model: Path, data: Path, *, lora: bool = False) -> Life:
 
 
 def live_until(processes: ForkServerContext, life: Life, moment: str, count: int, delay_s: float) -> bool:
-    """Let a process live until it has sent `moment` `count` times and a little longer, then kill it; True if it was done before."""
+    """Let a process live until it has sent `moment` `count` times and a little longer, then kill it; True if it was
+    done before."""
     ours, theirs = multiprocessing.Pipe()
     process = processes.Process(target=live, args=(life, theirs))
     process.start()

@@ -1,4 +1,5 @@
-"""Jobs that share a device through a daemon, turn by turn, leave the checkpoints of the same jobs alone, byte for byte."""
+"""Jobs that share a device through a daemon, turn by turn, leave the checkpoints of the same jobs alone, byte for
+byte."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ async def test_interleaved_jobs_have_the_bytes_of_each_alone(daemon: DaemonParts
     async with HeldDevice(device) as held:
         jobs = {name: await submit(daemon, name) for name in STEPS}
         await held.until_wanted_by(len(jobs))
-    # About two for each step while both are there. How they are spread over the steps depends on how long each of them took.
+    # About two for each step while both are there. How they are spread over the steps depends on how long each of them
+    # took.
     await until_handovers(daemon, 6)
     await daemon.until(jobs["one"].job_id, step=2)
     # One of them is taken out of memory and loaded again, while the other one waits between two of its steps.

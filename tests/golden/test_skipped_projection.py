@@ -1,4 +1,5 @@
-"""Leaving out the product that backward never looks at changes no bit of any gradient, whatever is answered in its place."""
+"""Leaving out the product that backward never looks at changes no bit of any gradient, whatever is answered in its
+place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A worker that is stopped by a signal makes no progress: another one takes its place, and the job's losses are the same."""
+"""A worker that is stopped by a signal makes no progress: another one takes its place, and the job's losses are the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every kind of layer as traced graphs, run as plain operations: the same output and gradients as the layer itself, for any row."""
+"""Every kind of layer as traced graphs, run as plain operations: the same output and gradients as the layer itself, for
+any row."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ EAGER = {
     "olmo_hybrid": ({0}, RECURRENT),
 }
 """Kinds of layers, by the first of each, that run eagerly, and why."""
-# Of a recurrent layer: more than one of its chunks of 64 tokens, because the code for one of them holds for every shorter row.
+# Of a recurrent layer: more than one of its chunks of 64 tokens, because the code for one of them holds for every
+# shorter row.
 LENGTHS = {"olmo_hybrid": (60, 68)}
 
 

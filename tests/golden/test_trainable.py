@@ -1,4 +1,5 @@
-"""Frozen parameters: the trained ones get the very gradients that they get when everything is trained, and the others cost what is said."""
+"""Frozen parameters: the trained ones get the very gradients that they get when everything is trained, and the others
+cost what is said."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ PARTS = {
 
 
 def frozen_but(model: TinyModel, expression: str) -> TinyModel | None:
-    """The model with only the tensors trained that fit; every second frozen one is exact in bfloat16. None where none fits."""
+    """The model with only the tensors trained that fit; every second frozen one is exact in bfloat16. None where none
+    fits."""
     names = [tensor.name for _, tensor in model.template.layout.tensors()]
     trained = {name for name in names if re.search(expression, name)}
     if not trained:
@@ -287,9 +289,15 @@ def test_what_the_device_holds_is_what_the_plan_says(
     rows = [pack(documents(40, 30)), pack(documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
-    plan = ledger_of(frozen.template.layout, shape, tokens_per_step=101, sequence_length=70, device_kind="host", grad_bytes=4,
+    plan = ledger_of(
+        frozen.template.layout,
+        shape,
+        tokens_per_step=101,
+        sequence_length=70,
+        device_kind="host",
+        grad_bytes=4,
         activation_placement=placement,
-    )  # fmt: skip
+    )
     for component in ("weights", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device_bytes[component], component
     for component in ("weights", "moments", "gradients"):

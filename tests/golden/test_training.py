@@ -181,7 +181,8 @@ def test_a_restored_run_continues_bit_for_bit(
 def test_a_step_with_an_infinite_gradient_and_a_finite_loss_touches_nothing(
     tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
-    # Embeddings this small make every norm multiply the gradient by 1e15: it overflows on its way down, the loss does not.
+    # Embeddings this small make every norm multiply the gradient by 1e15: it overflows on its way down, the loss does
+    # not.
     model = tiny_model("llama", rms_norm_eps=1e-30)
     good = dict(model.weights)
     model.weights["model.embed_tokens.weight"] = 1e-30 * good["model.embed_tokens.weight"]

@@ -1,8 +1,8 @@
 """Steps of every method against TRL's own trainers: the same pairs and labels, one batch, some steps in fp32.
 
-TRL 1.16 has DPO (with IPO) and KTO in `trl`, ORPO and CPO (with SimPO) in `trl.experimental`. Its data preparation is replaced, so that
-both sides read the same tokens; all else, the reference model, loss, optimizer and loop, is TRL's. Policy gradients are not here: GRPO's
-trainer samples by itself. They are held to the formula in test_objectives.py.
+TRL 1.16 has DPO (with IPO) and KTO in `trl`, ORPO and CPO (with SimPO) in `trl.experimental`. Its data preparation is
+replaced, so that both sides read the same tokens; all else, the reference model, loss, optimizer and loop, is TRL's.
+Policy gradients are not here: GRPO's trainer samples by itself. They are held to the formula in test_objectives.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ CASES = {
         trainer="CPO",
         given={"beta": 2.0, "simpo_gamma": 0.5, "loss_type": "simpo", "cpo_alpha": 0.0},
     ),
-    # A small beta, so that the steps end before the best margin: there the gradient vanishes, and Adam divides rounding by itself.
+    # A small beta, so that the steps end before the best margin: there the gradient vanishes, and Adam divides rounding
+    # by itself.
     "simpo with smoothing": Case(
         method="simpo",
         trainer="CPO",
@@ -245,7 +246,8 @@ def test_steps_are_those_of_trl(
     data = MethodData(tmp_path / "prepared", spec)
     # All rows are one step, packed; the order of documents is another one in every epoch.
     plan = StepPlan(data.dataset, sequence_length=64, tokens_per_step=1024, max_steps=NUM_STEPS, group_size=2, seed=3)
-    # The trainer's steps are the plan's, as in a job: then the references are computed in the same joined rows, and have the same bits.
+    # The trainer's steps are the plan's, as in a job: then the references are computed in the same joined rows, and
+    # have the same bits.
     run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16, tokens_per_step=1024)
     if spec.needs_references:
         data.references = References.computed(tmp_path / "prepared", plan, run.trainer, key="start")

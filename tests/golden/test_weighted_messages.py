@@ -1,4 +1,5 @@
-"""Chats whose messages have weights, from their file to the trained weights, against a plain PyTorch loop with the same weighted mean.
+"""Chats whose messages have weights, from their file to the trained weights, against a plain PyTorch loop with the same
+weighted mean.
 
 Shapes: T = tokens of a document, S = supervised tokens.
 """
@@ -36,8 +37,19 @@ LENGTH = 64
 NUM_STEPS = 5
 # Of the replies of each chat, in order; None leaves the field out.
 WEIGHTS: Sequence[tuple[float | None, ...]] = [
-    (0.25,), (None,), (3, 0), (0, 0.5), (1, 2.5), (100,), (None, None), (0.001, 1), (0.7, 0.7), (1,), (0, 3), (0.1,),
-]  # fmt: skip
+    (0.25,),
+    (None,),
+    (3, 0),
+    (0, 0.5),
+    (1, 2.5),
+    (100,),
+    (None, None),
+    (0.001, 1),
+    (0.7, 0.7),
+    (1,),
+    (0, 3),
+    (0.1,),
+]
 
 
 def chat(number: int, weights: Sequence[float | None]) -> dict[str, Any]:

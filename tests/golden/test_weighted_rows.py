@@ -1,4 +1,5 @@
-"""Answers of rows that have a weight, from their file to loss and gradients: as the same chats, and as a plain PyTorch loop."""
+"""Answers of rows that have a weight, from their file to loss and gradients: as the same chats, and as a plain PyTorch
+loop."""
 
 from __future__ import annotations
 
@@ -51,9 +52,11 @@ def bare(folder: Path) -> Path:
 def data_of(file: Path, model: Path, rows: Sequence[dict[str, Any]], **options: Any) -> MethodData:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = PrepareRequest(
-        dataset_files=(StoredFile.at(file),), model_dir=model, output_dir=file.with_suffix(""),
+        dataset_files=(StoredFile.at(file),),
+        model_dir=model,
+        output_dir=file.with_suffix(""),
         options=PrepareOptions(sequence_length=LENGTH, **options),
-    )  # fmt: skip
+    )
     prepare(request, on_progress=lambda done: None)
     return MethodData(request.output_dir, spec_of())
 

@@ -1,4 +1,5 @@
-"""One life of a training process: go on from the newest whole checkpoint, train, save every few steps, until the end or a kill."""
+"""One life of a training process: go on from the newest whole checkpoint, train, save every few steps, until the end or
+a kill."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def make_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CudaDevice]]:
-    """Makes cuda devices whose arithmetic does not depend on the order of atomic additions, as fused attention's backward does."""
+    """Makes cuda devices whose arithmetic does not depend on the order of atomic additions, as fused attention's
+    backward does."""
     # No head is small enough for the fused kernel.
     monkeypatch.setattr(kernels, "_MAX_HEAD", 0)
     with sdpa_kernel(SDPBackend.MATH):

@@ -1,4 +1,5 @@
-"""The golden tests on a real CUDA device: right numbers within bf16, equal bits whatever the timing, pinned and bounded memory."""
+"""The golden tests on a real CUDA device: right numbers within bf16, equal bits whatever the timing, pinned and bounded
+memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Triton's kernels on a CUDA device: the numbers of the formula within the dtype's rounding, the same bits every time."""
+"""Triton's kernels on a CUDA device: the numbers of the formula within the dtype's rounding, the same bits every
+time."""
 
 from __future__ import annotations
 

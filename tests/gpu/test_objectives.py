@@ -1,4 +1,5 @@
-"""Objectives on a CUDA device: the same numbers as on the CPU, without waiting for the device, and a whole step within bf16."""
+"""Objectives on a CUDA device: the same numbers as on the CPU, without waiting for the device, and a whole step within
+bf16."""
 
 from __future__ import annotations
 

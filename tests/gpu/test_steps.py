@@ -1,4 +1,5 @@
-"""A step of each thing that a job can ask for, on a CUDA device with fused attention; golden/test_device_steps.py runs the same code."""
+"""A step of each thing that a job can ask for, on a CUDA device with fused attention; golden/test_device_steps.py runs
+the same code."""
 
 from __future__ import annotations
 

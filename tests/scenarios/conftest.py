@@ -1,6 +1,7 @@
 """What every scenario starts from: a real daemon and real uploads.
 
-A scenario runs twice: with a daemon in the test's process, whose workers follow a script instead of training, and with `horizond` itself.
+A scenario runs twice: with a daemon in the test's process, whose workers follow a script instead of training, and with
+`horizond` itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The life of an adapter, against the real daemon: trained, pulled, sampled, merged by command, pushed, and started from."""
+"""The life of an adapter, against the real daemon: trained, pulled, sampled, merged by command, pushed, and started
+from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job that is evaluated on several sets and answers prompts, against the real daemon; and what transformers computes of the same."""
+"""A job that is evaluated on several sets and answers prompts, against the real daemon; and what transformers computes
+of the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job from the laptop and back, and what becomes of it when it is stopped, paused, drained or when its daemon is killed."""
+"""A job from the laptop and back, and what becomes of it when it is stopped, paused, drained or when its daemon is
+killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Jobs that learn from preferences and labels, through the daemon: from the pushed rows to figures, with a kill in the middle."""
+"""Jobs that learn from preferences and labels, through the daemon: from the pushed rows to figures, with a kill in the
+middle."""
 
 from __future__ import annotations
 
@@ -59,9 +60,13 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
         plain = demo_spec("whole", max_steps=24, learning_rate=1e-3, checkpoint={"every_steps": 4, "keep_last": 1})
         del plain["train"]["train_on"]
         spec = {
-            **plain, "dataset": push(client, tmp_path, method), "method": method, method: {"beta": 0.2}, "eval_fraction": 0.2,
+            **plain,
+            "dataset": push(client, tmp_path, method),
+            "method": method,
+            method: {"beta": 0.2},
+            "eval_fraction": 0.2,
             "eval_every_steps": 12,
-        }  # fmt: skip
+        }
         whole = client.jobs.submit(spec)
         events = list(client.jobs.watch(whole.job_id))
         done = client.jobs.get(whole.job_id)

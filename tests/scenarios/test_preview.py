@@ -1,4 +1,5 @@
-"""A preview against the real daemon: by command, by library, by REST; who may see it, and what a hostile template can do."""
+"""A preview against the real daemon: by command, by library, by REST; who may see it, and what a hostile template can
+do."""
 
 from __future__ import annotations
 
@@ -188,9 +189,17 @@ def test_a_caller_who_hangs_up_ends_an_endless_template(
 ) -> None:
     push_with("endless", ENDLESS)
     command = [
-        sys.executable, "-m", "horizon_client", "dataset", "preview", "demo-chats", "--model", "endless", "--server",
+        sys.executable,
+        "-m",
+        "horizon_client",
+        "dataset",
+        "preview",
+        "demo-chats",
+        "--model",
+        "endless",
+        "--server",
         daemon.endpoints["grpc"],
-    ]  # fmt: skip
+    ]
     waiting = subprocess.Popen(command, env={"HORIZON_TOKEN": ada, "PYTHONPATH": ":".join(sys.path)})
     try:
         wait_for(lambda: previews_of(daemon) != [], 60)

@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a real daemon: no panel of the shipped dashboard stays empty, and no series outlives its job."""
+"""A real Prometheus scrapes a real daemon: no panel of the shipped dashboard stays empty, and no series outlives its
+job."""
 
 from __future__ import annotations
 
@@ -45,12 +46,14 @@ class Prometheus:
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(
             [
-                "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address={address}",
             ],
             stdout=self._log,
             stderr=self._log,
-        )  # fmt: skip
+        )
         self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=60)
         try:
             wait_for(self._scrapes, 60)
@@ -128,7 +131,8 @@ def few_pairs(few_chats: Path, tmp_path: Path) -> Path:
 
 
 def panels(job_name: str) -> dict[str, str]:
-    """Every expression of the dashboard with its variables filled in, by panel and number; on loopback there is no certificate."""
+    """Every expression of the dashboard with its variables filled in, by panel and number; on loopback there is no
+    certificate."""
     board = json.loads((DEPLOY / "dashboards" / "horizon.json").read_text("utf-8"))
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
@@ -148,7 +152,8 @@ def test_no_panel_stays_empty(
     daemon.admin("doctor")  # so that the daemon knows the machine's speed, which a step is compared with
     since_s = time.time()
     spec = demo_spec(max_steps=100_000, sequence_length=64, tokens_per_step=64, checkpoint={"every_steps": 3})
-    # A method with figures of its own, evaluated on text and by answers to prompts: nothing that a panel shows is missing.
+    # A method with figures of its own, evaluated on text and by answers to prompts: nothing that a panel shows is
+    # missing.
     spec |= {"method": "dpo", "dataset": "few-pairs"}
     spec |= {"eval": {"generate": {"prompts": 1, "max_new_tokens": 2, "answer": "(.+)"}}}
     with daemon.client(daemon.user("ada")) as client:

@@ -1,4 +1,5 @@
-"""Prompts answered by a job's checkpoint, against the real daemon: by library and by command, and what transformers answers."""
+"""Prompts answered by a job's checkpoint, against the real daemon: by library and by command, and what transformers
+answers."""
 
 from __future__ import annotations
 

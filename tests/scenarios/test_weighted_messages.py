@@ -1,4 +1,5 @@
-"""Chats with weights through the daemon: from the pushed file to the loss of the first step, and what is said of a wrong weight."""
+"""Chats with weights through the daemon: from the pushed file to the loss of the first step, and what is said of a
+wrong weight."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_a_wrong_weight_is_named_with_file_line_and_field(daemon: AnyDaemon, tmp
     with daemon.client(daemon.user("ada")) as client, pytest.raises(InvalidRequest) as caught:
         client.datasets.push([file], name="wrong")
     assert [violation.description for violation in caught.value.violations] == [
-        f"{file}:2: messages[0].weight is 0.5; it must be 0 or 1: only an assistant's message can be weighted otherwise",
+        f"{file}:2: messages[0].weight is 0.5; it must be 0 or 1: only an assistant's message can be weighted "
+        "otherwise",
         f"{file}:2: messages[3].weight is '0.5'; it must be 0, or a number from 0.001 to 100",
     ]
     assert [violation.field for violation in caught.value.violations] == [

@@ -1,4 +1,5 @@
-"""A real `horizond` in a process of its own, as the scenario and fault tests use it; and waits that both kinds of daemons share."""
+"""A real `horizond` in a process of its own, as the scenario and fault tests use it; and waits that both kinds of
+daemons share."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from horizon_server.services.accounts import Accounts
 
 # A limit for what hangs; on a busy machine a start takes many seconds.
 READY_S = 120.0
-# PR_SET_PDEATHSIG: a run of the tests that is killed leaves no daemon. In a program of its own, as forking with gRPC's threads is unsafe.
+# PR_SET_PDEATHSIG: a run of the tests that is killed leaves no daemon. In a program of its own, as forking with gRPC's
+# threads is unsafe.
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -38,7 +40,8 @@ class DaemonProcess:
     """Starts, stops and kills one daemon over one state folder, as often as a test likes."""
 
     def __init__(self, state_dir: Path, *flags: str, **settings: float | str) -> None:
-        """`flags` are those of `horizond serve`, `settings` lines of its configuration file. SIGTERM drains where these do not differ.
+        """`flags` are those of `horizond serve`, `settings` lines of its configuration file. SIGTERM drains where these
+        do not differ.
 
         One that `measures`, which is no setting, finds no rates of its machine in a new state folder.
         """
@@ -56,7 +59,8 @@ class DaemonProcess:
         self.endpoints: dict[str, Any] = {}
 
     def start(self) -> DaemonProcess:
-        """Start it and wait until it is ready. A restarted daemon listens where it did before, as its clients expect."""
+        """Start it and wait until it is ready. A restarted daemon listens where it did before, as its clients
+        expect."""
         self.launch()
         self.wait_until_ready()
         return self
@@ -140,7 +144,8 @@ class DaemonProcess:
         return done.stdout.strip()
 
     def user(self, name: str, role: str = "user") -> str:
-        """Make a user and return a token of theirs: what `horizond user add` and `token create` do, without the start of two processes."""
+        """Make a user and return a token of theirs: what `horizond user add` and `token create` do, without the start
+        of two processes."""
         if name in self.tokens:
             return self.tokens[name]
 
@@ -166,7 +171,8 @@ class DaemonProcess:
 
 
 def _free_address() -> str:
-    """An address that stays free while a daemon is away: below the ports that the kernel gives to those who ask for any."""
+    """An address that stays free while a daemon is away: below the ports that the kernel gives to those who ask for
+    any."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_240, 32_000)))

@@ -1,7 +1,8 @@
-"""One step of each thing that a job can ask of a cuda device, against the same step of the host device in fp32, within bf16.
+"""One step of each thing that a job can ask of a cuda device, against the same step of the host device in fp32, within
+bf16.
 
-tests/gpu runs them on a real device; the golden tests run the same code on the CPU through the driver's port. So a test's body is known
-to work before it meets a GPU, and only the device's own arithmetic is new there.
+tests/gpu runs them on a real device; the golden tests run the same code on the CPU through the driver's port. So a
+test's body is known to work before it meets a GPU, and only the device's own arithmetic is new there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ LOSS, NORM, GRADIENTS = 1e-2, 2e-2, 5e-2
 LEFT_BYTES, LARGE_STEP_BYTES = 96 << 20, 259 << 20
 """What is left to a step that must not fit, and what it takes: its logits, 4096 x 32768 in bf16, are 256 MiB."""
 
-# Twice what FP8 itself changes in these narrow layers: a difference in a last bit decides which way a value is rounded to 8 bits.
+# Twice what FP8 itself changes in these narrow layers: a difference in a last bit decides which way a value is rounded
+# to 8 bits.
 _FP8_GRADIENTS = 0.25
 _PRODUCT = 6e-3
 _RANK, _SCALE = 4, 1.5
@@ -160,7 +162,8 @@ class DeviceSteps:
         assert max(gaps) <= 5e-2
 
     def check_a_step_that_does_not_fit(self, limit_bytes: Callable[[int], None], held_bytes: Callable[[], int]) -> None:
-        """A step of which the memory is left to the next one when it fails. `limit_bytes` limits what may be allocated from now on."""
+        """A step of which the memory is left to the next one when it fails. `limit_bytes` limits what may be allocated
+        from now on."""
         run, row = self._large_step()
         held_before = held_bytes()
         limit_bytes(LEFT_BYTES)
@@ -213,7 +216,8 @@ class DeviceSteps:
 
 
 def with_lora(model: TinyModel, base: Packing) -> TinyModel:
-    """The model with adapters of random values at every matrix of its layers, whose own weights are frozen in bf16 or packed."""
+    """The model with adapters of random values at every matrix of its layers, whose own weights are frozen in bf16 or
+    packed."""
     layout = model.template.layout
     matrices = {
         tensor.name: (tensor.shape[1], tensor.shape[0])

@@ -1,7 +1,8 @@
 """Numbers judged against float64: ours are right where they are as near to it as plain fp32 is.
 
-What fp32 rounds away differs from processor to processor, from kernel to kernel and from model to model, so no constant says how far two
-right results may be apart. The same reference in double precision does: it says how far plain fp32 itself is from the truth.
+What fp32 rounds away differs from processor to processor, from kernel to kernel and from model to model, so no constant
+says how far two right results may be apart. The same reference in double precision does: it says how far plain fp32
+itself is from the truth.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Doubles(Protocol):
 
 
 class InDouble(TorchFunctionMode):
-    """Inside the block, what asks for fp32 gets float64: norms, tables of positions, routers, losses. For models in float64."""
+    """Inside the block, what asks for fp32 gets float64: norms, tables of positions, routers, losses. For models in
+    float64."""
 
     def __torch_function__(
         self,
@@ -73,7 +75,8 @@ def plain_and_exact(make: Callable[[], M], run: Callable[[M], T]) -> tuple[T, T]
 def check_gradients(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
     """Check that each of our gradients is as near to the exact one as plain fp32's is, by its norm, and all together.
 
-    The distances of tensors of a few numbers are a matter of luck, so plain fp32's count as twice the median of all tensors at least.
+    The distances of tensors of a few numbers are a matter of luck, so plain fp32's count as twice the median of all
+    tensors at least.
     """
     _check_all(ours, plain, exact, "gradients")
     mine, theirs = _distances(ours, exact), _distances(plain, exact)
@@ -85,14 +88,16 @@ def check_gradients(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exa
         floor = max(FLOOR * sizes[name], FLOOR**2 * size)
         allowed = FACTOR * max(theirs[name], 2.0 * median * sizes[name]) + floor
         assert mine[name] <= allowed, (
-            f"gradient of {name} is {mine[name]:.2e} from float64, plain fp32 is {theirs[name]:.2e}, its norm {sizes[name]:.2e}"
+            f"gradient of {name} is {mine[name]:.2e} from float64, plain fp32 is {theirs[name]:.2e}, its norm "
+            f"{sizes[name]:.2e}"
         )
 
 
 def check_weights(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
     """Check that trained weights are as near to the exact ones as plain fp32's are, all together.
 
-    Not each: Adam divides gradients by their size, and so an element near zero by its own rounding, which decides its whole tensor's.
+    Not each: Adam divides gradients by their size, and so an element near zero by its own rounding, which decides its
+    whole tensor's.
     """
     _check_all(ours, plain, exact, "weights")
 

@@ -1,4 +1,5 @@
-"""A daemon with two users for the fuzz tests: everything of the second one is marked, so that a leak to the first one shows."""
+"""A daemon with two users for the fuzz tests: everything of the second one is marked, so that a leak to the first one
+shows."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from horizon_server.services.pushed import DatasetService, ModelService
 NUM_CASES = int(os.environ.get("HORIZON_FUZZ_CASES", "500"))
 CALLER, OTHER, ADMIN = "caller", "other", "root"
 MARK = b"quokka"
-"""Part of everything of the other user that no request names: rows, file names, weights, logs, messages, some of the names."""
+"""Part of everything of the other user that no request names: rows, file names, weights, logs, messages, some of the
+names."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ async def _filled(daemon: ServedDaemon) -> FuzzWorld:
 async def _possessions(
     parts: DaemonParts, owner: Principal, prefix: str, word: str, *, num_jobs: int
 ) -> dict[str, list[str]]:
-    """Make a dataset, a model, ended jobs and, where they may be known, a waiting one; all that they contain has `word` in it."""
+    """Make a dataset, a model, ended jobs and, where they may be known, a waiting one; all that they contain has `word`
+    in it."""
     chat = [{"role": "user", "content": f"{word} asks"}, {"role": "assistant", "content": f"{word} answers"}]
     content = chat_rows() + json.dumps({"messages": chat}).encode() + b"\n"
     dataset = await parts.dataset(owner, f"{prefix}-data", content, path=f"{word}.jsonl")

@@ -1,4 +1,5 @@
-"""A device that is kept from the jobs of a daemon until all of them wait for it, so that they take turns from their first step on."""
+"""A device that is kept from the jobs of a daemon until all of them wait for it, so that they take turns from their
+first step on."""
 
 from __future__ import annotations
 
@@ -18,9 +19,16 @@ class HeldDevice:
     def __init__(self, turns: DeviceTurns, *, timeout_s: float = 120.0) -> None:
         self._turns, self._timeout_s, self._granted = turns, timeout_s, asyncio.Event()
         job = Job(
-            job_id="held", user="held", project="held", priority=1000, order=0, since_s=time.time(),
-            device=turns.device, host_bytes=0, device_bytes=0,
-        )  # fmt: skip
+            job_id="held",
+            user="held",
+            project="held",
+            priority=1000,
+            order=0,
+            since_s=time.time(),
+            device=turns.device,
+            host_bytes=0,
+            device_bytes=0,
+        )
         self._seat = Seat(
             job=job, send=self._order, charge=lambda _: None, is_storing=lambda: True, on_overrun=lambda *_: None
         )

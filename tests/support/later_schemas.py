@@ -1,4 +1,5 @@
-"""Migrations of a later version, for tests of upgrades: this version's, and after them some that each make and fill a table."""
+"""Migrations of a later version, for tests of upgrades: this version's, and after them some that each make and fill a
+table."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def later_schemas(count: int = 1) -> list[str]:
 
 
 def later_migrations(folder: Path, count: int = 1) -> Path:
-    """Write the migrations of a version that is `count` schemas ahead into a new folder, for `database.MIGRATIONS`; return it."""
+    """Write the migrations of a version that is `count` schemas ahead into a new folder, for `database.MIGRATIONS`;
+    return it."""
     target = folder / f"migrations-{count}"
     shutil.copytree(MIGRATIONS, target, ignore=shutil.ignore_patterns("__pycache__"))
     previous = NEWEST

@@ -1,4 +1,5 @@
-"""An environment whose Python processes may take little memory, for children that the daemon gives no limit of their own.
+"""An environment whose Python processes may take little memory, for children that the daemon gives no limit of their
+own.
 
 A limit set from outside comes too late: the process may have allocated all that it wants by then.
 """

@@ -1,6 +1,8 @@
-"""The real worker, in a process that may take no more memory from a certain step on: `python -m tests.support.limited_worker REQUEST`.
+"""The real worker, in a process that may take no more memory from a certain step on: `python -m
+tests.support.limited_worker REQUEST`.
 
-A job named `limited-2-5` meets the limit at its step 5, in its first two attempts. One named `held-2-5` waits there to be killed.
+A job named `limited-2-5` meets the limit at its step 5, in its first two attempts. One named `held-2-5` waits there to
+be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _HELD_AT_MOST_S = 120.0
 
 
 def _take_no_more() -> None:
-    """Refuse this process more private memory than it has. Set in the process itself: nothing can be allocated before it holds."""
+    """Refuse this process more private memory than it has. Set in the process itself: nothing can be allocated before
+    it holds."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
     assert found is not None
     limit = int(found[1]) * 1024 + _LEFT_BYTES

@@ -1,7 +1,8 @@
-"""A gRPC connection that fails where a test says so: it stands between the client and the real daemon and knows none of its rules.
+"""A gRPC connection that fails where a test says so: it stands between the client and the real daemon and knows none of
+its rules.
 
-Every call is passed on message by message. A test can refuse a call, hang it, cut its stream after some bytes or messages, change its
-answers, or answer it in the daemon's place.
+Every call is passed on message by message. A test can refuse a call, hang it, cut its stream after some bytes or
+messages, change its answers, or answer it in the daemon's place.
 """
 
 from __future__ import annotations
@@ -101,9 +102,17 @@ class Line:
         self._thread.close()
 
     def refuse(
-        self, method: str, code: str, message: str, *, times: int = 1, reason: str = "",
-        violations: tuple[tuple[str, str], ...] = (), retry_after_s: int = 0, named: tuple[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        method: str,
+        code: str,
+        message: str,
+        *,
+        times: int = 1,
+        reason: str = "",
+        violations: tuple[tuple[str, str], ...] = (),
+        retry_after_s: int = 0,
+        named: tuple[str, str] | None = None,
+    ) -> None:
         """Answer the next calls of `method` with an error, with details as the daemon sends them."""
         status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message=message)
         if reason:

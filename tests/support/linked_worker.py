@@ -37,9 +37,11 @@ class LinkedWorker:
         planes: dict[str, int] = json.loads(request_file.read_bytes())["planes"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(request_file)],
-            stdin=subprocess.DEVNULL, pass_fds=tuple(planes.values()), start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            pass_fds=tuple(planes.values()),
+            start_new_session=True,
             env={**os.environ, **environment},
-        )  # fmt: skip
+        )
         self.planes: dict[str, int] = {}
         self._connection: socket.socket | None = None
 

@@ -1,4 +1,5 @@
-"""Requests for the fuzz test of gRPC, from nothing but the descriptors of the contract: plausible, random and mutated ones."""
+"""Requests for the fuzz test of gRPC, from nothing but the descriptors of the contract: plausible, random and mutated
+ones."""
 
 from __future__ import annotations
 
@@ -18,16 +19,48 @@ _REAL = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT}
 _EDGES = (0, 1, -1, 2, 7, 63, 64, 1000, 10**9, 2**31 - 1, -(2**31), 2**53 + 1, 10**18, 2**62, 2**63 - 1, -(2**63))
 _REALS = (0.0, -0.0, 1.0, -1.0, 1e-5, 5e-324, 1e308, -1e308, float("nan"), float("inf"), float("-inf"))
 _TEXTS = (
-    "", " ", ".", "..", "../../etc/passwd", "/", "/proc/self/environ", "a/b", "a\\b", "\0", "a\0b", "\n", "\u202etxt.exe", "\u00b2", "-1",
-    "%s", "${x}", "{{ 7*7 }}", "' OR 1=1 --", "x" * 64, "x" * 5000, "\U0001f600" * 70, "newest", "best", "None", "0" * 64, "9" * 40,
-)  # fmt: skip
+    "",
+    " ",
+    ".",
+    "..",
+    "../../etc/passwd",
+    "/",
+    "/proc/self/environ",
+    "a/b",
+    "a\\b",
+    "\0",
+    "a\0b",
+    "\n",
+    "\u202etxt.exe",
+    "\u00b2",
+    "-1",
+    "%s",
+    "${x}",
+    "{{ 7*7 }}",
+    "' OR 1=1 --",
+    "x" * 64,
+    "x" * 5000,
+    "\U0001f600" * 70,
+    "newest",
+    "best",
+    "None",
+    "0" * 64,
+    "9" * 40,
+)
 # Page tokens of other lists, and such that name what no list has.
 _TOKENS = tuple(
     base64.urlsafe_b64encode(text).decode()
     for text in (
-        b"99999999999999999999", b"-1", b'[1.0, "\\ud800"]', b'[1.0, "a"]', b'[NaN, "a"]', b"[[], {}]", b"\xff\xfe", b"1e999",
+        b"99999999999999999999",
+        b"-1",
+        b'[1.0, "\\ud800"]',
+        b'[1.0, "a"]',
+        b'[NaN, "a"]',
+        b"[[], {}]",
+        b"\xff\xfe",
+        b"1e999",
     )
-)  # fmt: skip
+)
 _DEEPEST = 5
 
 
@@ -100,9 +133,17 @@ class Requests:
         """A value for a field that clients set, None for one that they leave out."""
         pick, name = self._random, field.name
         named = {
-            "job_id": "job_id", "jobs": "job_id", "dataset": "dataset", "dataset_id": "dataset", "model": "model", "model_id": "model",
-            "sha256": "sha256", "path": "path", "key": "job_id", "keys": "job_id",
-        }.get(name)  # fmt: skip
+            "job_id": "job_id",
+            "jobs": "job_id",
+            "dataset": "dataset",
+            "dataset_id": "dataset",
+            "model": "model",
+            "model_id": "model",
+            "sha256": "sha256",
+            "path": "path",
+            "key": "job_id",
+            "keys": "job_id",
+        }.get(name)
         if name == "name":
             of = next((word for word in ("Preview", "Dataset", "Model") if word in owner and "Create" not in owner), "")
             named = {"Dataset": "dataset", "Preview": "dataset", "Model": "model"}.get(of)

@@ -19,7 +19,8 @@ _OF_RESIDENCY = {field.name for field in fields(Residency)}
 
 
 def settings(**given: Any) -> tuple[Recipe, Execution]:
-    """A recipe and an execution with these fields, each in the one that has it; layers that keep products have no limit."""
+    """A recipe and an execution with these fields, each in the one that has it; layers that keep products have no
+    limit."""
     recipe = {"learning_rate": 1e-3, **{name: value for name, value in given.items() if name in _OF_RECIPE}}
     residency = {"product_bytes": 1 << 60, **{name: value for name, value in given.items() if name in _OF_RESIDENCY}}
     other = {name: value for name, value in given.items() if name not in _OF_RECIPE | _OF_RESIDENCY}

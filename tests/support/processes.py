@@ -24,7 +24,8 @@ def processes_of(module: str, state_dir: Path) -> list[int]:
 
 
 def processes_with(variable: str, value: str) -> list[int]:
-    """Processes whose environment has a variable of that value: a daemon, its children, and theirs, whoever their parent is now."""
+    """Processes whose environment has a variable of that value: a daemon, its children, and theirs, whoever their
+    parent is now."""
     wanted, found = f"{variable}={value}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,5 @@
-"""A state folder in which ada has pushed the built-in model and dataset: each push tries the model in a child, for seconds."""
+"""A state folder in which ada has pushed the built-in model and dataset: each push tries the model in a child, for
+seconds."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ RATES = DeviceRates(
 
 
 def write_rates(state_dir: Path, *, num_threads: int) -> None:
-    """Have a daemon know its machine: measuring takes seconds on every processor, beside other tests. With 0 threads it uses all."""
+    """Have a daemon know its machine: measuring takes seconds on every processor, beside other tests. With 0 threads it
+    uses all."""
     state_dir.mkdir(parents=True, exist_ok=True)
     machine = Machine.of((), num_threads=num_threads or available_cpus())
     RateBook(state_dir, machine).write(dict.fromkeys(machine.measured, RATES))

@@ -28,7 +28,8 @@ def unpack(release: str, folder: Path) -> dict[str, Any]:
 
 
 def kind_of_machine() -> str:
-    """Return a name of all that decides the bits of a result besides the job: the kind of processor and the version of torch."""
+    """Return a name of all that decides the bits of a result besides the job: the kind of processor and the version of
+    torch."""
     lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     processor = sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part", "Features"))})
     return hashlib.sha256("\n".join([platform.machine(), *processor, version("torch")]).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""The real daemon in a thread of the test's process: services, database, queue, gRPC and REST; only the worker is scripted.
+"""The real daemon in a thread of the test's process: services, database, queue, gRPC and REST; only the worker is
+scripted.
 
 It has the methods of `DaemonProcess` that a process need not have, so that one scenario runs against both.
 """
@@ -25,7 +26,8 @@ Result = TypeVar("Result")
 
 
 class ServedDaemon:
-    """Starts and stops one daemon over one state folder, as often as a test likes. `options` are those of `daemon_parts`."""
+    """Starts and stops one daemon over one state folder, as often as a test likes. `options` are those of
+    `daemon_parts`."""
 
     def __init__(self, state_dir: Path, **options: Any) -> None:
         self.state_dir = state_dir

@@ -1,7 +1,7 @@
 """A stand-in driver that counts what compute allocates: the plan's arithmetic, checked on the real code without a GPU.
 
-It refuses what is beyond a limit, as a GPU does. It sees what reaches torch's dispatcher: every tensor that an operation returns.
-What a kernel allocates inside itself it does not see.
+It refuses what is beyond a limit, as a GPU does. It sees what reaches torch's dispatcher: every tensor that an
+operation returns. What a kernel allocates inside itself it does not see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _ALIGN_BYTES = 512
 
 
 class Allocations:
-    """Bytes of storages that came up in tracked work and are still alive, and what was alive at their peak. Thread: any."""
+    """Bytes of storages that came up in tracked work and are still alive, and what was alive at their peak. Thread:
+    any."""
 
     def __init__(self) -> None:
         self.peak_bytes = self.held_bytes = 0

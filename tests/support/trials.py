@@ -1,7 +1,8 @@
-"""Seeded trials: one user's program from its first upload to the end of its job, and on the way processes are killed or the disk runs full.
+"""Seeded trials: one user's program from its first upload to the end of its job, and on the way processes are killed or
+the disk runs full.
 
-A trial is a pure function of a seed and its number, so that it can be run again. What an undisturbed run gives is made once for all
-processes of a test run.
+A trial is a pure function of a seed and its number, so that it can be run again. What an undisturbed run gives is made
+once for all processes of a test run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ SETTINGS = {"num_threads": 1}
 _END_S = 400.0
 _GONE_S = 60.0
 
-# What is killed, and when. `make test` has the first five, and each comes at least once in 25 trials; the first ones come more often.
+# What is killed, and when. `make test` has the first five, and each comes at least once in 25 trials; the first ones
+# come more often.
 _POINTS = (
     *(("train", "worker"), ("checkpoint", "daemon"), ("prepare", "child"), ("finish", "daemon"), ("upload", "daemon")),
     *(("train", "daemon"), ("checkpoint", "worker"), ("submit", "daemon"), ("prepare", "daemon"), ("start", "daemon")),
@@ -79,9 +81,18 @@ _FULL_DISKS = (
     *(("submit", "disk"), ("start", "disk"), ("register", "disk"), ("recover", "disk"), ("evaluate", "disk")),
 )
 _LONGEST_DELAY_S = {
-    "upload": 0.15, "register": 0.4, "check": 0.4, "submit": 0.3, "prepare": 1.0, "start": 6.0, "train": 0.4,
-    "evaluate": 0.15, "checkpoint": 0.3, "finish": 1.2, "recover": 0.4,
-}  # fmt: skip
+    "upload": 0.15,
+    "register": 0.4,
+    "check": 0.4,
+    "submit": 0.3,
+    "prepare": 1.0,
+    "start": 6.0,
+    "train": 0.4,
+    "evaluate": 0.15,
+    "checkpoint": 0.3,
+    "finish": 1.2,
+    "recover": 0.4,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +282,8 @@ class Scene(ABC):
         return next((pid for pid in children_of(self.daemon.pid) if module in command_of(pid)), None)
 
     def require_all_is_well(self) -> None:
-        """Nothing acknowledged is lost or doubled, nobody had to help, nothing is left over, and the result is that of a quiet run."""
+        """Nothing acknowledged is lost or doubled, nobody had to help, nothing is left over, and the result is that of
+        a quiet run."""
         user = self.user
         assert user is not None
         assert not user.is_alive(), f"no end after {_END_S:g} s; it is at {user.moment!r}, step {user.step}"
@@ -386,8 +398,8 @@ class KillScene(Scene):
 
     @property
     def may_start_again(self) -> bool:
-        # By what the kill has met, and not by the phase: on a busy machine a kill that is meant for the registration of a dataset may come
-        # when the job is being prepared.
+        # By what the kill has met, and not by the phase: on a busy machine a kill that is meant for the registration of
+        # a dataset may come when the job is being prepared.
         return any(state in ("PREPARING", "STARTING") for state in self.states)
 
     def disturb(self) -> None:
@@ -441,7 +453,8 @@ class FullDiskScene(Scene):
                 time.sleep(0.02)
         ballast.unlink()
         if self.trial.phase == "recover":
-            # As a service manager does with a daemon that could not start. One that met the full disk may take a moment to end.
+            # As a service manager does with a daemon that could not start. One that met the full disk may take a moment
+            # to end.
             if not self.daemon.comes_up():
                 self.daemon.launch()
             self.daemon.wait_until_ready()
@@ -456,7 +469,8 @@ class FullDiskScene(Scene):
 
 def _job_states(state_dir: Path) -> list[str]:
     """Read the states of the jobs that a killed daemon has left."""
-    # From a copy: whoever opens the database itself does what the next daemon is to do, and brings it up to date with its journal.
+    # From a copy: whoever opens the database itself does what the next daemon is to do, and brings it up to date with
+    # its journal.
     with tempfile.TemporaryDirectory() as folder:
         for file in state_dir.glob("horizon.db*"):
             shutil.copy(file, folder)

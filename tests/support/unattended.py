@@ -1,4 +1,5 @@
-"""A user's program that nobody looks after: it pushes a model and a dataset, submits a job, watches it to its end, and retries by itself.
+"""A user's program that nobody looks after: it pushes a model and a dataset, submits a job, watches it to its end, and
+retries by itself.
 
 What the server has acknowledged is kept, so that a test can ask for it afterwards.
 """

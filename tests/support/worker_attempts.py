@@ -1,4 +1,5 @@
-"""Attempts of a tiny job in the test's own process, and the requests for such workers. The data needs no preparation."""
+"""Attempts of a tiny job in the test's own process, and the requests for such workers. The data needs no
+preparation."""
 
 from __future__ import annotations
 
@@ -33,9 +34,15 @@ from horizon_server.worker_link.request import WorkerRequest
 GIB = 2**30
 WAIT_S = 120.0
 SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 # Rows of more than 16 tokens are not packed.
 LONG_ROPE = {
     "original_max_position_embeddings": 16,
@@ -74,12 +81,14 @@ def worker_request(
     kept: Residency | None = None,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of that."""
+    """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
+    that."""
     plan = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
-        num_threads=num_threads, accelerators=(),
-    ).plan_to_start(spec, folder / "model")  # fmt: skip
+        num_threads=num_threads,
+        accelerators=(),
+    ).plan_to_start(spec, folder / "model")
     execution = dataclasses.replace(plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS)
     request = WorkerRequest(
         job_id="job_1",

@@ -1,4 +1,5 @@
-"""Limits of what one user may ask of the daemon that no other test of their part covers; docs/security.md lists them all."""
+"""Limits of what one user may ask of the daemon that no other test of their part covers; docs/security.md lists them
+all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The children that read what users push run with the limits that docs/security.md names: read from the processes themselves."""
+"""The children that read what users push run with the limits that docs/security.md names: read from the processes
+themselves."""
 
 from __future__ import annotations
 

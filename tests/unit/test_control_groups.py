@@ -1,4 +1,5 @@
-"""Groups of workers, on a tree of plain files that looks like the kernel's, and for real where the node delegates one."""
+"""Groups of workers, on a tree of plain files that looks like the kernel's, and for real where the node delegates
+one."""
 
 from __future__ import annotations
 

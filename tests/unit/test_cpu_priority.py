@@ -1,4 +1,5 @@
-"""What a process gets of the processors while it is being loaded, and that it has its usual part again without privileges."""
+"""What a process gets of the processors while it is being loaded, and that it has its usual part again without
+privileges."""
 
 from __future__ import annotations
 

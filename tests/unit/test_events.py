@@ -25,10 +25,20 @@ from horizon_server.events import (
 from horizon_server.figures import TransferFigures
 
 STEP = StepDone(
-    step=1, num_steps=2, loss=2.5, grad_norm=1.5, learning_rate=1e-5, epoch=0.5, num_input_tokens_seen=10, num_tokens=10,
-    tokens_per_second=3.5, duration_s=0.1, h2d=TransferFigures(bytes=8, busy_s=0.5, exposed_s=0.25),
-    host_memory_bytes={"weights": 4}, skipped="non-finite",
-)  # fmt: skip
+    step=1,
+    num_steps=2,
+    loss=2.5,
+    grad_norm=1.5,
+    learning_rate=1e-5,
+    epoch=0.5,
+    num_input_tokens_seen=10,
+    num_tokens=10,
+    tokens_per_second=3.5,
+    duration_s=0.1,
+    h2d=TransferFigures(bytes=8, busy_s=0.5, exposed_s=0.25),
+    host_memory_bytes={"weights": 4},
+    skipped="non-finite",
+)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_an_expression_that_fits_nothing_is_named_with_examples() -> None:
         fitting_names("train.x", "experts", NAMES)
     assert caught.value.violations[0].field == "train.x"
     assert caught.value.violations[0].description == (
-        "train.x: 'experts' fits none of the model's 6 tensors, whose names are such as model.layers.0.self_attn.q_proj.weight, "
-        "model.layers.1.self_attn.q_proj.weight, model.layers.11.self_attn.q_proj.weight"
+        "train.x: 'experts' fits none of the model's 6 tensors, whose names are such as "
+        "model.layers.0.self_attn.q_proj.weight, model.layers.1.self_attn.q_proj.weight, "
+        "model.layers.11.self_attn.q_proj.weight"
     )

@@ -26,9 +26,18 @@ SETS = (
     EvalSetFigures(name="hard", loss=2.5, num_targets=9, num_correct=0, num_answers=8, num_matches=4, exact_match=0.5),
 )
 STEP = StepDone(
-    step=3, num_steps=80, loss=2.5, grad_norm=1.5, learning_rate=1e-5, epoch=0.5, num_input_tokens_seen=10, num_tokens=10,
-    tokens_per_second=2538.4, duration_s=0.1, skipped="non-finite",
-)  # fmt: skip
+    step=3,
+    num_steps=80,
+    loss=2.5,
+    grad_norm=1.5,
+    learning_rate=1e-5,
+    epoch=0.5,
+    num_input_tokens_seen=10,
+    num_tokens=10,
+    tokens_per_second=2538.4,
+    duration_s=0.1,
+    skipped="non-finite",
+)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from horizon_server.settings import child_environment
 
 ADA, BOB = (Principal(name=name, role="user", project="lab") for name in ("ada", "bob"))
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# A million tuples in each other: the hash of the outer one takes more stack than a thread has, which Python does not notice.
+# A million tuples in each other: the hash of the outer one takes more stack than a thread has, which Python does not
+# notice.
 CRASHING = (
     "{% set n = namespace(x=()) %}{% for a in range(20) %}{% for b in range(50000) %}{% set n.x = (n.x,) %}{% endfor %}"
     "{% endfor %}{{ {n.x: 1} }}"

@@ -59,7 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def make(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
-    """Makes the service over one job of ada's, whose checkpoint of step 1 is the demo model, and that of step 2 a copy of it."""
+    """Makes the service over one job of ada's, whose checkpoint of step 1 is the demo model, and that of step 2 a copy
+    of it."""
     copied = shutil.copytree(folder, tmp_path / "copied")
 
     async def get(principal: Principal, key: str) -> Any:
@@ -127,7 +128,8 @@ async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: 
 
     *texts, figures = pieces
     assert isinstance(figures, SampleFigures)
-    # What the caller waited for, the start of the child with it: importing torch alone takes longer than loading this model.
+    # What the caller waited for, the start of the child with it: importing torch alone takes longer than loading this
+    # model.
     waited_s = time.monotonic() - start_s
     assert 0.5 * waited_s <= figures.load_s + figures.duration_s <= waited_s
     assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}

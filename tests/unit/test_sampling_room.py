@@ -1,4 +1,5 @@
-"""A job gets the memory of the model that answered prompts last, and which stays for the next call, without waiting for it."""
+"""A job gets the memory of the model that answered prompts last, and which stays for the next call, without waiting for
+it."""
 
 from __future__ import annotations
 

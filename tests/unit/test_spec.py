@@ -127,10 +127,12 @@ def test_a_field_in_the_wrong_section_is_sent_to_its_own() -> None:
 def test_patience_needs_evaluations_between_steps_and_data_for_them() -> None:
     wanted = {**MINIMAL, "eval": {"patience": 2}, "eval_every_steps": 5}
     assert violations({**wanted, "eval_every_steps": 0}) == {
-        "eval.patience": "eval.patience is 2 evaluations, but there are none between steps; set eval_every_steps above 0"
+        "eval.patience": "eval.patience is 2 evaluations, but there are none between steps; set eval_every_steps above "
+        "0"
     }
     assert violations(wanted) == {
-        "eval.patience": "eval.patience is 2 evaluations, but there is no data for them; set eval_dataset or eval_fraction"
+        "eval.patience": "eval.patience is 2 evaluations, but there is no data for them; set eval_dataset or "
+        "eval_fraction"
     }
     for data in ({"eval_dataset": "e"}, {"eval_fraction": 0.1}):
         assert parse_job_spec({**wanted, **data}).eval.patience == 2
@@ -144,8 +146,8 @@ def test_limits_are_off_by_default_and_a_section_left_empty_is_the_default() -> 
 def test_the_parts_of_a_schedule_belong_to_it() -> None:
     found = violations({**MINIMAL, "train": {"lr_decay_ratio": 0.2}})
     assert found == {
-        "train.lr_decay_ratio": "train.lr_decay_ratio is 0.2, and lr_schedule cosine does not use it; leave it out or set "
-        "train.lr_schedule to wsd"
+        "train.lr_decay_ratio": "train.lr_decay_ratio is 0.2, and lr_schedule cosine does not use it; leave it out or "
+        "set train.lr_schedule to wsd"
     }
     train = parse_job_spec({**MINIMAL, "train": {"lr_schedule": "wsd", "min_lr_ratio": 0.1}}).train
     assert (train.min_lr_ratio, train.lr_decay_ratio) == (0.1, 0.1)
@@ -221,8 +223,16 @@ def test_options_of_another_method_are_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("method", "options", "needs"),
-    [("sft", {}, False), ("dpo", {}, True), ("ipo", {}, True), ("orpo", {}, False), ("simpo", {}, False), ("kto", {}, True),
-     ("policy", {}, False), ("policy", {"policy": {"kl_coefficient": 0.1}}, True)],
-)  # fmt: skip
+    [
+        ("sft", {}, False),
+        ("dpo", {}, True),
+        ("ipo", {}, True),
+        ("orpo", {}, False),
+        ("simpo", {}, False),
+        ("kto", {}, True),
+        ("policy", {}, False),
+        ("policy", {"policy": {"kl_coefficient": 0.1}}, True),
+    ],
+)
 def test_which_methods_compare_with_the_starting_weights(method: str, options: dict[str, Any], needs: bool) -> None:
     assert parse_job_spec({**MINIMAL, "method": method, **options}).needs_references is needs

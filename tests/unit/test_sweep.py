@@ -1,4 +1,5 @@
-"""What a sweep may take: nothing on the word of a database that may be the wrong one, and nothing for good before its days are over."""
+"""What a sweep may take: nothing on the word of a database that may be the wrong one, and nothing for good before its
+days are over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The `horizon` command. `main` is the entry point; a command is imported when it is used, the client when it connects."""
+"""The `horizon` command. `main` is the entry point; a command is imported when it is used, the client when it
+connects."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ Example:
     "--ca",
     type=click.Path(),
     metavar="FILE",
-    help="The daemon's CA file, or 'system' for a public certificate. Not needed where an earlier login has saved it, nor without TLS.",
+    help="The daemon's CA file, or 'system' for a public certificate. Not needed where an earlier login has saved it, "
+    "nor without TLS.",
 )
 @click.option(
     "--client-cert",
@@ -114,7 +115,8 @@ def login(
         )
     )
     click.echo(
-        f"logged in to {clean(node.hostname)} ({endpoint.server}) as {clean(node.user)}, role {clean(node.role)}; profile {profile_name}"
+        f"logged in to {clean(node.hostname)} ({endpoint.server}) as {clean(node.user)}, role {clean(node.role)}; "
+        f"profile {profile_name}"
     )
 
 
@@ -134,7 +136,8 @@ def logout(profile_name: str | None, output: str) -> None:
     _remove(name, output, "logged out of {server}; the profile {name} and its token are removed from this machine")
     # On stderr, because `-o json` and `-o name` are read by programs
     click.echo(
-        "the token stays valid until it is revoked, with: horizon token revoke, or by an admin with: horizond token revoke",
+        "the token stays valid until it is revoked, with: horizon token revoke, or by an admin with: horizond token "
+        "revoke",
         err=True,
     )
 

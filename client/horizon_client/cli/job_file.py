@@ -24,7 +24,8 @@ def header_line(schema_file: str) -> str:
 
 
 def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the dotted path and the schema of each field that takes a value, those of a section after all others of its level."""
+    """Yield the dotted path and the schema of each field that takes a value, those of a section after all others of its
+    level."""
     schema = job_schema()
 
     def below(prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

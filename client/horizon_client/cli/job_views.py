@@ -1,4 +1,5 @@
-"""How jobs, memory plans and events look: tables and pages, live figures on a terminal, plain lines in a pipe, JSON lines for programs."""
+"""How jobs, memory plans and events look: tables and pages, live figures on a terminal, plain lines in a pipe, JSON
+lines for programs."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def speed_text(plan: MemoryPlan) -> str:
 
 
 def references_text(plan: MemoryPlan) -> str:
-    """Return the predicted pass over the data before the first step; empty where there is none, or nothing is predicted."""
+    """Return the predicted pass over the data before the first step; empty where there is none, or nothing is
+    predicted."""
     found = plan.references
     if found is None:
         return ""
@@ -368,7 +370,8 @@ class PlainView(Notices):
 
 
 class DataView(PlainView):
-    """For programs: one JSON object or YAML document per event, with the field names of the Python client; `name` shows none."""
+    """For programs: one JSON object or YAML document per event, with the field names of the Python client; `name` shows
+    none."""
 
     def __init__(self, stream: IO[str], output: str) -> None:
         super().__init__(stream)
@@ -474,8 +477,8 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
 
 def _training_figures(step: StepEvent) -> str:
     return (
-        f"loss {step.loss:.4f}{method_figures_text(step.method_figures)}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
-        f"{step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
+        f"loss {step.loss:.4f}{method_figures_text(step.method_figures)}  grad_norm {step.grad_norm:.3f}  lr "
+        f"{step.learning_rate:.2e}  {step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
     )
 
 

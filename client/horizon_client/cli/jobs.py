@@ -81,8 +81,8 @@ Exit code 0 when the job fits, 1 when it does not."""
 def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> int:
     """Show how much memory and time a job needs and whether it fits.
 
-    Refuses what 'job submit' refuses, with the same words. Queues nothing; local files given as dataset or model are pushed first, because
-    the server needs them to plan.
+    Refuses what 'job submit' refuses, with the same words. Queues nothing; local files given as dataset or model are
+    pushed first, because the server needs them to plan.
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
         planned = client.jobs.plan(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
@@ -381,8 +381,8 @@ def schema(target: Path | None) -> None:
 def init(target: Path | None) -> None:
     """Print a job spec to start from.
 
-    It contains the required fields, and every other field with its default as a comment. With --to, the schema that editors check it with
-    is written next to it, as job.schema.json.
+    It contains the required fields, and every other field with its default as a comment. With --to, the schema that
+    editors check it with is written next to it, as job.schema.json.
     """
     if target is None:
         click.echo(template(), nl=False)

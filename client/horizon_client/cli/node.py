@@ -43,7 +43,8 @@ def _facts(node: Node) -> list[tuple[str, str]]:
         *([("maintenance", window)] if window else []),
         (
             "memory",
-            f"{free} free of {limit}; {bytes_text(node.host_memory_promised_bytes)} promised to resident jobs and answers",
+            f"{free} free of {limit}; {bytes_text(node.host_memory_promised_bytes)} promised to resident jobs and "
+            "answers",
         ),
         ("CPUs", str(node.num_cpus)),
         *(devices or [("device", "none; jobs run on the CPUs")]),
@@ -57,7 +58,8 @@ def _facts(node: Node) -> list[tuple[str, str]]:
 
 
 def _state_text(node: Node) -> str:
-    """Return whether jobs start, and the admin's message where it belongs to that; of a window ahead, the window has it."""
+    """Return whether jobs start, and the admin's message where it belongs to that; of a window ahead, the window has
+    it."""
     modes = {"cordoned": "cordoned: no job starts", "drained": "drained: jobs are unloaded and wait"}
     state = "the daemon is shutting down" if node.draining else modes.get(node.mode, "open")
     message = node.condition.message if node.condition else ""
@@ -152,7 +154,8 @@ def maintenance(
     elif not cancel and start is not None and length is not None:
         if start + length <= datetime.now(UTC):
             raise click.UsageError(
-                f"--from {start:%Y-%m-%dT%H:%M} --for {length_text(length)} has ended already ({start + length:%H:%M}); give a window that "
+                f"--from {start:%Y-%m-%dT%H:%M} --for {length_text(length)} has ended already "
+                f"({start + length:%H:%M}); give a window that "
                 "ends in the future"
             )
         _print_set(client.node.set_maintenance(start, start + length, message=message), output)

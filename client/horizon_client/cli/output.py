@@ -114,7 +114,8 @@ def to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {attribute.name: to_plain(getattr(value, attribute.name)) for attribute in dataclasses.fields(value)}
         kind = getattr(value, "kind", None)
-        # `event` for a program that reads a stream of several kinds; a job's `last_step` has no number and needs no kind
+        # `event` for a program that reads a stream of several kinds; a job's `last_step` has no number and needs no
+        # kind
         return {"event": kind, **plain} if kind and plain.get("sequence") else plain
     if isinstance(value, Mapping):
         return {str(key): to_plain(inner) for key, inner in value.items()}
@@ -226,7 +227,8 @@ def age_text(moment: datetime | None, now: datetime | None = None) -> str:
 
 
 def about_text(moment: datetime | None, now: datetime | None = None, *, seconds: bool = False) -> str:
-    """Return an estimated moment in local time, to the minute or second: the time alone within a day; '-' when unknown."""
+    """Return an estimated moment in local time, to the minute or second: the time alone within a day; '-' when
+    unknown."""
     if moment is None:
         return "-"
     local = moment.astimezone()

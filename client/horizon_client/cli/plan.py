@@ -70,8 +70,8 @@ def plan(
 ) -> int:
     """Predict a job's speed on a machine that you do not have.
 
-    Give a job file, or --model. The server computes the prediction from the GPU's data sheet, or from its own measurements where it has
-    such a GPU. A model folder on your disk is pushed first; the dataset is not read.
+    Give a job file, or --model. The server computes the prediction from the GPU's data sheet, or from its own
+    measurements where it has such a GPU. A model folder on your disk is pushed first; the dataset is not read.
     """
     if spec is None and model is None:
         raise click.UsageError(

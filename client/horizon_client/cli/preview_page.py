@@ -1,4 +1,5 @@
-"""A preview for people: rows as the model reads them, with the trained part marked, answers that are compared side by side."""
+"""A preview for people: rows as the model reads them, with the trained part marked, answers that are compared side by
+side."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def preview_page(name: str, preview: DatasetPreview) -> str:
     # Of answers and samples the same is trained whatever the options say.
     options = "" if preview.format in _SUPERVISED else f"method {preview.method}, train_on {preview.train_on}, "
     lines = [
-        f"{clean(name)}: {preview.num_rows:,} rows, {clean(preview.format)}; {options}sequence_length {preview.sequence_length}",
+        f"{clean(name)}: {preview.num_rows:,} rows, {clean(preview.format)}; {options}sequence_length "
+        f"{preview.sequence_length}",
         "trained text is green" if in_colour else "trained text is between [[ and ]]",
     ]
     if any(span.weight is not None for row in preview.rows for span in row.spans):

@@ -221,7 +221,8 @@ def push_dataset(
 
 
 def field_map_of(mappings: Iterable[str]) -> dict[str, str]:
-    """Return what `--map field=column` says. Raises click.UsageError for one that is written otherwise, or a field twice."""
+    """Return what `--map field=column` says. Raises click.UsageError for one that is written otherwise, or a field
+    twice."""
     field_map: dict[str, str] = {}
     for mapping in mappings:
         field, separator, column = mapping.partition("=")

@@ -1,4 +1,5 @@
-"""The top of the command tree: commands that load on use, and the one place that turns errors into messages and exit codes."""
+"""The top of the command tree: commands that load on use, and the one place that turns errors into messages and exit
+codes."""
 
 from __future__ import annotations
 
@@ -182,6 +183,6 @@ Example:
 def horizon(**options: str | None) -> None:
     """Fine-tune language models on a shared machine.
 
-    horizon sends your model and your data to a machine that runs horizond. That machine trains the model. You watch the training from here
-    and download the result.
+    horizon sends your model and your data to a machine that runs horizond. That machine trains the model. You watch the
+    training from here and download the result.
     """

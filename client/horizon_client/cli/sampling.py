@@ -43,7 +43,8 @@ def read_prompts(path: Path, field_map: Mapping[str, str] | None = None) -> list
 
 
 def with_system(prompt: Prompt, system: str) -> Prompt:
-    """Return the prompt as a chat that begins with this system message: a text as the user's. Raises BadFile where it has one already."""
+    """Return the prompt as a chat that begins with this system message: a text as the user's. Raises BadFile where it
+    has one already."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     messages = prompt["messages"] if isinstance(prompt, dict) else prompt

@@ -137,7 +137,8 @@ Example:
 def usage(client: Client, since: timedelta, output: str) -> None:
     """Show what was used of the node: device time, tokens, storage, jobs by outcome.
 
-    By project and user: your own; admins and viewers see everybody's. STORED is what a user stores now, in whatever project.
+    By project and user: your own; admins and viewers see everybody's. STORED is what a user stores now, in whatever
+    project.
     """
     print_list(client.sharing.usage(since=datetime.now(UTC) - since), _USAGE_VIEW, output)
 

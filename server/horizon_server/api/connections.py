@@ -1,6 +1,8 @@
-"""Closes the connections of a port that would starve others, which neither gRPC nor asyncio can do while TLS is being set up.
+"""Closes the connections of a port that would starve others, which neither gRPC nor asyncio can do while TLS is being
+set up.
 
-They are found among the process's own descriptors and shut down there: to their server that looks as if the client had left.
+They are found among the process's own descriptors and shut down there: to their server that looks as if the client had
+left.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Connections:
         self._users = {place: user for place, user in self._users.items() if place in places}
         num_unknown: Counter[str] = Counter()
         num_of_user: Counter[str] = Counter()
-        # The newest are kept: a client makes its first call at once, while a connection that has made none for long never will.
+        # The newest are kept: a client makes its first call at once, while a connection that has made none for long
+        # never will.
         for connection in reversed(found):
             user = self._users.get(connection.place)
             if user is None:
@@ -100,7 +103,8 @@ class Connections:
         if not self._num_unreported or self._clock() < self._report_at_s:
             return
         log.warning(
-            "too many connections at a time on which no call has presented a valid token, or of one user: the oldest were shut down",
+            "too many connections at a time on which no call has presented a valid token, or of one user: the oldest "
+            "were shut down",
             connections=self._num_unreported,
             one_from=self._report_from,
         )
@@ -108,7 +112,8 @@ class Connections:
         self._report_at_s = self._clock() + REPORT_EVERY_S
 
     def _found(self, port: int) -> list[_Connection]:
-        """Return the open connections, oldest first; of those that came since the last look, the lowest descriptor is first."""
+        """Return the open connections, oldest first; of those that came since the last look, the lowest descriptor is
+        first."""
         present: dict[int, int] = {}
         for entry in Path("/proc/self/fd").iterdir():
             try:
@@ -118,7 +123,8 @@ class Connections:
             if stat.S_ISSOCK(status.st_mode):
                 present[status.st_ino] = int(entry.name)
         self._seen = {inode: seen for inode, seen in self._seen.items() if inode in present}
-        # Not by inode: each processor counts its own, so those of connections that two threads accept do not tell which came first.
+        # Not by inode: each processor counts its own, so those of connections that two threads accept do not tell which
+        # came first.
         for inode in sorted(present.keys() - self._seen.keys(), key=lambda inode: present[inode]):
             self._seen[inode] = _looked_at(inode, present[inode], port)
         return [connection for connection in self._seen.values() if connection is not None]

@@ -1,4 +1,5 @@
-"""What is made of a record for the wire, once: fifty watchers of a job get one event, and a list is mostly the jobs of the last list."""
+"""What is made of a record for the wire, once: fifty watchers of a job get one event, and a list is mostly the jobs of
+the last list."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ Made = TypeVar("Made")
 
 
 def kept(record: object, name: str, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives for a frozen record. It is kept with the record under that name, and so goes when the record goes."""
+    """Return what `make` gives for a frozen record. It is kept with the record under that name, and so goes when the
+    record goes."""
     made = vars(record).get(name)
     if made is None:
         made = vars(record)[name] = make()

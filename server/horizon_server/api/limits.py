@@ -15,9 +15,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 from horizon_server.errors import TooManyCalls
 
-# A quarter of the gRPC server's calls: one user's watches cannot take them from all others. Event streams of REST count too.
+# A quarter of the gRPC server's calls: one user's watches cannot take them from all others. Event streams of REST count
+# too.
 MAX_CALLS_PER_USER = 256
-# Calls of one user, on average and in a burst. More wait for their turn, and are refused where that would take longer than the patience.
+# Calls of one user, on average and in a burst. More wait for their turn, and are refused where that would take longer
+# than the patience.
 CALLS_PER_S = 100.0
 CALLS_BURST = 50
 CALLS_PATIENCE_S = 2.0
@@ -42,7 +44,8 @@ MAX_KEYS = 10_000
 # The calls of a connection all come from one place.
 @functools.lru_cache(maxsize=1024)
 def address_of(peer: str) -> str:
-    """Return who is counted as one caller: an IPv4 address, or the /64 of an IPv6 address, which is one customer's or one machine's."""
+    """Return who is counted as one caller: an IPv4 address, or the /64 of an IPv6 address, which is one customer's or
+    one machine's."""
     try:
         address = ipaddress.ip_address(place_of(peer)[0])
     except ValueError:
@@ -77,7 +80,8 @@ class Rate:
         return self._level(key) >= 1.0
 
     def reserve(self, key: str, patience_s: float = 0.0) -> float | None:
-        """Take one and return how many seconds the caller must wait first; None, and nothing is taken, when beyond the patience."""
+        """Take one and return how many seconds the caller must wait first; None, and nothing is taken, when beyond the
+        patience."""
         level = self._level(key) - 1.0
         if level < -patience_s * self._per_s:
             return None

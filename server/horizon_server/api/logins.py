@@ -1,4 +1,5 @@
-"""Who presents a token: users take turns within their limits; wrong tokens are limited by address, logged and audited."""
+"""Who presents a token: users take turns within their limits; wrong tokens are limited by address, logged and
+audited."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class Logins:
 
         Raises:
             Unauthenticated: when it is unknown, expired or revoked.
-            TooManyCalls: when the user makes too many calls; or when it is not valid, and the address, or all together, have failed too
-                often.
+            TooManyCalls: when the user makes too many calls; or when it is not valid, and the address, or all together,
+                have failed too often.
         """
         # Before the query that makes sure: one user's calls cost the others as little as possible.
         user, address = await self._accounts.user_of(secret), address_of(peer)
@@ -54,7 +55,8 @@ class Logins:
             async with self._limits.of_user(user, is_change=is_change):
                 yield await self._authenticated(secret, address)
             return
-        # Only wrong ones are limited by address: on a shared machine, others at the same address must not be locked out.
+        # Only wrong ones are limited by address: on a shared machine, others at the same address must not be locked
+        # out.
         if not (self._failures.has_room(address) and self._all_failures.has_room("")):
             await self._report(address)
             raise TooManyCalls(
@@ -85,7 +87,13 @@ class Logins:
         _log.warning("%s", what)
         await self._audit.write(
             AuditEntry(
-                time_s=time.time(), user="", token_id="", origin=address, action="login", resource="",
-                outcome="UNAUTHENTICATED", detail=what,
+                time_s=time.time(),
+                user="",
+                token_id="",
+                origin=address,
+                action="login",
+                resource="",
+                outcome="UNAUTHENTICATED",
+                detail=what,
             )
-        )  # fmt: skip
+        )

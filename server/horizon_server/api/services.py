@@ -54,7 +54,8 @@ class Services:
 class OpenStreams:
     """The streams that are open now: they end in order when the caller leaves, and at once when the daemon shuts down.
 
-    They also end, within seconds, when their caller's token is not accepted any more or allows less than when they began.
+    They also end, within seconds, when their caller's token is not accepted any more or allows less than when they
+    began.
 
     Thread: one event loop.
     """
@@ -125,7 +126,8 @@ class OpenStreams:
 
 def _not_accepted(principal: Principal) -> HorizonError:
     return Unauthenticated(
-        f"token {principal.token_id} was revoked or has expired, or {principal.name} is disabled; ask an admin for a new token"
+        f"token {principal.token_id} was revoked or has expired, or {principal.name} is disabled; ask an admin for a "
+        "new token"
     )
 
 

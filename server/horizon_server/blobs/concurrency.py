@@ -22,7 +22,8 @@ MAX_SHARED_CALLS = 2
 
 
 async def in_thread(call: Callable[[], ResultT]) -> ResultT:
-    """Run `call` in a thread of the loop's default executor; a caller who is cancelled continues only when the thread has ended."""
+    """Run `call` in a thread of the loop's default executor; a caller who is cancelled continues only when the thread
+    has ended."""
     # Otherwise the caller would close, or another writer open, a file that the thread still writes to.
     return await to_the_end(asyncio.to_thread(call))
 
@@ -42,14 +43,16 @@ async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 class SharedCalls(Generic[ResultT]):
-    """Runs one call per key at a time, one for each user, and at most two in all. A call continues when its caller hangs up.
+    """Runs one call per key at a time, one for each user, and at most two in all. A call continues when its caller
+    hangs up.
 
     Thread: one event loop.
     """
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(MAX_SHARED_CALLS)
-        # A user's calls wait here for each other: were both slots theirs, all other users would wait for as long as their files take.
+        # A user's calls wait here for each other: were both slots theirs, all other users would wait for as long as
+        # their files take.
         self._of_user = WeakValueDictionary[str, asyncio.Semaphore]()
         self._running: dict[str, asyncio.Task[ResultT]] = {}
 
@@ -107,8 +110,9 @@ class Turn:
 class Turns:
     """One writer at a time for each upload, without letting a dead connection block the laptop that came back.
 
-    A second writer waits for the first. It gets the turn when the first ends, or when the first has waited too long for its client:
-    then that client is considered gone, and the first is cut. `holders` are the uploads that have a writer now.
+    A second writer waits for the first. It gets the turn when the first ends, or when the first has waited too long for
+    its client: then that client is considered gone, and the first is cut. `holders` are the uploads that have a writer
+    now.
     """
 
     def __init__(
@@ -132,7 +136,8 @@ class Turns:
         """Hold the turn for the block.
 
         Raises:
-            UploadInProgress: when another writer keeps receiving data, when this one was cut, or when the user sends too many at once.
+            UploadInProgress: when another writer keeps receiving data, when this one was cut, or when the user sends
+                too many at once.
         """
         await self._wait_for(key)
         if sum(owner == key[0] for owner, _ in self.holders) >= MAX_TURNS_EACH:
@@ -169,8 +174,8 @@ class Turns:
             silent_s = 0.0 if holder.waiting_since is None else self._clock() - holder.waiting_since
             patience_s = self._silence_s - silent_s
             if patience_s <= 0:
-                # A timeout that expires now ends the writer wherever it waits, and distinguishes a cut from a caller who cancels. Its
-                # turn is over when it has put its file down.
+                # A timeout that expires now ends the writer wherever it waits, and distinguishes a cut from a caller
+                # who cancels. Its turn is over when it has put its file down.
                 if holder.scope.when() is None:
                     holder.scope.reschedule(asyncio.get_running_loop().time())
                 patience_s = left_s

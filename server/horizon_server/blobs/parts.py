@@ -1,4 +1,5 @@
-"""One partial upload on its way to disk: a piece is written and hashed while the next one arrives, and synced while others follow."""
+"""One partial upload on its way to disk: a piece is written and hashed while the next one arrives, and synced while
+others follow."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ class Part:
     def settle(self) -> None:
         """After a failure, end at the last whole piece where it can be made durable, else at the last durable byte."""
         os.ftruncate(self._descriptor, self.size_bytes)
-        # A sync that failed is not tried again: the system forgets what it could not write, and the next one succeeds without it.
+        # A sync that failed is not tried again: the system forgets what it could not write, and the next one succeeds
+        # without it.
         if not self._sync_failed:
             with suppress(OSError):
                 self.sync()

@@ -1,7 +1,8 @@
 """What may still be written to the disk of the state folder, so that the database always has space left.
 
-Uploads, preparations and checkpoints end before `min_free_bytes` are touched. The file `reserve` is given up when the database itself
-needs space: with it, users can still cancel jobs and delete what they do not need, and the daemon can start.
+Uploads, preparations and checkpoints end before `min_free_bytes` are touched. The file `reserve` is given up when the
+database itself needs space: with it, users can still cancel jobs and delete what they do not need, and the daemon can
+start.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ class Space:
         return max(0, shutil.disk_usage(self._state_dir).free - self.kept_bytes)
 
     def require(self, needed_bytes: int, what: str) -> None:
-        """Let pass what fits. Raises DiskFull, with the numbers, for what would take the space that is kept for the daemon."""
+        """Let pass what fits. Raises DiskFull, with the numbers, for what would take the space that is kept for the
+        daemon."""
         free_bytes = self.free_bytes
         if needed_bytes > free_bytes or free_bytes == 0:
             raise DiskFull(
                 f"{what} needs {size_text(needed_bytes)}, but the node's disk has {size_text(free_bytes)} left besides "
-                f"{size_text(self.kept_bytes)} that are kept for the daemon; delete jobs, checkpoints or datasets that you do not need "
+                f"{size_text(self.kept_bytes)} that are kept for the daemon; delete jobs, checkpoints or datasets that "
+                "you do not need "
                 "(horizon job delete --help), or ask an admin to free space, then try again",
                 retry_after_s=60.0,
             )

@@ -1,7 +1,8 @@
 """The contents on disk: partial uploads per user, whole contents stored once for all users.
 
-`uploads/<user>/<sha256>-<size>.part` is what has arrived from that user; `.proved` next to it means that they have sent all of it.
-`blobs/<aa>/<sha256>` is a whole, verified, durable content. Knows no database: its caller passes which contents are referenced.
+`uploads/<user>/<sha256>-<size>.part` is what has arrived from that user; `.proved` next to it means that they have sent
+all of it. `blobs/<aa>/<sha256>` is a whole, verified, durable content. Knows no database: its caller passes which
+contents are referenced.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ from horizon_server.spec import NAME_PATTERN
 
 MAX_CHUNK_BYTES = 2**20
 
-# Batches of small contents at once, of all users: each holds a thread while it waits for the disk. A user has one at a time.
+# Batches of small contents at once, of all users: each holds a thread while it waits for the disk. A user has one at a
+# time.
 MAX_BATCHES = 2
 
 _PART = ".part"
 _WHOLE = ".whole"
 _PROVED = ".proved"
-# A client that asks how far an upload is has lost its connection. The daemon notices a moment later, and keeps what it holds.
+# A client that asks how far an upload is has lost its connection. The daemon notices a moment later, and keeps what it
+# holds.
 _UNWINDING_S = 0.25
 # What a file takes on the disk at least.
 _BLOCK_BYTES = 4096
 # Files of a batch that are written at a time.
 _WRITERS = 4
-# The turn of a user's batches: a client that sends one again after a cut waits until the first has ended, and finds its contents there.
+# The turn of a user's batches: a client that sends one again after a cut waits until the first has ended, and finds its
+# contents there.
 _BATCH = BlobRef(sha256=EMPTY_SHA256, size_bytes=-1)
 
 
@@ -60,7 +64,8 @@ class BlobStore:
         silence_limit_s: float = 120.0,
     ) -> None:
         self.trash = Trash(root)
-        # False while the database may be the wrong one: what a user deletes then goes to the trash instead of being removed at once.
+        # False while the database may be the wrong one: what a user deletes then goes to the trash instead of being
+        # removed at once.
         self.trusts_database = True
         self._blobs = root / "blobs"
         self._uploads = root / "uploads"
@@ -138,7 +143,8 @@ class BlobStore:
         return BlobStatus(blob=ref, committed_bytes=part.committed_bytes, complete=whole)
 
     async def write_whole(self, owner: str, blobs: Sequence[WholeBlob], *, ready: frozenset[str] = frozenset()) -> None:
-        """Store contents that came in one message: all of them, or none where one is wrong. Those of `ready` are the owner's already.
+        """Store contents that came in one message: all of them, or none where one is wrong. Those of `ready` are the
+        owner's already.
 
         Raises:
             InvalidUpload: for bytes that have another size or sha256.
@@ -202,7 +208,8 @@ class BlobStore:
         return await in_thread(remove)
 
     async def sweep(self, referenced: frozenset[str]) -> int:
-        """Move every content that neither `referenced` nor a proof names to the trash, and take back what is referenced again.
+        """Move every content that neither `referenced` nor a proof names to the trash, and take back what is referenced
+        again.
 
         Returns how many were moved.
         """
@@ -228,7 +235,8 @@ class BlobStore:
                     )
                 if writer.given_bytes + len(data) > ref.size_bytes:
                     raise InvalidUpload(
-                        f"more than the announced {ref.size_bytes} bytes were sent; announce the file's true size and sha256"
+                        f"more than the announced {ref.size_bytes} bytes were sent; announce the file's true size and "
+                        "sha256"
                     )
                 # Several uploads that fit alone may not fit together.
                 self._space.require(len(data), "this upload")
@@ -238,7 +246,8 @@ class BlobStore:
                 f"no data arrived for {self._silence_limit_s:g} s; ask for the blob's status and continue from there"
             ) from error
         finally:
-            # However the stream ended, even by a cancelled call: what arrived is written, and no thread is left on the file.
+            # However the stream ended, even by a cancelled call: what arrived is written, and no thread is left on the
+            # file.
             await to_the_end(writer.finish())
 
     def _complete(self, owner: str, ref: BlobRef, part: Part) -> None:
@@ -246,7 +255,8 @@ class BlobStore:
         if found != ref.sha256:
             part.path.unlink()
             raise InvalidUpload(
-                f"the {ref.size_bytes} bytes that arrived have sha256 {found}, not the announced {ref.sha256}; they are removed: "
+                f"the {ref.size_bytes} bytes that arrived have sha256 {found}, not the announced {ref.sha256}; they "
+                "are removed: "
                 "push again, and if that repeats, check whether the file changes while it is sent"
             )
         self._place(owner, ref, part.path)
@@ -283,7 +293,8 @@ class BlobStore:
             os.close(descriptor)
 
     def _place(self, owner: str, ref: BlobRef, path: Path) -> None:
-        """Move a verified, durable content into its place, or remove it where that content is there, and note who has sent it."""
+        """Move a verified, durable content into its place, or remove it where that content is there, and note who has
+        sent it."""
         target = self.path(ref.sha256)
         with self._changing:
             if self.holds(ref):
@@ -318,14 +329,15 @@ class BlobStore:
                     yield path
 
     def _entry(self, owner: str, ref: BlobRef, suffix: str) -> Path:
-        # Each user has a folder of their own: who could continue another's upload, or learn that it exists, would learn what
-        # others have, and get it without having it (ADR 0007).
+        # Each user has a folder of their own: who could continue another's upload, or learn that it exists, would learn
+        # what others have, and get it without having it (ADR 0007).
         assert NAME_PATTERN.fullmatch(owner), owner
         return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
 
 
 def link_folder(path_of: Callable[[str], Path], files: Iterable[BlobFile], target: Path) -> None:
-    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their users' names.
+    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their
+    users' names.
 
     `path_of` gives the place of a content by its sha256.
     """
@@ -347,7 +359,8 @@ def remove_folder(target: Path) -> None:
 
 
 def remove_unreferenced(root: Path, known: frozenset[str], trash: Trash) -> int:
-    """Move the folders of `root` that no record knows to the trash, and take back those that one knows again. Return how many moved."""
+    """Move the folders of `root` that no record knows to the trash, and take back those that one knows again. Return
+    how many moved."""
     trash.take_back(root / name for name in known)
     return trash.put([path for path in root.iterdir() if path.name not in known] if root.is_dir() else [])
 
@@ -356,8 +369,9 @@ def _require_true(whole: WholeBlob, field: str) -> None:
     found = BlobRef(sha256=hashlib.sha256(whole.data).hexdigest(), size_bytes=len(whole.data))
     if found != whole.blob:
         problem = (
-            f"{field} has {found.size_bytes} bytes with sha256 {found.sha256}, not the announced {whole.blob.size_bytes} bytes with "
-            f"sha256 {whole.blob.sha256}; nothing of this batch is stored: push again, and if that repeats, check whether the file "
+            f"{field} has {found.size_bytes} bytes with sha256 {found.sha256}, not the announced "
+            f"{whole.blob.size_bytes} bytes with sha256 {whole.blob.sha256}; nothing of this batch is stored: push "
+            "again, and if that repeats, check whether the file "
             "changes while it is sent"
         )
         raise InvalidUpload(problem, violations=[FieldViolation(field=f"{field}.data", description=problem)])

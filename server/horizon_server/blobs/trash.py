@@ -1,7 +1,9 @@
-"""Where unreferenced files go before they are removed: a database that was lost, or put back from a backup, must not cost anybody's data.
+"""Where unreferenced files go before they are removed: a database that was lost, or put back from a backup, must not
+cost anybody's data.
 
-`trash/<date>/blobs/<aa>/<sha256>` and `trash/<date>/models/<model_id>` in the state folder. What the database knows again is taken back
-by the next sweep; the rest is removed after `trash_days`. Everything in there may be removed by hand at any time.
+`trash/<date>/blobs/<aa>/<sha256>` and `trash/<date>/models/<model_id>` in the state folder. What the database knows
+again is taken back by the next sweep; the rest is removed after `trash_days`. Everything in there may be removed by
+hand at any time.
 """
 
 from __future__ import annotations
@@ -45,8 +47,11 @@ class Trash:
         if moved:
             log.warning(
                 "moved to the trash, as nothing in the database refers to it",
-                num_files=len(moved), num_bytes=num_bytes, names=moved[:_MAX_NAMED], trash=str(self._root),
-            )  # fmt: skip
+                num_files=len(moved),
+                num_bytes=num_bytes,
+                names=moved[:_MAX_NAMED],
+                trash=str(self._root),
+            )
         return len(moved)
 
     def take_back(self, paths: Iterable[Path]) -> int:

@@ -1,8 +1,9 @@
-"""A child process, from the daemon's side: started with a request, limited, watched while it reports, and gone when it has answered.
+"""A child process, from the daemon's side: started with a request, limited, watched while it reports, and gone when it
+has answered.
 
-The child runs as `python -m MODULE REQUEST --events-fd N`. REQUEST is a JSON file. Events, and at the end one answer or one error, come
-up the pipe N. A child that stays after its answer gets further requests by its standard input. `children.entry` is the other side. A child
-ends with the daemon; a worker does not, which `worker_link` is for.
+The child runs as `python -m MODULE REQUEST --events-fd N`. REQUEST is a JSON file. Events, and at the end one answer or
+one error, come up the pipe N. A child that stays after its answer gets further requests by its standard input.
+`children.entry` is the other side. A child ends with the daemon; a worker does not, which `worker_link` is for.
 """
 
 from __future__ import annotations
@@ -44,23 +45,26 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one child may take; None: no limit. The limits of memory, processor time and files hold for each process that it starts."""
+    """What one child may take; None: no limit. The limits of memory, processor time and files hold for each process
+    that it starts."""
 
     memory_bytes: int | None = None  # private memory: of files, libraries map far more than they use
     cpu_s: int | None = None
     file_bytes: int | None = None  # the largest file that it may write, its log included
     wall_s: float | None = None
     silence_s: float | None = None  # longest time between two events
-    # What the kernel's out-of-memory killer chooses by, from 0 to 1000. Any child goes before the daemon, checks before workers.
+    # What the kernel's out-of-memory killer chooses by, from 0 to 1000. Any child goes before the daemon, checks before
+    # workers.
     oom_score_adj: int = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildTask:
-    """What a child is started for: `python -m MODULE`, with these limits. `who` names it in error messages: "the preview".
+    """What a child is started for: `python -m MODULE`, with these limits. `who` names it in error messages: "the
+    preview".
 
-    `meanings` says what a bad end means for whoever asked: instead of an error of one of these classes, such as WorkerCrashed, `run`,
-    `stream`, `Child.answer` and `Child.ask` raise the error that stands here.
+    `meanings` says what a bad end means for whoever asked: instead of an error of one of these classes, such as
+    WorkerCrashed, `run`, `stream`, `Child.answer` and `Child.ask` raise the error that stands here.
     """
 
     module: str
@@ -77,7 +81,8 @@ class ChildTask:
         return await child.answer(on_event)
 
     def stream(self, request: Mapping[str, Any]) -> AsyncGenerator[WorkerLine | Answer, None]:
-        """Yield the events of a child as they come, and then its answer. Closing the generator ends it. Raises as `run` does."""
+        """Yield the events of a child as they come, and then its answer. Closing the generator ends it. Raises as `run`
+        does."""
         return streamed(lambda on_event: self.run(request, on_event))
 
     async def start(
@@ -85,7 +90,8 @@ class ChildTask:
     ) -> Child:
         """Start a child in a process group of its own."""
         with contextlib.ExitStack() as resources:
-            # Request and log are kept in the two files where these are given, else in memory for as long as the child lives.
+            # Request and log are kept in the two files where these are given, else in memory for as long as the child
+            # lives.
             request_fd = _open(request_file, resources)
             os.ftruncate(request_fd, 0)
             # Indented where it is kept, for people who look at it.
@@ -100,10 +106,19 @@ class ChildTask:
             resources.callback(transport.close)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", self.module, request_file or f"/proc/self/fd/{request_fd}", "--events-fd", str(write_fd),
-                    stdin=asyncio.subprocess.PIPE, stdout=log_fd, stderr=log_fd, env=dict(self.environment),
-                    pass_fds=(write_fd, request_fd), start_new_session=True,
-                )  # fmt: skip
+                    sys.executable,
+                    "-m",
+                    self.module,
+                    request_file or f"/proc/self/fd/{request_fd}",
+                    "--events-fd",
+                    str(write_fd),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=log_fd,
+                    stderr=log_fd,
+                    env=dict(self.environment),
+                    pass_fds=(write_fd, request_fd),
+                    start_new_session=True,
+                )
             finally:
                 os.close(write_fd)  # the child has its own; while any is open, the pipe does not end with the child
             limit(process.pid, self.limits)
@@ -142,15 +157,18 @@ class Child:
         With `stays`, for a module that serves so, a child that has answered stays: `ask` or `end` it.
 
         Raises:
-            HorizonError: that the child reported: the same class, reason, message and violations; and what the task means by an end.
+            HorizonError: that the child reported: the same class, reason, message and violations; and what the task
+                means by an end.
             Stalled: when it exceeds its limit of time, of processor time, or of silence.
-            WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end, OutOfMemory for lack of memory.
+            WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end, OutOfMemory for
+                lack of memory.
             WorkerFailed: when it writes a line that is not an event.
         """
         return await self._answer(None, on_event, stays)
 
     async def ask(self, request: Mapping[str, Any], on_event: OnEvent | None = None) -> Any:
-        """Send a further request to a child that stayed, and return its answer; then it stays again. Otherwise as `answer`."""
+        """Send a further request to a child that stayed, and return its answer; then it stays again. Otherwise as
+        `answer`."""
         line = json.dumps(request).encode("ascii") + b"\n"
         assert len(line) <= MAX_REQUEST_BYTES, len(line)
         self._oom_kills_before = oom_kills()
@@ -199,7 +217,8 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Return its exit code (negative: the signal that ended it) once it is gone. Closes a log that was kept in memory."""
+        """Return its exit code (negative: the signal that ended it) once it is gone. Closes a log that was kept in
+        memory."""
         code = await self._process.wait()
         self._resources.close()
         if self._process.stdin is not None:
@@ -252,7 +271,8 @@ class Child:
 
 
 async def streamed(ask: Callable[[OnEvent], Awaitable[Any]]) -> AsyncGenerator[WorkerLine | Answer, None]:
-    """Yield the events that `ask` passes on as they come, and then what it returns. A reader who is slow makes the child wait.
+    """Yield the events that `ask` passes on as they come, and then what it returns. A reader who is slow makes the
+    child wait.
 
     Closing the generator cancels `ask` and waits for its end. What `ask` raises is raised after the events before it.
     """
@@ -280,7 +300,8 @@ async def streamed(ask: Callable[[OnEvent], Awaitable[Any]]) -> AsyncGenerator[W
 
 
 def death_of(who: str, code: int | None, *, oom_killed: bool, log_file: Path) -> HorizonError:
-    """Return the error of a child that ended without an answer. `code` is None where another daemon started it, so that nobody knows."""
+    """Return the error of a child that ended without an answer. `code` is None where another daemon started it, so that
+    nobody knows."""
     why, last_lines = exit_reason(code, oom_killed=oom_killed, who=who), log_tail(log_file)
     log.warning("a child process died", who=who, why=why, log=last_lines)
     if code != -signal.SIGKILL and any(words in last_lines for words in _LAST_WORDS_WITHOUT_MEMORY):

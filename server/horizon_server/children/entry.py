@@ -1,7 +1,8 @@
-"""A child process, from its own side: reads its request, reports events, and ends with an answer or an error. It ends with the daemon.
+"""A child process, from its own side: reads its request, reports events, and ends with an answer or an error. It ends
+with the daemon.
 
-A module that can be a child has `if __name__ == "__main__": sys.exit(serve(work, who=...))`. It can be run by hand too: without
-`--events-fd` its lines go to the standard output.
+A module that can be a child has `if __name__ == "__main__": sys.exit(serve(work, who=...))`. It can be run by hand too:
+without `--events-fd` its lines go to the standard output.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ from horizon_server.texts import size_text
 
 log = logging.getLogger(__name__)
 
-# Longest line a child may write. A preview's rows take the most: up to 12 bytes for each of its half a million characters.
+# Longest line a child may write. A preview's rows take the most: up to 12 bytes for each of its half a million
+# characters.
 MAX_LINE_BYTES = 16 * 2**20
-# Longest further request. The prompts of a call take the most: up to 12 bytes for each of their four million characters.
+# Longest further request. The prompts of a call take the most: up to 12 bytes for each of their four million
+# characters.
 MAX_REQUEST_BYTES = 64 * 2**20
 # Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all.
 _LOG_EVERY_S = 10.0
@@ -119,8 +122,9 @@ def decode_line(line: bytes) -> Line:
 def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0, stays: bool = False) -> int:
     """Do `work` on the request that the command line names, report how it ended, and return the exit code.
 
-    With `is_loading` it is a part of loading a job, for which those that train do not wait. `niceness` is what the process has more of.
-    With `stays` a process that has answered waits for further requests, one a line of the standard input, until that ends.
+    With `is_loading` it is a part of loading a job, for which those that train do not wait. `niceness` is what the
+    process has more of. With `stays` a process that has answered waits for further requests, one a line of the standard
+    input, until that ends.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
@@ -156,7 +160,8 @@ def _carry_out(work: Work, request: bytes, events: EventWriter, who: str) -> boo
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends. To be called in the main thread."""
+    """Have the kernel kill this process when the one that started it ends, however it ends. To be called in the main
+    thread."""
     # By the kernel, as this process cannot help: it may be inside a template that never ends.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that was gone before this call: the other end of the standard input has closed with it.
@@ -199,7 +204,8 @@ class EventWriter:
 
 
 def log_text(line: Line) -> str:
-    """Return what the log says of a line, in words; "" for what is not for it. The figures, answers and rows are in the job's events."""
+    """Return what the log says of a line, in words; "" for what is not for it. The figures, answers and rows are in the
+    job's events."""
     match line:
         case StepDone():
             skipped = f", skipped: {line.skipped}" if line.skipped else ""

@@ -25,7 +25,8 @@ from horizon_server.version import VERSION
 def horizond() -> None:
     """Run and administer horizon on the machine with the GPU.
 
-    horizon fine-tunes language models that are far larger than the GPU's memory; users submit jobs from their laptops with 'horizon'.
+    horizon fine-tunes language models that are far larger than the GPU's memory; users submit jobs from their laptops
+    with 'horizon'.
 
     First steps: horizond doctor; horizond serve; horizond user add ada; horizond token create ada
     """
@@ -47,11 +48,11 @@ def horizond() -> None:
 def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...], **flags: str | bool | None) -> int:
     """Run the daemon in the foreground.
 
-    SIGTERM ends the daemon alone: workers train on, and the next daemon takes them over. Ctrl-C ends everything: running jobs are
-    checkpointed, and continue when the daemon is back. Exit code 0.
+    SIGTERM ends the daemon alone: workers train on, and the next daemon takes them over. Ctrl-C ends everything:
+    running jobs are checkpointed, and continue when the daemon is back. Exit code 0.
 
-    Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every --tls-name, and prints
-    the CA file that clients need.
+    Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every
+    --tls-name, and prints the CA file that clients need.
     """
     settings = load_settings(config, state_dir=state_dir, tls_names=tls_names or None, **flags)
     quiet_libraries()
@@ -86,8 +87,17 @@ def demo(output_dir: Path, max_steps: int | None, config: Path | None, state_dir
 
 
 _COMMANDS = (
-    user_group, project_group, token_group, audit, gc, plan, doctor, backup_command, restore_command, check_command,
-)  # fmt: skip
+    user_group,
+    project_group,
+    token_group,
+    audit,
+    gc,
+    plan,
+    doctor,
+    backup_command,
+    restore_command,
+    check_command,
+)
 for _command in _COMMANDS:
     horizond.add_command(_command)
 

@@ -88,18 +88,20 @@ def user_list(output: str, config: Path | None, state_dir: Path | None) -> None:
 )
 @with_allowance_options
 @click.option(
-    "--max-retained-bytes", "retained_bytes", metavar="SIZE",
+    "--max-retained-bytes",
+    "retained_bytes",
+    metavar="SIZE",
     help="Checkpoints of ended jobs, such as 500GiB; the oldest beyond it are deleted after a warning.",
-)  # fmt: skip
+)
 @with_settings_options
 def user_set(
     name: str, role: str | None, disable: bool | None, config: Path | None, state_dir: Path | None, **changes: Any
 ) -> None:
     """Set a user's role, weight and quotas, or disable the account; what is not named stays.
 
-    A device's time is divided among the users of a project in proportion to their weights. 'none' removes a quota. A running daemon
-    follows within seconds: calls and open streams of a disabled user are refused. Their jobs continue: cancel them first if they should
-    not.
+    A device's time is divided among the users of a project in proportion to their weights. 'none' removes a quota. A
+    running daemon follows within seconds: calls and open streams of a disabled user are refused. Their jobs continue:
+    cancel them first if they should not.
 
     Example: horizond user set ada --weight 2 --max-resident-jobs 2 --max-host-memory 200GiB
     """
@@ -131,8 +133,9 @@ def user_set(
 def user_remove(name: str, yes: bool, config: Path | None, state_dir: Path | None) -> None:
     """Remove a user with all their tokens, memberships, weight and quotas.
 
-    Their jobs with checkpoints, datasets, models and projects stay. Running jobs continue: cancel them first if they should not. An admin
-    deletes what stays with: horizon job delete --owner NAME --older-than 0s; the same for dataset and model.
+    Their jobs with checkpoints, datasets, models and projects stay. Running jobs continue: cancel them first if they
+    should not. An admin deletes what stays with: horizon job delete --owner NAME --older-than 0s; the same for dataset
+    and model.
     """
     owned = in_database(config, state_dir, lambda db: Accounts(db).owned(name), only_look=True)
     click.echo(f"user {name} owns {_owned_text(owned)}", err=True)
@@ -183,7 +186,8 @@ def token_group() -> None:
 def token_create(
     user: str, expires: str, scope: str, label: str, to: Path | None, config: Path | None, state_dir: Path | None
 ) -> None:
-    """Create a token for USER and print it; it cannot be shown again. Example: horizond token create ada --to ada.token."""
+    """Create a token for USER and print it; it cannot be shown again. Example: horizond token create ada --to
+    ada.token."""
     lifetime_s = parse_lifetime(expires)
 
     async def create(database: Database) -> tuple[Token, str]:
@@ -210,7 +214,8 @@ def token_create(
 
 @contextmanager
 def _new_private_file(path: Path) -> Iterator[TextIO]:
-    """Make a file that only its owner can read, for the block; it is removed where the block fails. Raises BadSetting."""
+    """Make a file that only its owner can read, for the block; it is removed where the block fails. Raises
+    BadSetting."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
@@ -252,7 +257,8 @@ def token_list(output: str, config: Path | None, state_dir: Path | None) -> None
 @click.argument("token_id")
 @with_settings_options
 def token_revoke(token_id: str, config: Path | None, state_dir: Path | None) -> None:
-    """Revoke a token: new calls with it are refused at once, open streams end within seconds. 'horizond token list' shows the ids."""
+    """Revoke a token: new calls with it are refused at once, open streams end within seconds. 'horizond token list'
+    shows the ids."""
     in_database(config, state_dir, lambda db: Accounts(db).revoke_token(token_id))
     click.echo(f"token {token_id} is revoked", err=True)
 

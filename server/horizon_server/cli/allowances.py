@@ -39,22 +39,28 @@ def with_allowance_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --weight and one option for each limit of a quota."""
     for option in reversed(
         (
-            click.option("--weight", metavar="W", help="Part of a device's time relative to others; 1 until it is set."),
+            click.option(
+                "--weight", metavar="W", help="Part of a device's time relative to others; 1 until it is set."
+            ),
             click.option("--max-queued-jobs", metavar="N", help="Jobs that may wait in the queue."),
             click.option("--max-resident-jobs", metavar="N", help="Jobs that may be in memory and share the devices."),
             click.option(
-                "--max-host-memory", "max_host_bytes", metavar="SIZE",
+                "--max-host-memory",
+                "max_host_bytes",
+                metavar="SIZE",
                 help="Planned host memory of resident jobs together, such as 200GiB.",
             ),
             click.option(
-                "--max-stored", "max_stored_bytes", metavar="SIZE",
+                "--max-stored",
+                "max_stored_bytes",
+                metavar="SIZE",
                 help="Datasets, models and checkpoints together, such as 1TiB.",
             ),
             click.option(
                 "--device-hours-per-week", metavar="H", help="Hours of a device's time within any 7 days, such as 40."
             ),
         )
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
@@ -71,7 +77,8 @@ def project_group() -> None:
 def project_add(name: str, admins: tuple[str, ...], config: Path | None, state_dir: Path | None) -> None:
     """Create a project, which users can then be members of.
 
-    A user who was created without --project has one of their own name already. Example: horizond project add lab --admin ada
+    A user who was created without --project has one of their own name already. Example: horizond project add lab
+    --admin ada
     """
 
     async def add(database: Database) -> None:
@@ -97,8 +104,8 @@ def project_add(name: str, admins: tuple[str, ...], config: Path | None, state_d
 def project_set(name: str, config: Path | None, state_dir: Path | None, **changes: Any) -> None:
     """Set a project's weight and quotas; those that are not named stay.
 
-    A device's time is divided among projects in proportion to their weights. The quotas of a project hold for all its users together.
-    'none' removes a quota. A running daemon follows within seconds.
+    A device's time is divided among projects in proportion to their weights. The quotas of a project hold for all its
+    users together. 'none' removes a quota. A running daemon follows within seconds.
 
     Example: horizond project set lab --weight 3 --max-queued-jobs 50 --max-stored 2TiB
     """
@@ -116,8 +123,8 @@ def project_set(name: str, config: Path | None, state_dir: Path | None, **change
 def project_list(output: str, config: Path | None, state_dir: Path | None) -> None:
     """List projects with their users, members, weights and quotas.
 
-    Projects are those that 'horizond project add' has made, that a user is charged to, or that a job was. Users are charged there; members
-    see the project's jobs.
+    Projects are those that 'horizond project add' has made, that a user is charged to, or that a job was. Users are
+    charged there; members see the project's jobs.
     """
 
     async def read(database: Database) -> tuple[dict[str, list[str]], list[ProjectMember], list[Allowance]]:
@@ -184,7 +191,8 @@ def member_list(project: str | None, output: str, config: Path | None, state_dir
 async def change_allowance(
     database: Database, holder: Holder, name: str, options: Mapping[str, str | None]
 ) -> Allowance:
-    """Set what the options of `with_allowance_options` name. Raises BadSetting when there is none, or one is malformed."""
+    """Set what the options of `with_allowance_options` name. Raises BadSetting when there is none, or one is
+    malformed."""
     given = {key: text for key, text in options.items() if text is not None}
     if not given:
         known = [option for key, option in _OPTIONS.items() if key in options]
@@ -240,7 +248,8 @@ def parse_size(text: str, *, what: str) -> int:
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", text)
     if match is None or match.group(2).lower() not in _UNIT_OF:
         raise BadSetting(
-            f"{what} {text!r} is not a size: write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB such as 200GiB, or none"
+            f"{what} {text!r} is not a size: write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB such as 200GiB, "
+            "or none"
         )
     num_bytes = int(Decimal(match.group(1)) * _UNIT_OF[match.group(2).lower()])
     if num_bytes > _LARGEST:

@@ -41,9 +41,9 @@ def audit(
 ) -> None:
     """Show the audit log: who changed what, when, from where, and how it ended. The newest entry is last.
 
-    It has every change through gRPC and by horizond commands, refused ones too, and failed logins. Contents of uploads are left out.
-    An entry is written before the change. Its outcome is UNKNOWN until the change has ended, and stays so where the daemon was killed
-    meanwhile: look whether the change was made.
+    It has every change through gRPC and by horizond commands, refused ones too, and failed logins. Contents of uploads
+    are left out. An entry is written before the change. Its outcome is UNKNOWN until the change has ended, and stays so
+    where the daemon was killed meanwhile: look whether the change was made.
 
     Example: horizond audit --user ada --since 30d -o json
     """
@@ -74,5 +74,6 @@ def parse_since(text: str, now_s: float) -> float:
         return datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.UTC).timestamp()
     except ValueError as error:
         raise BadSetting(
-            f"--since {text!r} is not a time: write a number with m, h or d such as 90d, or a day such as 2026-01-31 (UTC)"
+            f"--since {text!r} is not a time: write a number with m, h or d such as 90d, or a day such as 2026-01-31 "
+            "(UTC)"
         ) from error

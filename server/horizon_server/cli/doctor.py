@@ -1,4 +1,5 @@
-"""`horizond doctor`: can this machine run jobs, how fast is it, and what to do where something is wrong. Measures, never guesses."""
+"""`horizond doctor`: can this machine run jobs, how fast is it, and what to do where something is wrong. Measures,
+never guesses."""
 
 from __future__ import annotations
 
@@ -73,8 +74,9 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
 
     Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk.
 
-    Each line is [ok], [warn] or [fail] with what to do. Exit code 1 when a line is [fail]. The speeds are kept in the state folder, where
-    a running daemon finds them too: plans predict a job's speed from them. Measure while nothing else runs.
+    Each line is [ok], [warn] or [fail] with what to do. Exit code 1 when a line is [fail]. The speeds are kept in the
+    state folder, where a running daemon finds them too: plans predict a job's speed from them. Measure while nothing
+    else runs.
     """
     settings = load_settings(config, state_dir=state_dir)
     click.echo("measuring memory, compute and disk, about 20 seconds ...", err=True)

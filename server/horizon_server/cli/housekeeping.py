@@ -25,9 +25,14 @@ from horizon_server.texts import size_text
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Remove nothing; show what would be removed.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS",
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
     help="How long to wait for a running daemon.",
-)  # fmt: skip
+)
 @click.option(
     "-o",
     "--output",
@@ -40,10 +45,10 @@ from horizon_server.texts import size_text
 def gc(dry_run: bool, timeout_s: float, output: str, config: Path | None, state_dir: Path | None) -> int:
     """Remove what nothing needs any more.
 
-    Partial uploads, contents without a dataset or model, unused prepared data and compiled layers, old attempts, long logs, the trainer
-    state of succeeded jobs, and checkpoints whose announced deletion is due. A running daemon does the same every hour and carries this
-    command out. What only a lost database could know again goes to the state folder's trash/ first. Exit code 1 when the database does
-    not belong to the state folder: nothing is removed then.
+    Partial uploads, contents without a dataset or model, unused prepared data and compiled layers, old attempts, long
+    logs, the trainer state of succeeded jobs, and checkpoints whose announced deletion is due. A running daemon does
+    the same every hour and carries this command out. What only a lost database could know again goes to the state
+    folder's trash/ first. Exit code 1 when the database does not belong to the state folder: nothing is removed then.
 
     Example: horizond gc --dry-run
     """

@@ -34,15 +34,16 @@ _report = partial(click.echo, err=True)
 )
 @with_settings_options
 def backup_command(backup_dir: Path, with_checkpoints: str, config: Path | None, state_dir: Path | None) -> int:
-    """Make BACKUP_DIR a backup of the state folder, while the daemon runs, for restic, borg or rsync to copy to another disk.
+    """Make BACKUP_DIR a backup of the state folder, while the daemon runs, for restic, borg or rsync to copy to another
+    disk.
 
-    Database, datasets, models, certificates, checkpoints and logs; not uploads under way, prepared data and compiled layers, which are made
-    again. Contents and checkpoints are hard links: they take no space until the daemon deletes them. So BACKUP_DIR must be on the file
-    system of the state folder, best the folder 'backup' in it. What an earlier backup has left there is replaced. It holds keys and all
-    users' data.
+    Database, datasets, models, certificates, checkpoints and logs; not uploads under way, prepared data and compiled
+    layers, which are made again. Contents and checkpoints are hard links: they take no space until the daemon deletes
+    them. So BACKUP_DIR must be on the file system of the state folder, best the folder 'backup' in it. What an earlier
+    backup has left there is replaced. It holds keys and all users' data.
 
-    Exit code 1 when a file is missing or damaged; the backup then has everything else. Example: horizond backup /var/lib/horizond/backup &&
-    restic backup /var/lib/horizond/backup
+    Exit code 1 when a file is missing or damaged; the backup then has everything else. Example: horizond backup
+    /var/lib/horizond/backup && restic backup /var/lib/horizond/backup
     """
     settings = load_settings(config, state_dir=state_dir)
     existing_state_dir(settings.state_dir)
@@ -72,9 +73,10 @@ def backup_command(backup_dir: Path, with_checkpoints: str, config: Path | None,
 def restore_command(backup_dir: Path, replaces: bool, config: Path | None, state_dir: Path | None) -> None:
     """Restore the state folder from BACKUP_DIR, or a copy of it. The daemon must be stopped, and its workers too.
 
-    Every file is read and compared first; when one is missing or damaged, nothing is restored. Without --replace the state folder must be
-    empty. With it, the present database is kept as before-restore-TIME.db, and what is not in the restored one goes to the trash at the
-    daemon's next start. Tokens that were revoked since the backup are valid again.
+    Every file is read and compared first; when one is missing or damaged, nothing is restored. Without --replace the
+    state folder must be empty. With it, the present database is kept as before-restore-TIME.db, and what is not in the
+    restored one goes to the trash at the daemon's next start. Tokens that were revoked since the backup are valid
+    again.
 
     Example: restic restore latest:/var/lib/horizond/backup --target /mnt/restored; horizond restore /mnt/restored
     """
@@ -96,9 +98,10 @@ def restore_command(backup_dir: Path, replaces: bool, config: Path | None, state
     for problem in result.backup.problems:
         click.echo(f"note: when the backup was made: {problem}", err=True)
     click.echo(
-        f"the backup of {result.backup.made} is restored to {settings.state_dir}: {result.num_restored} files put back, "
-        f"{result.num_kept} were there; {result.num_requeued} jobs that ran then are queued again", err=True,
-    )  # fmt: skip
+        f"the backup of {result.backup.made} is restored to {settings.state_dir}: {result.num_restored} files put "
+        f"back, {result.num_kept} were there; {result.num_requeued} jobs that ran then are queued again",
+        err=True,
+    )
     if result.old_database is not None:
         click.echo(f"the database that was there is {result.old_database}", err=True)
     click.echo(

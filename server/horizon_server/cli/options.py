@@ -55,7 +55,8 @@ def with_settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     state_dir = click.option(
         "--state-dir",
         type=click.Path(path_type=Path),
-        help="Folder with everything the daemon owns. [default: /var/lib/horizond for root, else ~/.local/share/horizond]",
+        help="Folder with everything the daemon owns. [default: /var/lib/horizond for root, else "
+        "~/.local/share/horizond]",
     )
 
     return config(state_dir(command))
@@ -74,9 +75,11 @@ def in_database(
 ) -> Result:
     """Return what `call` returns of the daemon's database, whether or not the daemon runs.
 
-    A command that changes something is audited; with `only_look`, `call` is the look of such a command before its change.
+    A command that changes something is audited; with `only_look`, `call` is the look of such a command before its
+    change.
 
-    Raises BadSetting: the state folder holds no daemon's state; or the command changes something and the database is of another version.
+    Raises BadSetting: the state folder holds no daemon's state; or the command changes something and the database is of
+    another version.
     """
     settings = load_settings(config, state_dir=state_dir)
     existing_state_dir(settings.state_dir)
@@ -100,7 +103,8 @@ def is_reading() -> bool:
 
 @contextmanager
 def audited(database: Path) -> Iterator[None]:
-    """Write the command that is running into the audit log before the block, which makes its change, and how it ended after it."""
+    """Write the command that is running into the audit log before the block, which makes its change, and how it ended
+    after it."""
     entry = this_command()
     entry = replace(entry, number=insert_entry(database, entry))
     try:

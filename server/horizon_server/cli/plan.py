@@ -37,7 +37,8 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
 
     Also how fast it is expected to be on this machine.
 
-    The prediction needs the machine's speed, which 'horizond doctor' or a running daemon has measured. Exit code 1 when it does not fit.
+    The prediction needs the machine's speed, which 'horizond doctor' or a running daemon has measured. Exit code 1 when
+    it does not fit.
     """
     settings = load_settings(config, state_dir=state_dir)
     spec, folder = _spec_and_folder(spec_file, model_dir)

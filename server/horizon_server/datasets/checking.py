@@ -20,8 +20,8 @@ from horizon_server.settings import child_environment
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # For the rows. The worst row of 16 MiB takes about half of it, a usual file little.
 _MEMORY_GIB = 1
-# The libraries take about 100 MiB more. Jobs may have planned all memory but a reserve: if the kernel has to choose, not the worker.
-# The time is for 64 GiB of rows, the largest that may be pushed, on a slow disk.
+# The libraries take about 100 MiB more. Jobs may have planned all memory but a reserve: if the kernel has to choose,
+# not the worker. The time is for 64 GiB of rows, the largest that may be pushed, on a slow disk.
 _LIMITS = Limits(
     memory_bytes=_MEMORY_GIB * 2**30 + 128 * 2**20, file_bytes=2**20, wall_s=4 * 3600.0, oom_score_adj=1000
 )
@@ -42,8 +42,8 @@ async def check_dataset(
 ) -> DatasetReport:
     """Return what `check_files` returns, from a process of its own; cancelling ends it.
 
-    Raises: InvalidData and InvalidSpec for what is wrong with files and map; InvalidData where the files crash their reader or take too
-    much memory; WorkerDied where the child was killed, which says nothing about the data.
+    Raises: InvalidData and InvalidSpec for what is wrong with files and map; InvalidData where the files crash their
+    reader or take too much memory; WorkerDied where the child was killed, which says nothing about the data.
     """
     task = ChildTask(
         module="horizon_server.datasets.checking",
@@ -56,7 +56,8 @@ async def check_dataset(
                 f"{name} could not be read: the reader crashed. The files are probably damaged; create them again"
             ),
             Stalled: Stalled(
-                f"checking {name} took longer than {_LIMITS.wall_s:,.0f} s; push it as several smaller datasets, or ask an admin "
+                f"checking {name} took longer than {_LIMITS.wall_s:,.0f} s; push it as several smaller datasets, or "
+                "ask an admin "
                 "whether the node's disk is slow"
             ),
             OutOfMemory: InvalidData(

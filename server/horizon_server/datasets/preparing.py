@@ -72,11 +72,12 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
 
 
 def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_processes: int = 1) -> PrepareReport:
-    """Tokenise every row into `request.output_dir` and return what came out: the same bytes for any number of processes.
+    """Tokenise every row into `request.output_dir` and return what came out: the same bytes for any number of
+    processes.
 
     Calls `on_progress` with the number of rows done.
-    Raises: InvalidData with every bad row (the first 100 and their number), or where a side of `eval_fraction` is empty; InvalidModel
-    for an unusable tokenizer; DiskFull.
+    Raises: InvalidData with every bad row (the first 100 and their number), or where a side of `eval_fraction` is
+    empty; InvalidModel for an unusable tokenizer; DiskFull.
     """
     options = request.options
     bad, left_out = ViolationTally(), ViolationTally()
@@ -151,7 +152,8 @@ def _refuse_empty_sides(folder: PreparedFolder, request: PrepareRequest, left_ou
         raise InvalidData(f"{names} gives no trained token; the dataset must hold at least one row to learn from")
     if empty:
         raise InvalidData(
-            f"eval_fraction {request.options.eval_fraction:g} leaves no row of {names} for {empty[0]}; use another fraction, or push an "
+            f"eval_fraction {request.options.eval_fraction:g} leaves no row of {names} for {empty[0]}; use another "
+            "fraction, or push an "
             "eval_dataset"
         )
 
@@ -177,7 +179,8 @@ class _TokenBatch:
 def _token_batches(
     files: Iterable[DataFile], codec: TextCodec, options: PrepareOptions, num_processes: int
 ) -> Iterator[_TokenBatch]:
-    """Yield what becomes of every row of the files. Raises: InvalidFile where one cannot be read as rows, WorkerDied."""
+    """Yield what becomes of every row of the files. Raises: InvalidFile where one cannot be read as rows,
+    WorkerDied."""
     for file in files:
         dataset_format, container = resolve_format(file, options.format, options.field_map)
         processes = num_processes if file.path.stat().st_size >= _FORKED_FROM_BYTES else 1
@@ -283,8 +286,8 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
     if num_processes == 1:
         yield from map(function, items)
         return
-    # Processes, as threads would wait for the sixth of the work that is Python (ADR 0005); forked, so that they share what the function
-    # has loaded.
+    # Processes, as threads would wait for the sixth of the work that is Python (ADR 0005); forked, so that they share
+    # what the function has loaded.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_adopt, initargs=(function,))
     pending: deque[Future[Result]] = deque()

@@ -1,4 +1,5 @@
-"""Some rows of a dataset as a model would see them: the options, the request to the rendering child, its answer, and how much is shown.
+"""Some rows of a dataset as a model would see them: the options, the request to the rendering child, its answer, and
+how much is shown.
 
 Free of torch, transformers and tokenizers, as the daemon imports it.
 """
@@ -68,9 +69,10 @@ class PreviewSpan:
 class PreviewRow:
     """One row: where it is, what the model reads of it, and how many tokens that is.
 
-    `unit` says what `number` counts: lines of a file, elements of an array, pieces of a plain text. `clipped` says that `spans` end before
-    the row does, to keep the answer small; `problems` say why nothing of the row, or not the row, is trained. A row of a `preference` is
-    shown as two, one after the other, which `part` calls chosen and rejected; of `kto` and `samples` it says what the row is worth.
+    `unit` says what `number` counts: lines of a file, elements of an array, pieces of a plain text. `clipped` says that
+    `spans` end before the row does, to keep the answer small; `problems` say why nothing of the row, or not the row, is
+    trained. A row of a `preference` is shown as two, one after the other, which `part` calls chosen and rejected; of
+    `kto` and `samples` it says what the row is worth.
     """
 
     file: str

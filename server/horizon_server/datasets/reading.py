@@ -14,8 +14,8 @@ from horizon_formats.files import MAX_ROW_BYTES, TOO_LONG, Allowance, DataFile, 
 from horizon_formats.problems import InvalidFile, InvalidOption
 from horizon_server.errors import InvalidData, InvalidSpec
 
-# A batch is a few rows, as Arrow makes all of it at once. What a crafted file makes it allocate inside one batch is bounded by the
-# memory limit of the process that reads it.
+# A batch is a few rows, as Arrow makes all of it at once. What a crafted file makes it allocate inside one batch is
+# bounded by the memory limit of the process that reads it.
 _BATCH_BYTES = 4 * 1024 * 1024
 _MAX_BATCH_ROWS = 64
 _BUFFER_BYTES = 1024 * 1024
@@ -23,7 +23,8 @@ _BUFFER_BYTES = 1024 * 1024
 
 @contextmanager
 def server_errors() -> Iterator[None]:
-    """Raise what `horizon_formats` raises as the server's own errors: InvalidData for files, InvalidSpec for options."""
+    """Raise what `horizon_formats` raises as the server's own errors: InvalidData for files, InvalidSpec for
+    options."""
     try:
         yield
     except InvalidFile as error:
@@ -108,7 +109,8 @@ def _open(file: DataFile) -> tuple[Any, list[str]]:
 
 
 def _batches(file: DataFile, table: Any, group: int, columns: list[str] | None) -> Iterator[Any]:
-    """Yield a row group in batches, columns of categories spelled out: the size of a batch is then that of its values."""
+    """Yield a row group in batches, columns of categories spelled out: the size of a batch is then that of its
+    values."""
     from pyarrow import types
 
     described = table.metadata.row_group(group)
@@ -169,9 +171,10 @@ def _holds_dictionary(kind: Any) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that a struct has only because another row needs them: a table writes null into all of them."""
-    # One level down that changes nothing, as formats take null for absent. Deeper it would: the arguments of one tool call would show
-    # up, as nulls, in those of every other.
+    """Leave out the keys that a struct has only because another row needs them: a table writes null into all of
+    them."""
+    # One level down that changes nothing, as formats take null for absent. Deeper it would: the arguments of one tool
+    # call would show up, as nulls, in those of every other.
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

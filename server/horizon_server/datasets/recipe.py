@@ -1,6 +1,8 @@
-"""How a dataset is prepared for a model: the options, the request to the child, its report, and where the result is kept.
+"""How a dataset is prepared for a model: the options, the request to the child, its report, and where the result is
+kept.
 
-Free of torch, transformers and tokenizers: the daemon looks for a prepared dataset and starts the child with this alone.
+Free of torch, transformers and tokenizers: the daemon looks for a prepared dataset and starts the child with this
+alone.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ PREPARATION_VERSION = 4
 class PrepareOptions:
     """How rows become tokens. With method `pretrain` every token is trained, whatever `train_on` says.
 
-    The kind of data that comes out is that of the format (`kind`). Of `preference` and `kto` the completions are supervised, of `samples`
-    what their mask says: there `method` and `train_on` change nothing.
+    The kind of data that comes out is that of the format (`kind`). Of `preference` and `kto` the completions are
+    supervised, of `samples` what their mask says: there `method` and `train_on` change nothing.
     """
 
     format: DatasetFormat = DatasetFormat.AUTO
@@ -51,7 +53,8 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareRequest:
-    """One call of the preparation child. `num_rows` is the number of rows where it is known: the total of the progress."""
+    """One call of the preparation child. `num_rows` is the number of rows where it is known: the total of the
+    progress."""
 
     dataset_files: tuple[StoredFile, ...]
     model_dir: Path
@@ -64,9 +67,9 @@ class PrepareRequest:
 class PrepareReport:
     """What came out. A long text is split into several documents; every other row is one.
 
-    `documents`, `tokens` and `trained_tokens` are those to train on; `eval_*` are those held out. Trained tokens are targets: the first
-    token of a document is never one. `error_rows` were left out, as nothing of them is trained within the sequence length;
-    `errors` says so of the first hundred. `longest_document` is of both sides.
+    `documents`, `tokens` and `trained_tokens` are those to train on; `eval_*` are those held out. Trained tokens are
+    targets: the first token of a document is never one. `error_rows` were left out, as nothing of them is trained
+    within the sequence length; `errors` says so of the first hundred. `longest_document` is of both sides.
     `answer_ends` are the tokens that end trained answers (`AnswerEnds`), with their ids.
     """
 
@@ -89,12 +92,14 @@ class PrepareReport:
 
 
 def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: PrepareOptions) -> Path:
-    """Return where the result is kept below `root`: equal for equal data, tokenizer files and options, else different."""
+    """Return where the result is kept below `root`: equal for equal data, tokenizer files and options, else
+    different."""
     assert dataset_digest, "a dataset that is ready has a digest"
     plain = dataclasses.asdict(options)
     plain["map"] = plain.pop("field_map")  # as keys have it that are on disk already
     if options.kind is not DataKind.TEXT:
-        # All methods that compare answers read the same tokens, and use the same reference log-probabilities in the folder.
+        # All methods that compare answers read the same tokens, and use the same reference log-probabilities in the
+        # folder.
         del plain["method"], plain["train_on"]
     parts = {"version": PREPARATION_VERSION, "dataset": dataset_digest, "tokenizer": tokenizer, "options": plain}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -105,7 +110,8 @@ def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: Pr
 def remove_prepared(root: Path, dataset_digest: str) -> None:
     """Remove everything that was prepared from the dataset of this digest.
 
-    No job that uses it may be running, and no other dataset may have the same digest: equal content shares its prepared tokens.
+    No job that uses it may be running, and no other dataset may have the same digest: equal content shares its prepared
+    tokens.
     """
     assert dataset_digest, "an empty digest would name the whole root"
     shutil.rmtree(root / dataset_digest, ignore_errors=True)

@@ -41,7 +41,8 @@ class AccountStore:
         self._database = database
 
     async def insert_user(self, user: User) -> None:
-        """Store a new user, as the admin of the project of their name where nobody uses that yet. Raises AlreadyExists."""
+        """Store a new user, as the admin of the project of their name where nobody uses that yet. Raises
+        AlreadyExists."""
         async with self._database.session() as session:
             if await session.get(UserRow, user.name) is not None:
                 raise AlreadyExists(f"user {user.name} exists already")
@@ -71,7 +72,8 @@ class AccountStore:
             return _record(User, row)
 
     async def remove_user(self, name: str) -> int:
-        """Remove a user with their tokens, memberships and allowance; what they own stays. Return how many tokens they had.
+        """Remove a user with their tokens, memberships and allowance; what they own stays. Return how many tokens they
+        had.
 
         Raises NotFound.
         """
@@ -105,7 +107,8 @@ class AccountStore:
             )
 
     async def insert_token(self, token: Token, sha256: str) -> None:
-        """Store a token by its hash. Raises NotFound when the user does not exist, QuotaExceeded when they have too many."""
+        """Store a token by its hash. Raises NotFound when the user does not exist, QuotaExceeded when they have too
+        many."""
         async with self._database.session() as session:
             if await session.get(UserRow, token.user) is None:
                 raise NotFound(
@@ -123,7 +126,8 @@ class AccountStore:
                     num_accepted += 1
             if num_accepted >= MAX_TOKENS:
                 raise QuotaExceeded(
-                    f"{token.user} has {num_accepted} tokens, the maximum; revoke one first: horizon token revoke TOKEN_ID"
+                    f"{token.user} has {num_accepted} tokens, the maximum; revoke one first: horizon token revoke "
+                    "TOKEN_ID"
                 )
             for part in parts(ended[MAX_TOKENS - 1 :]):
                 await session.execute(delete(TokenRow).where(TokenRow.token_id.in_(part)))
@@ -150,7 +154,8 @@ class AccountStore:
             return _record(Token, row)
 
     async def valid_hashes(self, now_s: float) -> dict[str, str]:
-        """Return the users of all tokens that are neither revoked nor expired, by hash; without users that are disabled."""
+        """Return the users of all tokens that are neither revoked nor expired, by hash; without users that are
+        disabled."""
         query = select(TokenRow.sha256, TokenRow.user).join(UserRow, UserRow.name == TokenRow.user)
         query = query.where(TokenRow.revoked_s.is_(None), UserRow.disabled_s.is_(None))
         query = query.where(TokenRow.expires_s.is_(None) | (TokenRow.expires_s > now_s))
@@ -237,12 +242,16 @@ def _callers(rows: Iterable[Any]) -> list[tuple[Token, User, Principal]]:
             token,
             user,
             Principal(
-                name=user.name, role=user.role, project=user.project, scope=token.scope, token_id=token_id,
+                name=user.name,
+                role=user.role,
+                project=user.project,
+                scope=token.scope,
+                token_id=token_id,
                 memberships=memberships[token_id],
             ),
         )
         for token_id, (token, user) in tokens.items()
-    ]  # fmt: skip
+    ]
 
 
 async def _is_used(session: AsyncSession, project: str) -> bool:

@@ -46,9 +46,9 @@ class Database:
         # A connection of its own: no number of reads can keep the journal of a running job waiting.
         self._writer = self._engine(path, 1)
         self._reader = self._engine(path, NUM_READERS)
-        # For what is read and written all the time, without SQLAlchemy's bridge to asyncio: that changes threads for every statement,
-        # and for the begin and the end of a transaction, which took most of the processor time of a poll. One thread more than there
-        # are reads at once: a write never waits for reads.
+        # For what is read and written all the time, without SQLAlchemy's bridge to asyncio: that changes threads for
+        # every statement, and for the begin and the end of a transaction, which took most of the processor time of a
+        # poll. One thread more than there are reads at once: a write never waits for reads.
         self._plain = _plain_engine(path, pool_size=NUM_READERS + 2, max_overflow=0)
         self._looking: Connection | None = None
         self._answers = _Answers()
@@ -59,8 +59,8 @@ class Database:
         # Called when a write finds the disk full; it may make space for the next.
         self.when_full: Callable[[], object] = lambda: None
         self._writing = asyncio.Lock()
-        # Reads wait here, in the order of their arrival, and not at the pool, which gives up after 30 s. How many a user may have
-        # waiting is bounded above, by `services.accounts.UserTurns`.
+        # Reads wait here, in the order of their arrival, and not at the pool, which gives up after 30 s. How many a
+        # user may have waiting is bounded above, by `services.accounts.UserTurns`.
         self._reading = asyncio.Semaphore(NUM_READERS)
         self._stopping: dict[asyncio.Future[Any], object] = {}
 
@@ -76,7 +76,8 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path) -> Database:
-        """Migrate the file at `path` to the newest schema, creating it when missing, and open it. Raises as `migrate` does."""
+        """Migrate the file at `path` to the newest schema, creating it when missing, and open it. Raises as `migrate`
+        does."""
         await asyncio.to_thread(migrate, path)
         return cls(path)
 
@@ -109,13 +110,15 @@ class Database:
                 yield session
 
     async def look_up(self, key: Hashable, call: Callable[[Connection], Result]) -> Result:
-        """Return what `call` reads, on the event loop: for a few rows by a key, in tables or rows that are in memory as they are read all
-        the time. Every statement sees what is committed then. Raises as `reading`.
+        """Return what `call` reads, on the event loop: for a few rows by a key, in tables or rows that are in memory as
+        they are read all the time. Every statement sees what is committed then. Raises as `reading`.
 
-        `key` says all that the answer depends on but the database. The answer is kept until anything is committed: it must not be changed.
+        `key` says all that the answer depends on but the database. The answer is kept until anything is committed: it
+        must not be changed.
         """
-        # A change of threads and back takes ten times as long as such a read; without a processor that is free, a hundred times.
-        # A caller that does nothing else must not keep the loop to itself. Not every time: a turn of the loop costs more than most answers.
+        # A change of threads and back takes ten times as long as such a read; without a processor that is free, a
+        # hundred times. A caller that does nothing else must not keep the loop to itself. Not every time: a turn of the
+        # loop costs more than most answers.
         if time.monotonic() - self._gave_way_s > _LONGEST_WITHOUT_WAY_S:
             await asyncio.sleep(0)
             self._gave_way_s = time.monotonic()
@@ -136,7 +139,8 @@ class Database:
         return cast(Result, answer)
 
     def _look(self) -> Connection:
-        """Return the connection of the event loop, after a look at whether anything was committed since the last one."""
+        """Return the connection of the event loop, after a look at whether anything was committed since the last
+        one."""
         if self._looking is None:
             self._looking = self._plain.connect().execution_options(begins=False)
             self._looking.exec_driver_sql("PRAGMA busy_timeout = 0")  # the loop waits for nobody
@@ -146,7 +150,8 @@ class Database:
         return self._looking
 
     async def read(self, call: Callable[[Connection], Result]) -> Result:
-        """Return what `call` reads in one transaction, in a thread; it must not use what belongs to the event loop. Raises as `reading`."""
+        """Return what `call` reads in one transaction, in a thread; it must not use what belongs to the event loop.
+        Raises as `reading`."""
         with _explained():
             async with self._reading:
                 return await self._in_thread(call, immediate=False)
@@ -182,11 +187,12 @@ class Database:
 
     def _stop_at_once(self, connection: DBAPIConnection) -> None:
         """Drop a connection whose caller was cancelled, as any client can do at any time, without waiting for it."""
-        # SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits forever for a thread that has ended, and the
-        # event loop waits for it at its end: a daemon that cannot stop.
+        # SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits forever for a thread that
+        # has ended, and the event loop waits for it at its end: a daemon that cannot stop.
         driver: Any = connection.driver_connection
-        # First an end to its transaction: a closed connection keeps the lock of a write until the last cursor is collected, and the
-        # traceback of the cancelled call holds on to one. Sent to the connection's thread without waiting for the answer.
+        # First an end to its transaction: a closed connection keeps the lock of a write until the last cursor is
+        # collected, and the traceback of the cancelled call holds on to one. Sent to the connection's thread without
+        # waiting for the answer.
         with contextlib.suppress(ValueError):  # it is closed already
             rollback = driver.rollback()
             rollback.send(None)
@@ -205,14 +211,16 @@ _MOST_ANSWERS = 500
 
 
 class _Answers:
-    """Answers of look-ups, which hold while nothing is committed. Commits are a few per second, polls of users can be a hundred."""
+    """Answers of look-ups, which hold while nothing is committed. Commits are a few per second, polls of users can be a
+    hundred."""
 
     def __init__(self) -> None:
         self._version = -1
         self._kept: dict[Hashable, object] = {}
 
     def hold_for(self, version: int) -> None:
-        """Forget them all where this is not SQLite's `data_version` of the last call: another connection has committed."""
+        """Forget them all where this is not SQLite's `data_version` of the last call: another connection has
+        committed."""
         if version != self._version or len(self._kept) > _MOST_ANSWERS:
             self._version = version
             self._kept.clear()
@@ -234,7 +242,8 @@ async def _ended(session: AsyncSession) -> AsyncIterator[AsyncSession]:
         async with session:
             await session.commit()
 
-    # SQLAlchemy logs a traceback and drops the connection where a caller is cancelled just while it goes back to the pool.
+    # SQLAlchemy logs a traceback and drops the connection where a caller is cancelled just while it goes back to the
+    # pool.
     try:
         yield session
     except BaseException:
@@ -323,7 +332,8 @@ def migrate(path: Path) -> None:
     except CommandError as error:
         newest = ScriptDirectory.from_config(config).get_current_head()
         raise BadSetting(
-            f"the database {path} was made by a newer version of horizon-train (this one knows its format up to {newest}); "
+            f"the database {path} was made by a newer version of horizon-train (this one knows its format up to "
+            f"{newest}); "
             "update horizon-train, or choose another folder with --state-dir"
         ) from error
     except (DatabaseUnavailable, DBAPIError, OSError) as error:

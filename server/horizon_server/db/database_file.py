@@ -1,4 +1,5 @@
-"""A database file of any version, as it is: copied while the daemon writes to it, checked, and prepared for a restore. Migrates nothing."""
+"""A database file of any version, as it is: copied while the daemon writes to it, checked, and prepared for a restore.
+Migrates nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def copy_database(source: Path, target: Path) -> None:
     Raises BadSetting: `source` cannot be read, or is not a database.
     """
     with _explained(source), _connected(source) as live, contextlib.closing(sqlite3.connect(target)) as copy:
-        # All pages in one go: that is one read transaction, which blocks no writer. In pieces, every write in between would start it again.
+        # All pages in one go: that is one read transaction, which blocks no writer. In pieces, every write in between
+        # would start it again.
         live.backup(copy, pages=-1)
         copy.execute("PRAGMA journal_mode=DELETE")
 
@@ -66,8 +68,8 @@ def opened_file(path: Path) -> Iterator[DatabaseFile]:
         file = DatabaseFile(connection)
         if file.schema not in known_schemas():
             raise BadSetting(
-                f"the database {path} was made by a newer version of horizon-train (format {file.schema}; this one knows up to "
-                f"{known_schemas()[-1]}); update horizon-train"
+                f"the database {path} was made by a newer version of horizon-train (format {file.schema}; this one "
+                f"knows up to {known_schemas()[-1]}); update horizon-train"
             )
         yield file
 
@@ -75,8 +77,9 @@ def opened_file(path: Path) -> Iterator[DatabaseFile]:
 def requeue_resident(path: Path, is_left: Callable[[str, int], bool], message: str) -> int:
     """Queue the jobs again that had an attempt when this database was copied, and return how many.
 
-    A user's order to cancel or pause is carried out instead. `is_left` says by id and attempt that a worker's reports are still there: the
-    daemon then continues from them by itself. Only columns and events are written that all versions have in the same form.
+    A user's order to cancel or pause is carried out instead. `is_left` says by id and attempt that a worker's reports
+    are still there: the daemon then continues from them by itself. Only columns and events are written that all
+    versions have in the same form.
     """
     # In memory: a journal file that a killed restore leaves would be applied to the next copy of this name.
     with _explained(path), contextlib.closing(sqlite3.connect(path)) as database, database:
@@ -94,8 +97,8 @@ def requeue_resident(path: Path, is_left: Callable[[str, int], bool], message: s
                 (job_id, last_sequence + 1, now_s, encode(event)),
             )
             database.execute(
-                "UPDATE jobs SET job_state = ?, reason = ?, message = ?, wanted = '', queued_s = ?, ended_s = ?, last_sequence = ? "
-                "WHERE job_id = ?",
+                "UPDATE jobs SET job_state = ?, reason = ?, message = ?, wanted = '', queued_s = ?, ended_s = ?, "
+                "last_sequence = ? WHERE job_id = ?",
                 (state.value, reason, text, now_s, now_s if state in ENDED else 0.0, last_sequence + 1, job_id),
             )
         return len(found)
@@ -124,9 +127,14 @@ class DatabaseFile:
                 made_of = from_json(tuple[BlobFile, ...], files)
                 found.append(
                     PushedFiles(
-                        kind=kind, resource_id=resource_id, owner=owner, name=name, is_ready=bool(is_ready), files=made_of
+                        kind=kind,
+                        resource_id=resource_id,
+                        owner=owner,
+                        name=name,
+                        is_ready=bool(is_ready),
+                        files=made_of,
                     )
-                )  # fmt: skip
+                )
         return found
 
     def job_ids(self) -> frozenset[str]:
@@ -144,8 +152,9 @@ class DatabaseFile:
     def contradictions(self) -> list[str]:
         """Return where tables do not agree with each other."""
         gaps = self._rows(
-            "SELECT jobs.job_id, last_sequence, count(sequence) FROM jobs LEFT JOIN events ON events.job_id = jobs.job_id "
-            "GROUP BY jobs.job_id HAVING count(sequence) <> last_sequence OR coalesce(max(sequence), 0) <> last_sequence"
+            "SELECT jobs.job_id, last_sequence, count(sequence) FROM jobs LEFT JOIN events ON events.job_id = "
+            "jobs.job_id GROUP BY jobs.job_id HAVING count(sequence) <> last_sequence OR coalesce(max(sequence), 0) <> "
+            "last_sequence"
         )
         found = [f"job {job_id} has {count} events, but numbered {last} of them" for job_id, last, count in gaps]
         listed = {(file.sha256, pushed.resource_id) for pushed in self.pushed() for file in pushed.files}
@@ -161,8 +170,8 @@ class DatabaseFile:
         for column, kind in (("dataset_id", "dataset"), ("eval_dataset_id", "dataset"), ("model_id", "model")):
             # A model_id with a slash is a folder of the node.
             query = (
-                f"SELECT job_id, {column} FROM jobs WHERE job_state NOT IN ({ended}) AND {column} <> '' AND {column} NOT LIKE '/%' "
-                f"AND {column} NOT IN (SELECT {kind}_id FROM {kind}s)"
+                f"SELECT job_id, {column} FROM jobs WHERE job_state NOT IN ({ended}) AND {column} <> '' AND {column} "
+                f"NOT LIKE '/%' AND {column} NOT IN (SELECT {kind}_id FROM {kind}s)"
             )
             found += [f"job {job_id} needs {kind} {needed}, which is deleted" for job_id, needed in self._rows(query)]
         query = (

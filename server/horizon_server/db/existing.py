@@ -38,8 +38,8 @@ MAX_COPIES = 3
 async def database_to_read(path: Path, *, always_copy: bool = False) -> AsyncIterator[Database]:
     """Open the database at `path` for a command that changes nothing.
 
-    One of an earlier version is migrated as a copy, which is gone at the end of the block; where the command is killed, the next one or
-    the daemon's next start removes it. With `always_copy` nothing at all is written.
+    One of an earlier version is migrated as a copy, which is gone at the end of the block; where the command is killed,
+    the next one or the daemon's next start removes it. With `always_copy` nothing at all is written.
 
     Raises BadSetting: there is no database, or a newer version made it.
     """
@@ -58,7 +58,8 @@ async def database_to_read(path: Path, *, always_copy: bool = False) -> AsyncIte
 
 @asynccontextmanager
 async def database_to_change(path: Path) -> AsyncIterator[Database]:
-    """Open the database at `path` for a command that changes it. Raises BadSetting: there is none, or another version made it."""
+    """Open the database at `path` for a command that changes it. Raises BadSetting: there is none, or another version
+    made it."""
     if not await asyncio.to_thread(_is_newest, path):
         raise _of_an_earlier_version(path)
     async with _opened(path) as database:
@@ -76,7 +77,8 @@ def remove_left_copies() -> None:
 
 
 def keep_before_migration(path: Path) -> Path | None:
-    """Copy a database that is about to be migrated, durably, and return the copy; None where there is nothing to migrate.
+    """Copy a database that is about to be migrated, durably, and return the copy; None where there is nothing to
+    migrate.
 
     The copies of the newest few schemas are kept.
 
@@ -93,7 +95,8 @@ def keep_before_migration(path: Path) -> Path | None:
     needed, free = path.stat().st_size, shutil.disk_usage(path.parent).free
     if needed > free:
         raise DiskFull(
-            f"the database is copied before it is migrated, which needs {size_text(needed)} in {path.parent}, which has {size_text(free)} "
+            f"the database is copied before it is migrated, which needs {size_text(needed)} in {path.parent}, which "
+            f"has {size_text(free)} "
             "free; free space there, then start again"
         )
     for leftover in path.parent.glob(f"{partial.name}*"):  # of a daemon that was killed
@@ -108,7 +111,8 @@ def keep_before_migration(path: Path) -> Path | None:
 
 
 def insert_entry(path: Path, entry: AuditEntry, *, is_in_place: bool = True) -> int:
-    """Add an entry to the audit log of a database of any version; return its number, or 0 where there is no database."""
+    """Add an entry to the audit log of a database of any version; return its number, or 0 where there is no
+    database."""
     values = printable(dataclasses.asdict(entry))
     del values["number"]
     names = ", ".join(f'"{name}"' for name in values)
@@ -162,6 +166,8 @@ def _of_an_earlier_version(path: Path) -> BadSetting:
     with opened_file(path) as file:
         schema = file.schema
     return BadSetting(
-        f"the database {path} is of an earlier version of horizon-train (format {schema}; this one's is {known_schemas()[-1]}), and only "
-        "'horizond serve' brings it to this one's; restart the daemon with this version first, or use the horizond of the version that runs"
+        f"the database {path} is of an earlier version of horizon-train (format {schema}; this one's is "
+        f"{known_schemas()[-1]}), and only "
+        "'horizond serve' brings it to this one's; restart the daemon with this version first, or use the horizond of "
+        "the version that runs"
     )

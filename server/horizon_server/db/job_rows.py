@@ -54,7 +54,8 @@ def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
 def evaluations_after(job: JobRecord, done: EvalDone) -> str:
     """Return the column with the first, the best and the last evaluation of a job once one more is done.
 
-    After a restart from a checkpoint, steps are done again: what is known of this step and of later ones counts no more.
+    After a restart from a checkpoint, steps are done again: what is known of this step and of later ones counts no
+    more.
     """
     done = dataclasses.replace(done, answers=())
     first = job.first_eval if job.first_eval is not None and job.first_eval.step < done.step else done
@@ -66,13 +67,14 @@ def evaluations_after(job: JobRecord, done: EvalDone) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _spec(text: str) -> JobSpec:
-    # A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon.
+    # A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of
+    # the daemon.
     return parse_job_spec(json.loads(text))
 
 
 class Records:
-    """The records of the rows that were read last. A record that is there is returned while the stored row is equal to the one that it was
-    made of, so nothing has to be invalidated. Thread: any.
+    """The records of the rows that were read last. A record that is there is returned while the stored row is equal to
+    the one that it was made of, so nothing has to be invalidated. Thread: any.
     """
 
     def __init__(self, most: int = _KEPT_RECORDS) -> None:
@@ -95,8 +97,8 @@ class Records:
 class EndedRecords:
     """The records of ended jobs that were listed last, by the number of their rows.
 
-    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, is charged for its last turn, or its files are kept
-    or deleted. So a page reads the stamps, and whole rows only of jobs that go on. Thread: any.
+    Nothing else of an ended job changes than its stamp: it is resumed, gets an event, is charged for its last turn, or
+    its files are kept or deleted. So a page reads the stamps, and whole rows only of jobs that go on. Thread: any.
     """
 
     # With the id, as the next job gets the number of the newest one where that is deleted.
@@ -107,7 +109,8 @@ class EndedRecords:
         self._kept: OrderedDict[int, tuple[tuple[Any, ...], JobRecord]] = OrderedDict()
 
     def of(self, row: Row[Any]) -> JobRecord | None:
-        """Return the record of a row, of which only number and stamp were read; None where it is not kept, or another by now."""
+        """Return the record of a row, of which only number and stamp were read; None where it is not kept, or another
+        by now."""
         kept = self._kept.get(row.number)
         if kept is None or kept[0] != tuple(getattr(row, name) for name in self.STAMP):
             return None

@@ -39,7 +39,8 @@ Figures = tuple[int, str, dict[str, Any]]
 """Number of an event, kind (step or eval), and figures by name."""
 
 AdmitJob = Callable[[Sequence[str], Sequence[str]], None]
-"""Gets the ids of the owner's jobs, and of the project's, that are in the queue before a new one; what it raises refuses that one."""
+"""Gets the ids of the owner's jobs, and of the project's, that are in the queue before a new one; what it raises
+refuses that one."""
 
 _ENDED = [state.value for state in ENDED]
 _EVENTS_AT_ONCE = 5000
@@ -72,8 +73,8 @@ class JobStore:
         self._ended = EndedRecords()
 
     async def create(self, job: JobRecord, *, request_id: str, admit: AdmitJob | None = None) -> tuple[JobRecord, bool]:
-        """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
-        and False. `admit` may refuse a new one."""
+        """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same
+        earlier request and False. `admit` may refuse a new one."""
         body = job.spec.to_mapping()
         async with self._database.session() as session:
 
@@ -83,13 +84,19 @@ class JobStore:
                 return made is not None and parse_job_spec(made).to_mapping() == body
 
             request = await RequestRow.of(
-                session, user=job.owner, request_id=request_id, method="SubmitJob", body=job.spec.given(), is_same=is_made_of,
-            )  # fmt: skip
+                session,
+                user=job.owner,
+                request_id=request_id,
+                method="SubmitJob",
+                body=job.spec.given(),
+                is_same=is_made_of,
+            )
             if request.resource_id:
                 made = await session.scalar(select(JobRow).where(JobRow.job_id == request.resource_id))
                 if made is None:
                     raise NotFound(
-                        f"job {request.resource_id}, which this request_id made, is deleted; submit with a new request_id"
+                        f"job {request.resource_id}, which this request_id made, is deleted; submit with a new "
+                        "request_id"
                     )
                 return await self._stored(session, made), False
             if admit is not None:
@@ -115,7 +122,8 @@ class JobStore:
     async def find(
         self, owner: str | None, *, projects: Collection[str] = (), name: str | None = None, prefix: str = ""
     ) -> list[JobRecord]:
-        """Return the newest few jobs of that name, or whose ids start so: of one owner and of all in these projects, or of all (None)."""
+        """Return the newest few jobs of that name, or whose ids start so: of one owner and of all in these projects, or
+        of all (None)."""
         # A prefix is compared as a range, which the index of the ids serves; LIKE would read every row.
         starts_so = (JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff")
         which = starts_so if name is None else JobRow.name == name
@@ -185,8 +193,9 @@ class JobStore:
         return await self._database.read(read)
 
     async def heads(self, limit: int) -> list[JobRecord]:
-        """Return the queued jobs to decide from, in the order of the queue: the first of each user in each project, by priority and age,
-        then the second of each and so on. So however many jobs of one user wait, the others are seen."""
+        """Return the queued jobs to decide from, in the order of the queue: the first of each user in each project, by
+        priority and age, then the second of each and so on. So however many jobs of one user wait, the others are
+        seen."""
         is_queued = JobRow.job_state == JobState.QUEUED.value
         place = func.row_number().over(order_by=JobRow.queue_order).label("place")
         whose, by_priority = (JobRow.project, JobRow.owner), (JobRow.priority.desc(), JobRow.queue_order)
@@ -287,8 +296,8 @@ class JobStore:
         """Change the state and store the event. Return the job, the state it was in before, and the event.
 
         Args:
-            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place. What a user has
-                wanted is over with each move, and the time of the end set or cleared.
+            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place. What a
+                user has wanted is over with each move, and the time of the end set or cleared.
 
         Raises WrongJobState when the state machine does not allow the move.
         """
@@ -356,7 +365,8 @@ class JobStore:
         return await self._database.read(read)
 
     async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
-        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order."""
+        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in
+        order."""
         body = EventRow.body
         # SQLite takes the figures out of the stored events: a tenth of the work of reading those whole.
         taken_out = func.json_extract(body, "$.kind", *(f"$.{name}" for name in names))
@@ -389,7 +399,8 @@ class JobStore:
 
 @functools.lru_cache(maxsize=256)
 def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after: bool) -> Any:
-    """Return the query of the newest jobs: their numbers and what tells whether they have changed. It takes owner and projects by name."""
+    """Return the query of the newest jobs: their numbers and what tells whether they have changed. It takes owner and
+    projects by name."""
     columns = [getattr(JobRow, name) for name in ("number", "queue_order", *EndedRecords.STAMP)]
 
     def of(which: Any) -> Any:
@@ -404,7 +415,8 @@ def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after
     whose += [JobRow.project == bindparam(f"project_{i}") for i in range(num_projects)]
     if num_projects == 0 or num_projects > _UNITED_PROJECTS:
         return of(or_(*whose))
-    # Each with its own index, which has the order of the list: over all together every row of them would be read and sorted.
+    # Each with its own index, which has the order of the list: over all together every row of them would be read and
+    # sorted.
     united = union(*(select(of(one).subquery()) for one in whose)).subquery()
     return select(united).order_by(united.c.number.desc()).limit(bindparam("most"))
 

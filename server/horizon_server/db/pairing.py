@@ -1,7 +1,8 @@
-"""Whether the database is the one that belongs to the state folder. Every sweep asks this first: a wrong one would name everything unused.
+"""Whether the database is the one that belongs to the state folder. Every sweep asks this first: a wrong one would name
+everything unused.
 
-The database and the file `state-id` carry the same id, and a number that both raise at each check. So a database that was created again
-has another id, and one that was put back from a backup has a lower number than the folder has seen.
+The database and the file `state-id` carry the same id, and a number that both raise at each check. So a database that
+was created again has another id, and one that was put back from a backup has a lower number than the folder has seen.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Pairing:
             if why := doubt(self._state_dir, row.state_id, row.num_checks, is_empty=is_empty):
                 accept = f"echo '{row.state_id} {row.num_checks}' > {self._file}"
                 return (
-                    f"{why}; put the right horizon.db back and start again, or accept this one (what it does not list goes to the trash) "
-                    f"with: {accept}"
+                    f"{why}; put the right horizon.db back and start again, or accept this one (what it does not list "
+                    f"goes to the trash) with: {accept}"
                 )
             if only_look:
                 return None
@@ -49,7 +50,8 @@ class Pairing:
 
 
 def doubt(state_dir: Path, state_id: str, num_checks: int, *, is_empty: bool) -> str | None:
-    """Return why a database with this identity may be the wrong one for the state folder; `is_empty`: it has no datasets and models."""
+    """Return why a database with this identity may be the wrong one for the state folder; `is_empty`: it has no
+    datasets and models."""
     file = state_dir / STATE_ID_FILE
     try:
         seen_id, _, number = file.read_text("ascii").strip().partition(" ")

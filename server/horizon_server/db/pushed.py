@@ -1,4 +1,5 @@
-"""Datasets and models in the database, announced once per request and unique by owner and name; and the contents they are made of."""
+"""Datasets and models in the database, announced once per request and unique by owner and name; and the contents they
+are made of."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class PushedStore(Generic[RowT, RecordT]):
     ) -> tuple[RecordT, RecordT | None]:
         """Store an announcement and return it with the unfinished one of the same name that it replaced.
 
-        An earlier call of the same request_id, or the same content under the same name, gives what is there already. `admit` may refuse
-        what is new, for the bytes that `members` have.
+        An earlier call of the same request_id, or the same content under the same name, gives what is there already.
+        `admit` may refuse what is new, for the bytes that `members` have.
 
         Raises:
             RequestIdReused: when the request_id was used for something else.
@@ -72,7 +73,8 @@ class PushedStore(Generic[RowT, RecordT]):
             if request.resource_id:
                 if (made := await session.get(self.row_type, request.resource_id)) is None:
                     raise NotFound(
-                        f"{self._kind} {request.resource_id}, which this request_id made, is deleted; push with a new request_id"
+                        f"{self._kind} {request.resource_id}, which this request_id made, is deleted; push with a new "
+                        "request_id"
                     )
                 return await self._shared(session, self._record(made)), None
             table = self.row_type
@@ -82,7 +84,8 @@ class PushedStore(Generic[RowT, RecordT]):
             if existing is not None and not existing.same_content(record):
                 if existing.ready:
                     raise AlreadyExists(
-                        f"{self._kind} {record.name} exists with other content ({existing.id}); delete it or choose another name"
+                        f"{self._kind} {record.name} exists with other content ({existing.id}); delete it or choose "
+                        "another name"
                     )
                 # An upload that was given up must not keep its name until it expires.
                 await self._delete(session, existing.id)
@@ -92,7 +95,8 @@ class PushedStore(Generic[RowT, RecordT]):
                 owned = await session.scalar(select(func.count()).select_from(table).where(table.owner == record.owner))
                 if (owned or 0) >= MAX_RESOURCES:
                     raise QuotaExceeded(
-                        f"{record.owner} has {owned} {self._kind}s, the maximum; delete some: horizon {self._kind} delete NAME"
+                        f"{record.owner} has {owned} {self._kind}s, the maximum; delete some: horizon {self._kind} "
+                        "delete NAME"
                     )
                 if admit is not None:
                     admit(await pushed_bytes(session, members))
@@ -115,14 +119,15 @@ class PushedStore(Generic[RowT, RecordT]):
     ) -> tuple[list[RecordT], str]:
         """Return a page, newest first, and the token of the next; a page ends early where its files would be too many.
 
-        Those of `owner`, and what was shared with everyone or with one of `projects`; all of them where `owner` is None.
+        Those of `owner`, and what was shared with everyone or with one of `projects`; all of them where `owner` is
+        None.
         """
         order = (self.row_type.created_s, self._id)
         query = select(self.row_type).order_by(*(column.desc() for column in order)).limit(limit + 1)
         if owner is not None:
             shared = select(GrantRow.resource_id).where(GrantRow.project.in_([_ALL_PROJECTS, *projects]))
-            # An expression, not the column: else SQLite would find all of the owner's by the index of names, and read and sort them
-            # whole for each page, instead of going by age.
+            # An expression, not the column: else SQLite would find all of the owner's by the index of names, and read
+            # and sort them whole for each page, instead of going by age.
             query = query.where((self.row_type.owner.concat("") == owner) | self._id.concat("").in_(shared))
         if token:
             query = query.where(tuple_(*order) < _read_token(token))
@@ -191,7 +196,8 @@ class PushedStore(Generic[RowT, RecordT]):
             return await self._shared(session, self._record(row))
 
     async def unshare(self, resource_id: str, project: str) -> RecordT:
-        """Take back that a project, or `EVERYONE`, may use it; return it. Raises NotFound when it was deleted meanwhile."""
+        """Take back that a project, or `EVERYONE`, may use it; return it. Raises NotFound when it was deleted
+        meanwhile."""
         async with self._database.session() as session:
             row = await self._row(session, resource_id)
             known = _ALL_PROJECTS if project == EVERYONE else project
@@ -271,7 +277,8 @@ class BlobReferences:
                 query = select(BlobReferenceRow.sha256, BlobReferenceRow.resource_id)
                 rows = await session.execute(query.where(BlobReferenceRow.sha256.in_(part)))
                 pairs += [(sha256, resource_id) for sha256, resource_id in rows]
-            # Not as a join: SQLite would go through all that the owner has, and each row has its list of files before `ready`.
+            # Not as a join: SQLite would go through all that the owner has, and each row has its list of files before
+            # `ready`.
             for part in parts({resource_id for _, resource_id in pairs}):
                 for table, its_id in _RESOURCES:
                     owned = select(its_id).where(its_id.in_(part), table.owner == owner, table.ready.is_(True))

@@ -1,4 +1,5 @@
-"""The tables, as SQLAlchemy sees them. Rows never leave `db`: its classes turn them into records. Times are Unix seconds."""
+"""The tables, as SQLAlchemy sees them. Rows never leave `db`: its classes turn them into records. Times are Unix
+seconds."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ class RequestRow(Table):
         body: object,
         is_same: Callable[[str], Awaitable[bool]] | None = None,
     ) -> RequestRow:
-        """Return the row of a call: of the same earlier one, or a new row whose empty `resource_id` the caller sets in this transaction.
+        """Return the row of a call: of the same earlier one, or a new row whose empty `resource_id` the caller sets in
+        this transaction.
 
         Where the body's hash differs, `is_same` may still recognise it by the resource that the earlier call made.
 
@@ -175,7 +177,8 @@ class ModelRow(Table):
 class BlobReferenceRow(Table):
     """One content that a dataset or model is made of, READY or announced."""
 
-    # The files are in the resource's own row too, with their names; but to search those lists, SQLite would read every row whole.
+    # The files are in the resource's own row too, with their names; but to search those lists, SQLite would read every
+    # row whole.
 
     __tablename__ = "blob_references"
     sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -217,7 +220,8 @@ class JobRow(Table):
     step: Mapped[int] = mapped_column(BigInteger)
     num_steps: Mapped[int] = mapped_column(BigInteger)
     attempt: Mapped[int] = mapped_column(Integer)
-    # The queue goes by it. Given at submission, and again when a user resumes the job: jobs that were waiting then are served first.
+    # The queue goes by it. Given at submission, and again when a user resumes the job: jobs that were waiting then are
+    # served first.
     queue_order: Mapped[int] = mapped_column(BigInteger)
     created_s: Mapped[float] = mapped_column(Float)
     # When it last came into the queue: how long it has waited is counted from here.
@@ -254,7 +258,8 @@ class StateFolderRow(Table):
 
     __tablename__ = "state_folder"
     state_id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    # Raised here first and then in the folder: a folder that has seen more of them than the database has had another one.
+    # Raised here first and then in the folder: a folder that has seen more of them than the database has had another
+    # one.
     num_checks: Mapped[int] = mapped_column(BigInteger)
 
 
@@ -269,7 +274,8 @@ class EventRow(Table):
 
 
 class ShareUseRow(Table):
-    """What a user has used of the device in a project, decayed to a time: fair share after a restart continues from here."""
+    """What a user has used of the device in a project, decayed to a time: fair share after a restart continues from
+    here."""
 
     __tablename__ = "share_uses"
     project: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -290,7 +296,8 @@ class UsageHourRow(Table):
 
 
 class AllowanceRow(Table):
-    """The weight and the quota of a user or a project; null is no limit. Those without a row have weight 1 and no limits."""
+    """The weight and the quota of a user or a project; null is no limit. Those without a row have weight 1 and no
+    limits."""
 
     __tablename__ = "allowances"
     holder: Mapped[str] = mapped_column(String(16), primary_key=True)

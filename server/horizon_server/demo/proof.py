@@ -1,7 +1,7 @@
 """The demo's proof, in a process of its own: plain torch and transformers, and not a line of the engine.
 
-Reads {before, after, held_out, prompts} as JSON from standard input and writes {loss_before, loss_after, samples, num_ended} to standard
-output.
+Reads {before, after, held_out, prompts} as JSON from standard input and writes {loss_before, loss_after, samples,
+num_ended} to standard output.
 """
 
 from __future__ import annotations

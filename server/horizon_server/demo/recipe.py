@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Made without torch and transformers, so that plain transformers, which loads the folder, is an independent check of it.
+# Made without torch and transformers, so that plain transformers, which loads the folder, is an independent check of
+# it.
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -129,7 +130,8 @@ def write_demo_model(folder: Path, seed: int = 0) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS],
-        # Every byte, so that any text of a user's own chats can be written; sorted, so that the ids are the same in every process.
+        # Every byte, so that any text of a user's own chats can be written; sorted, so that the ids are the same in
+        # every process.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

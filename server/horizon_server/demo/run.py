@@ -159,7 +159,8 @@ def _horizond(*arguments: str) -> str:
 
 
 def _horizon(environment: dict[str, str], *arguments: str, capture: bool = False) -> str:
-    """Run the client as a user would; its progress goes to the terminal, its result is returned where `capture` is set."""
+    """Run the client as a user would; its progress goes to the terminal, its result is returned where `capture` is
+    set."""
     if not capture:
         _show("horizon", arguments)
     done = subprocess.run(
@@ -230,9 +231,11 @@ def _print_figures(figures: dict[str, Any], proof: dict[str, Any]) -> None:
         "answers that end": f"{proof['num_ended']} of {len(proof['samples'])}, at the token that ends the chats' turns",
         "tokens/s": f"{statistics.fmean(step['tokens_per_second'] for step in tail):,.0f}",
         "parameter memory": f"{parameters / 2**20:,.0f} MiB (12 bytes per parameter and 4 of gradients)",
-        "host memory": f"{sum(used.values()) / 2**20:,.0f} MiB in use of {int(plan.get('host_total_bytes', 0)) / 2**20:,.0f} MiB planned, "
+        "host memory": f"{sum(used.values()) / 2**20:,.0f} MiB in use of "
+        f"{int(plan.get('host_total_bytes', 0)) / 2**20:,.0f} MiB planned, "
         "worker included",
-        "transfer overlap": f"{100 * statistics.fmean(step['overlap_ratio'] for step in tail):.1f} % of the copying was hidden",
+        "transfer overlap": f"{100 * statistics.fmean(step['overlap_ratio'] for step in tail):.1f} % of the copying "
+        "was hidden",
     }
     click.echo()
     for name, value in rows.items():

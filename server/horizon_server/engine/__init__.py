@@ -1,6 +1,7 @@
 """The RAM-centric streaming engine. Knows tensors only: no job, user, wire or database.
 
-Weights, moments and gradients live in a host store; a device computes with one unit of the model at a time. Ten lines drive it::
+Weights, moments and gradients live in a host store; a device computes with one unit of the model at a time. Ten lines
+drive it::
 
     template = Template.from_folder(folder)                        # structure of any Hugging Face decoder, no storage
     store = HostStore.allocate(template.layout)                    # 12 bytes a parameter, and 4 for gradients
@@ -13,6 +14,6 @@ Weights, moments and gradients live in a host store; a device computes with one 
     trainer.close()                                                # waits for the last update; then save_checkpoint
     device.close()
 
-Reading order: `trainer`, `forward_backward`, `head_pass`, `objectives`, `layer_stream`, `gradient_sink`, `optimizer`, `template`,
-`device.protocol`.
+Reading order: `trainer`, `forward_backward`, `head_pass`, `objectives`, `layer_stream`, `gradient_sink`, `optimizer`,
+`template`, `device.protocol`.
 """

@@ -1,7 +1,8 @@
 """Recompute points: the input of every layer, for all tokens of a step, kept on the device or offloaded to the host.
 
-The schedule announces what it does with the input of each (layer, micro-batch): `before_write`, `produced`, `await_input`, `consumed`.
-Both placements give the same bits; they differ in where the memory is and what crosses the link.
+The schedule announces what it does with the input of each (layer, micro-batch): `before_write`, `produced`,
+`await_input`, `consumed`. Both placements give the same bits; they differ in where the memory is and what crosses the
+link.
 
 Shapes: L = layers, N = tokens of the step over all its micro-batches, D = hidden size.
 """
@@ -17,8 +18,9 @@ from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS
 class Activations:
     """Hidden states of a step: layer inputs 0 to L - 1, the last output L, and one gradient.
 
-    Everything stays on the device, in one block of L + 2 planes of N tokens, and nothing crosses the link. The block grows to the
-    largest step seen and then stays, so that a running job allocates nothing; `capacity_tokens` is what a step may have before it grows.
+    Everything stays on the device, in one block of L + 2 planes of N tokens, and nothing crosses the link. The block
+    grows to the largest step seen and then stays, so that a running job allocates nothing; `capacity_tokens` is what a
+    step may have before it grows.
     """
 
     def __init__(self, device: Device, *, num_layers: int, hidden_size: int, num_planes: int | None = None) -> None:
@@ -91,11 +93,12 @@ class Activations:
 
 
 class OffloadedActivations(Activations):
-    """Three hidden states on the device for any number of layers: two that layers read and write in turn, and the gradient.
+    """Three hidden states on the device for any number of layers: two that layers read and write in turn, and the
+    gradient.
 
-    An input is copied to host memory as soon as it is produced, and its memory is used again two layers later; in backward it
-    comes back into the same memory while the layer after it is recomputed. The last layer's input is still there when backward
-    begins, so L - 1 inputs cross the link, once in each direction.
+    An input is copied to host memory as soon as it is produced, and its memory is used again two layers later; in
+    backward it comes back into the same memory while the layer after it is recomputed. The last layer's input is still
+    there when backward begins, so L - 1 inputs cross the link, once in each direction.
     """
 
     def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:

@@ -1,9 +1,10 @@
 """Adapters of low rank on the linear maps of a layer, whatever its code looks like.
 
-A model's own code calls `torch.nn.functional.linear`, `torch.addmm` where it is GPT-2's, or `x @ weight.T` where it is Falcon's. Inside
-`AdaptedMaps` such a call, where the weight is one that has an adapter, gives x W' + b + scale * dropout(x) A' B'. With magnitudes m and
-the norms n of W + scale * B A (DoRA) it gives x W' + b + (m / n - 1) dropout(x) W' + m / n scale * dropout(x) A' B'. The weight is known
-by identity, so every use of it that is not such a call would miss the adapter: `check_uses` runs a layer and refuses the weight by name.
+A model's own code calls `torch.nn.functional.linear`, `torch.addmm` where it is GPT-2's, or `x @ weight.T` where it is
+Falcon's. Inside `AdaptedMaps` such a call, where the weight is one that has an adapter, gives x W' + b + scale *
+dropout(x) A' B'. With magnitudes m and the norms n of W + scale * B A (DoRA) it gives x W' + b + (m / n - 1) dropout(x)
+W' + m / n scale * dropout(x) A' B'. The weight is known by identity, so every use of it that is not such a call would
+miss the adapter: `check_uses` runs a layer and refuses the weight by name.
 
 Shapes: T = tokens, I = inputs of a map, O = its outputs, K = rank.
 Thread: a mode belongs to the thread that enters it.
@@ -40,8 +41,8 @@ _NORMS = ".lora_norms"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-    """The parameters of one adapted map, by their names in the layer. `magnitude` and `norms` are empty in plain LoRA; the norms, along
-    `norm_dim` of the weight, are no parameter: they are computed of the others.
+    """The parameters of one adapted map, by their names in the layer. `magnitude` and `norms` are empty in plain LoRA;
+    the norms, along `norm_dim` of the weight, are no parameter: they are computed of the others.
     """
 
     weight: str
@@ -118,9 +119,11 @@ def adapters_among(places: Sequence[Place], layout: StoreLayout) -> list[Adapter
 
 
 class AdaptedMaps(TorchFunctionMode):
-    """Inside the block, linear maps with these weights have adapters; `dropout` is the share of an adapter's inputs that is dropped.
+    """Inside the block, linear maps with these weights have adapters; `dropout` is the share of an adapter's inputs
+    that is dropped.
 
-    The random numbers are those of torch's default generator. Its own products reach the modes around it, such as `AccumulatedProducts`.
+    The random numbers are those of torch's default generator. Its own products reach the modes around it, such as
+    `AccumulatedProducts`.
     """
 
     def __init__(self, adapters: Iterable[Adapter], *, scale: float, dropout: float) -> None:
@@ -146,8 +149,8 @@ class AdaptedMaps(TorchFunctionMode):
             # As in PEFT: what is computed in fp32 next to adapters in bf16, such as a router, is cast for them.
             inputs = used[0].to(found.a.dtype)
             dropped = functional.dropout(inputs, self._dropout) if self._dropout else inputs
-            # Scaled where it is narrow. Before the map itself, so that the last product of a layer, which a recompute leaves out, stays
-            # the last.
+            # Scaled where it is narrow. Before the map itself, so that the last product of a layer, which a recompute
+            # leaves out, stays the last.
             change = functional.linear(functional.linear(dropped, found.a) * self._scale, found.b)
             if found.magnitude is None or found.norms is None:
                 output = func(*args, **kwargs)
@@ -248,7 +251,8 @@ def check_uses(
 def _refused(name: str, why: str) -> InvalidModel:
     last = name.removesuffix(_WEIGHT).rpartition(".")[2]
     return InvalidModel(
-        f"{name} cannot have an adapter: {why}; name the weights to adapt in train.lora.targets, without it (such as !{last})"
+        f"{name} cannot have an adapter: {why}; name the weights to adapt in train.lora.targets, without it (such as "
+        f"!{last})"
         + (
             ", or train the experts themselves, without adapters (train.trainable: [experts])"
             if "experts" in name

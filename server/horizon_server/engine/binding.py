@@ -1,8 +1,10 @@
-"""Which stored tensors make up each parameter of a model: names and forms on disk, as transformers converts them when it loads.
+"""Which stored tensors make up each parameter of a model: names and forms on disk, as transformers converts them when
+it loads.
 
-A checkpoint may name and split its tensors differently from the model class (one tensor per expert where the class has them
-fused). The store keeps the checkpoint's tensors, so that an export has the names and forms of the source. Here the model's
-parameters are found among them: as strided views into a unit's flat buffer where the layout allows it, else as views to be joined.
+A checkpoint may name and split its tensors differently from the model class (one tensor per expert where the class has
+them fused). The store keeps the checkpoint's tensors, so that an export has the names and forms of the source. Here the
+model's parameters are found among them: as strided views into a unit's flat buffer where the layout allows it, else as
+views to be joined.
 
 Units: elements.
 """
@@ -130,7 +132,8 @@ def stack(pieces: Sequence[Piece], dim: int) -> Piece:
     """Pieces of one shape, one after the other along a new dimension."""
     first = pieces[0]
     distance = math.prod(first.shape)
-    # Tensors of one list (a projection of every expert) may be at equal distances with others between them: that is one view too.
+    # Tensors of one list (a projection of every expert) may be at equal distances with others between them: that is one
+    # view too.
     if len(pieces) > 1 and isinstance(first, Strided) and isinstance(pieces[1], Strided):
         distance = max(distance, pieces[1].offset - first.offset)
 
@@ -161,9 +164,11 @@ def concatenate(pieces: Sequence[Piece], dim: int) -> Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """A piece that is always read in fp32: in a bf16 buffer from its end, where the layer stream puts both halves of the master.
+    """A piece that is always read in fp32: in a bf16 buffer from its end, where the layer stream puts both halves of
+    the master.
 
-    `before_end` counts fp32 elements from its first one to the buffer's end. Its gradient is where every other piece has it.
+    `before_end` counts fp32 elements from its first one to the buffer's end. Its gradient is where every other piece
+    has it.
     """
 
     piece: Piece
@@ -201,7 +206,8 @@ Pieces = dict[str, list[Piece]]
 class Place:
     """A parameter inside a unit's flat buffer, under the name its model (or, in `Template`, its module) knows it by.
 
-    A buffer that belongs to the checkpoint has a place too; it is no parameter. The store keeps a gradient of what `has_gradient`.
+    A buffer that belongs to the checkpoint has a place too; it is no parameter. The store keeps a gradient of what
+    `has_gradient`.
     """
 
     name: str
@@ -220,7 +226,8 @@ class Place:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a matrix product may write the parameter's gradient to where it belongs: it must be one matrix there."""
+        """Whether a matrix product may write the parameter's gradient to where it belongs: it must be one matrix
+        there."""
         return self.trained and isinstance(self.piece, Strided) and len(self.piece.shape) == 2
 
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
@@ -241,10 +248,12 @@ class _Sources:
 
 
 def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Place]:
-    """Every parameter of the model, and every floating-point buffer that belongs to its checkpoint, in the layout's order; no adapters.
+    """Every parameter of the model, and every floating-point buffer that belongs to its checkpoint, in the layout's
+    order; no adapters.
 
     Raises:
-        InvalidModel: a tensor is missing, unknown to the model, misshapen, or stored in a form that cannot be trained in.
+        InvalidModel: a tensor is missing, unknown to the model, misshapen, or stored in a form that cannot be trained
+            in.
     """
     wanted = checkpoint_tensors(model)
     all_sources, unknown = _sources_of(model, layout, wanted)
@@ -333,8 +342,8 @@ def _place(target: str, piece: Piece, sources: _Sources, wanted: Tensor | None) 
         )
     if differing := [tensor.name for tensor in tensors if tensor.trained != tensors[0].trained]:
         raise InvalidModel(
-            f"train.trainable trains only one of {tensors[0].name} and {differing[0]}, which the model computes with as one parameter, "
-            f"{target}; train both or neither"
+            f"train.trainable trains only one of {tensors[0].name} and {differing[0]}, which the model computes with "
+            f"as one parameter, {target}; train both or neither"
         )
     return Place(
         name=target,
@@ -369,13 +378,15 @@ def _converted(
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return {t: [only.narrowed(dim, at, size)] for t, at, size in zip(targets, starts, sizes, strict=True)}
     raise InvalidModel(
-        f"{name}: the checkpoint stores it in a form that takes {kind} to convert, which is not supported; load the model with "
+        f"{name}: the checkpoint stores it in a form that takes {kind} to convert, which is not supported; load the "
+        "model with "
         "transformers and save it again in the form of its class (save_original_format=False)"
     )
 
 
 def _check_lists(sources: _Sources) -> None:
-    """A list of tensors has every number, each of one shape; the first that is missing, or that differs from the most, is named."""
+    """A list of tensors has every number, each of one shape; the first that is missing, or that differs from the most,
+    is named."""
     lists: dict[tuple[str, str], dict[int, TensorLayout]] = {}
     for tensor in sources.tensors():
         match = re.fullmatch(r"(.*\.)(\d+)(\.\D*)", tensor.name)

@@ -1,7 +1,8 @@
-"""The loss over a vocabulary, and its gradient in the place of the logits: no copy of them in fp32, no softmax that is kept.
+"""The loss over a vocabulary, and its gradient in the place of the logits: no copy of them in fp32, no softmax that is
+kept.
 
-A few rows at a time are computed in fp32. On a GPU with Triton each row is a program of one kernel; elsewhere blocks of rows go through
-torch, small enough to stay in the cache.
+A few rows at a time are computed in fp32. On a GPU with Triton each row is a program of one kernel; elsewhere blocks of
+rows go through torch, small enough to stay in the cache.
 
 Shapes: S = supervised tokens of a chunk, V = vocabulary.
 """
@@ -29,11 +30,13 @@ def chunk_loss(
 ) -> Tensor:
     """This chunk's share of the step's mean loss, in fp64. Every target counts: ignored positions were dropped before.
 
-    `divisor` is the number of the step's targets. With `weights_S`, one for each target of the chunk, it is the sum of the step's weights,
-    and the loss is their weighted mean: sum(weight * loss) / sum(weight). Without smoothing, weights of 1 give the bits that none give.
+    `divisor` is the number of the step's targets. With `weights_S`, one for each target of the chunk, it is the sum of
+    the step's weights, and the loss is their weighted mean: sum(weight * loss) / sum(weight). Without smoothing,
+    weights of 1 give the bits that none give.
 
-    It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of experts that
-    forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a config is refused.
+    It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of
+    experts that forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a
+    config is refused.
 
     With `smoothing`, this share of each target is spread evenly over the vocabulary, as torch's cross_entropy does with
     `label_smoothing` (Szegedy et al., arXiv 1512.00567, section 7).
@@ -50,7 +53,8 @@ def chunk_loss(
 
 
 def num_correct(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
-    """How many targets are the likeliest token of their row, the first of several: a whole number on the device. Shapes: []."""
+    """How many targets are the likeliest token of their row, the first of several: a whole number on the device.
+    Shapes: []."""
     # In the logits' own type: fp32 is finer, and no two numbers of bf16 become equal in it or change their order.
     return (logits_SV.argmax(dim=-1) == targets_S).sum()
 
@@ -61,10 +65,11 @@ def log_probabilities(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
 
 
 def write_gradient(logits_SV: Tensor, targets_S: Tensor, coefficients_S: Tensor, gradient_SV: Tensor) -> None:
-    """Write the gradient of a loss by the logits, where `coefficients_S` is its derivative by each target's log-probability.
+    """Write the gradient of a loss by the logits, where `coefficients_S` is its derivative by each target's
+    log-probability.
 
-    Row s becomes `coefficients_S[s] * (onehot(targets_S[s]) - softmax(logits_SV[s]))`. `gradient_SV` may be the logits themselves. With
-    -1 / N as every coefficient it has the bits of `chunk_loss`.
+    Row s becomes `coefficients_S[s] * (onehot(targets_S[s]) - softmax(logits_SV[s]))`. `gradient_SV` may be the logits
+    themselves. With -1 / N as every coefficient it has the bits of `chunk_loss`.
     """
     _row_losses(logits_SV, targets_S, gradient_SV, -coefficients_S.float())
 
@@ -112,7 +117,8 @@ def _torch_row_losses(
             out_RV = gradient_SV[rows] if gradient_SV.dtype == torch.float32 else values_RV
             torch.ops.aten._log_softmax_backward_data.out(grad_RV, values_RV, 1, torch.float32, out=out_RV)
             if smoothing:
-                # Afterwards, because torch's kernel adds up a gradient's row: a sum over the whole vocabulary would lose digits.
+                # Afterwards, because torch's kernel adds up a gradient's row: a sum over the whole vocabulary would
+                # lose digits.
                 share = scale[rows, None] * smoothing if isinstance(scale, Tensor) else scale * smoothing
                 out_RV.sub_(share / vocab_size)
                 out_RV.scatter_add_(1, targets_R1, torch.zeros_like(values_RV[:, :1]).add_(share))

@@ -1,4 +1,5 @@
-"""The kernel of `cross_entropy` for GPUs: one program per row reads the logits twice and writes their gradient over them.
+"""The kernel of `cross_entropy` for GPUs: one program per row reads the logits twice and writes their gradient over
+them.
 
 Shapes: S = supervised tokens of a chunk, V = vocabulary.
 Source: online softmax, Milakov and Gimelshein (arXiv 1805.02867).

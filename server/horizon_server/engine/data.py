@@ -1,9 +1,10 @@
 """From a prepared dataset on disk to the micro-batches of step i: order, packing and labels.
 
-Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks for the next i.
+Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks
+for the next i.
 
-Shapes: N tokens of the dataset, D documents, M supervised tokens of the dataset, T tokens of one row, K documents and S supervised tokens
-of a selection.
+Shapes: N tokens of the dataset, D documents, M supervised tokens of the dataset, T tokens of one row, K documents and S
+supervised tokens of a selection.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class PreparedDataset:
 
     * `text`: each is by itself.
     * `preference`: document 2i is chosen over document 2i + 1.
-    * `kto`: document 2i is a row, labelled desirable or undesirable (`labels_of`); 2i + 1 joins its prompt with the completion of another
-      row, and is labelled mismatched.
-    * `samples`: each was sampled by a policy, with its log-probabilities and advantages (`old_logprobs_of`, `advantages_of`).
+    * `kto`: document 2i is a row, labelled desirable or undesirable (`labels_of`); 2i + 1 joins its prompt with the
+      completion of another row, and is labelled mismatched.
+    * `samples`: each was sampled by a policy, with its log-probabilities and advantages (`old_logprobs_of`,
+      `advantages_of`).
 
     Targets of `text` may count more or less than others (`weights_of`).
 
@@ -108,7 +110,8 @@ class PreparedDataset:
         return torch.from_numpy(self._labels_D[list(documents)])
 
     def old_logprobs_of(self, documents: Iterable[int]) -> Tensor:
-        """The log-probabilities that these documents of kind `samples` were sampled with, token by token. Shapes: [S], fp32.
+        """The log-probabilities that these documents of kind `samples` were sampled with, token by token. Shapes: [S],
+        fp32.
 
         Raises: InvalidData for another kind.
         """
@@ -117,7 +120,8 @@ class PreparedDataset:
         return self._of_targets(self._old_logprobs_M, documents)
 
     def advantages_of(self, documents: Iterable[int]) -> Tensor:
-        """The advantages of these documents of kind `samples`, token by token. Shapes: [S], fp32. Raises: InvalidData for another kind."""
+        """The advantages of these documents of kind `samples`, token by token. Shapes: [S], fp32. Raises: InvalidData
+        for another kind."""
         if self._advantages_M is None:
             raise self._lacks("advantages", DataKind.SAMPLES)
         return self._of_targets(self._advantages_M, documents)
@@ -140,7 +144,8 @@ class PreparedDataset:
         starts = self._target_starts
         if len(values_M) != starts[-1]:
             raise InvalidData(
-                f"the prepared dataset has {len(values_M)} numbers for {starts[-1]} supervised tokens; prepare the dataset again"
+                f"the prepared dataset has {len(values_M)} numbers for {starts[-1]} supervised tokens; prepare the "
+                "dataset again"
             )
         # The empty one gives no documents a type and a shape.
         spans = [values_M[:0], *(values_M[starts[document] : starts[document + 1]] for document in documents)]
@@ -165,8 +170,8 @@ class PreparedDataset:
         return counts
 
     def prompts(self, *, shorter_than: int) -> Iterator[DocumentPrompt]:
-        """The documents with a prompt before their last trained tokens, in the file's order. Those of `shorter_than` tokens or more are
-        left out: they may have been cut.
+        """The documents with a prompt before their last trained tokens, in the file's order. Those of `shorter_than`
+        tokens or more are left out: they may have been cut.
         """
         for document in np.flatnonzero(self.document_lengths < shorter_than):
             begin, end = int(self._document_starts[document]), int(self._document_starts[document + 1])
@@ -217,20 +222,22 @@ class DocumentPrompt:
 class StepPlan:
     """Which documents make up step i, for every i of a run.
 
-    Each epoch is its own seeded order: documents are packed into rows of at most `sequence_length` tokens, the rows follow a
-    permutation and are grouped into steps of at most `tokens_per_step` real tokens (a single longer row makes a step of its own). The
-    last step of an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
-    the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps, at least one.
+    Each epoch is its own seeded order: documents are packed into rows of at most `sequence_length` tokens, the rows
+    follow a permutation and are grouped into steps of at most `tokens_per_step` real tokens (a single longer row makes
+    a step of its own). The last step of an epoch is smaller; nothing is dropped or repeated within an epoch. With
+    `max_steps` epochs follow each other until the steps are reached; a fraction of `epochs` takes that share of the
+    last epoch's steps, at least one.
 
-    `packing=False` gives every document its own row; `packing_limit` is the most tokens of a row with more than one document.
-    With `group_size` 2 the documents 2g and 2g + 1 are a pair (chosen and rejected): they are always in the same step, one after the
-    other, in one row where it holds both. Shuffling moves pairs; a pair that is longer than a step makes a step of its own.
-    `shuffle=False` keeps the order of the file: for evaluation. `packing_efficiency` is the share of an epoch's rows that would hold
-    tokens if every row were padded to its limit.
+    `packing=False` gives every document its own row; `packing_limit` is the most tokens of a row with more than one
+    document. With `group_size` 2 the documents 2g and 2g + 1 are a pair (chosen and rejected): they are always in the
+    same step, one after the other, in one row where it holds both. Shuffling moves pairs; a pair that is longer than a
+    step makes a step of its own. `shuffle=False` keeps the order of the file: for evaluation. `packing_efficiency` is
+    the share of an epoch's rows that would hold tokens if every row were padded to its limit.
     Thread: not thread-safe; a plan caches the epoch it is in.
     """
 
-    # Raised whenever the same arguments would give another order: a checkpoint continues only in the order that it began in.
+    # Raised whenever the same arguments would give another order: a checkpoint continues only in the order that it
+    # began in.
     ORDER = 2
 
     def __init__(
@@ -263,7 +270,8 @@ class StepPlan:
         row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         if len(lengths) % group_size:
             raise InvalidData(
-                f"the dataset was prepared with {len(lengths)} documents, which are no groups of {group_size}; prepare the dataset again"
+                f"the dataset was prepared with {len(lengths)} documents, which are no groups of {group_size}; prepare "
+                "the dataset again"
             )
         # What is packed and permuted are groups; the rows that they are in are taken apart again by `documents_of`.
         self._group_size, self._row_limit, self._packs = group_size, row_limit, packing
@@ -290,7 +298,8 @@ class StepPlan:
         return self._documents(epoch, within)
 
     def first_epoch(self) -> Iterator[list[list[int]]]:
-        """The document numbers of each step of the first epoch, row by row: every document once, also where the run ends before."""
+        """The document numbers of each step of the first epoch, row by row: every document once, also where the run
+        ends before."""
         for within in range(self._steps.within(0)):
             yield self._documents(0, within)
 
@@ -301,7 +310,8 @@ class StepPlan:
         return found if self._group_size == 1 else self._ungrouped(found)
 
     def _ungrouped(self, rows: list[list[int]]) -> list[list[int]]:
-        """The documents of rows of groups; a row that the limit does not allow, which is one group, becomes a row per document."""
+        """The documents of rows of groups; a row that the limit does not allow, which is one group, becomes a row per
+        document."""
         parts: list[list[int]] = []
         for groups in rows:
             documents = [self._group_size * group + member for group in groups for member in range(self._group_size)]
@@ -310,12 +320,12 @@ class StepPlan:
         return parts
 
     def digest(self) -> str:
-        """What names the order of the documents: the sha256 of those of some steps, row by row. Of plans with as many steps only, as it
-        depends on their number where the first epoch is not run to its end.
+        """What names the order of the documents: the sha256 of those of some steps, row by row. Of plans with as many
+        steps only, as it depends on their number where the first epoch is not run to its end.
 
-        Steps are looked at, and not `ORDER`: what gives the same order is the same. Of the later epochs, every one is ordered in the
-        same way; some are looked at, because a change may begin behind the first: the second, third, fifth, ninth and so on, so that the
-        epochs of a long run on little data cost no time.
+        Steps are looked at, and not `ORDER`: what gives the same order is the same. Of the later epochs, every one is
+        ordered in the same way; some are looked at, because a change may begin behind the first: the second, third,
+        fifth, ninth and so on, so that the epochs of a long run on little data cost no time.
         """
         per_epoch = self._steps.within(0)
         num_steps = min(self.num_steps, per_epoch)

@@ -1,10 +1,11 @@
 """One optimizer step's loss and gradients, layer by layer over all its micro-batches.
 
-Forward keeps each layer's input and no graph; the head (`head_pass`) turns chunks of tokens into loss and gradient; backward recomputes one
-layer at a time with local autograd. Weights cross the link twice a step and gradients once, for any number of micro-batches.
+Forward keeps each layer's input and no graph; the head (`head_pass`) turns chunks of tokens into loss and gradient;
+backward recomputes one layer at a time with local autograd. Weights cross the link twice a step and gradients once, for
+any number of micro-batches.
 
-Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R = embedding rows
-in use.
+Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R =
+embedding rows in use.
 Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local gradients; layer-major order is ours.
 """
 
@@ -78,9 +79,11 @@ class ForwardBackward:
             template, device, sink, self.activations, last_output=num_kept, label_smoothing=recipe.label_smoothing
         )
         self.first_square: float | None = None
-        """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
+        """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was
+        measured."""
         self.logprobs_S: Tensor | None = None
-        """The log-probabilities of the last step's supervised tokens, on the CPU, where it had an objective that needs them."""
+        """The log-probabilities of the last step's supervised tokens, on the CPU, where it had an objective that needs
+        them."""
 
     def gradients(
         self,
@@ -90,9 +93,9 @@ class ForwardBackward:
         *,
         measure_first: bool = False,
     ) -> float:
-        """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns, every trained unit's
-        gradient is on the host. With `measure_first`, and of more micro-batches than one, `first_square` is what the first of them gave
-        the layers.
+        """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns,
+        every trained unit's gradient is on the host. With `measure_first`, and of more micro-batches than one,
+        `first_square` is what the first of them gave the layers.
         """
         current = self._start(micro_batches, key)
         if measure_first and len(micro_batches) > 1:
@@ -131,7 +134,8 @@ class ForwardBackward:
         return self._sink.loss
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
-        """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the likeliest."""
+        """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the
+        likeliest."""
         current = self._start(micro_batches)
         current.num_correct = self._device.place(torch.zeros((), dtype=torch.int64))
         self._run_forward(current, self._head_pass.enqueue_loss)
@@ -194,9 +198,11 @@ class ForwardBackward:
         return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
 
     def _noise(self, current: StepPass, index: int, span: slice) -> Tensor | None:
-        """The noise on the embeddings of a micro-batch, the same in forward and backward; None without. Shapes: [1, T, D].
+        """The noise on the embeddings of a micro-batch, the same in forward and backward; None without. Shapes: [1, T,
+        D].
 
-        Source: NEFTune (arXiv 2310.05914). Each document has the noise that it would have alone, however rows are packed.
+        Source: NEFTune (arXiv 2310.05914). Each document has the noise that it would have alone, however rows are
+        packed.
         """
         if current.noise_N1 is None or current.key is None:
             return None
@@ -212,7 +218,8 @@ class ForwardBackward:
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
             enqueue(flat)
             done.append(self._device.compute.record())
-            # Not the whole step at once: while it queues, the driver holds the interpreter's lock, which compute needs to launch.
+            # Not the whole step at once: while it queues, the driver holds the interpreter's lock, which compute needs
+            # to launch.
             if len(done) > _UNITS_AHEAD:
                 done.popleft().wait()
         # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
@@ -296,7 +303,8 @@ class ForwardBackward:
 
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
-            # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
+            # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for
+            # a change here.
             hidden_1TD = activations.layer_input(kept_input)[span][None].data
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
@@ -344,7 +352,8 @@ class ForwardBackward:
         def backward(index: int, span: slice) -> None:
             leaves, products = unit_leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
-            # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
+            # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the
+            # rest of this.
             weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
             noise_1TD = self._noise(current, index, span)
@@ -360,8 +369,8 @@ class ForwardBackward:
 
         def add_up(span: slice) -> None:
             sink.reached.update(template.table_place.stored_names)
-            # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds in the same order
-            # every time on cuda too; index_add_ with repeated rows does not.
+            # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds
+            # in the same order every time on cuda too; index_add_ with repeated rows does not.
             gradient_RD = torch.ops.aten.embedding_dense_backward(
                 activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
             )

@@ -1,9 +1,10 @@
-"""Matrix products in FP8: a layer's weights, activations and gradients rounded to 8 bits with a scale per row, summed in fp32.
+"""Matrix products in FP8: a layer's weights, activations and gradients rounded to 8 bits with a scale per row, summed
+in fp32.
 
-Weights and activations are e4m3, gradients e5m2, which has more range and fewer digits. Scales are per token and per row of a weight,
-so that no token changes the rounding of another and packing stays exact. A weight is cast once per visit of its layer, for all
-micro-batches. Weight gradients stay in the compute dtype: their sum over tokens has no scale per row. A device without FP8 units computes
-the same rounding by hand, slower.
+Weights and activations are e4m3, gradients e5m2, which has more range and fewer digits. Scales are per token and per
+row of a weight, so that no token changes the rounding of another and packing stays exact. A weight is cast once per
+visit of its layer, for all micro-batches. Weight gradients stay in the compute dtype: their sum over tokens has no
+scale per row. A device without FP8 units computes the same rounding by hand, slower.
 
 Shapes: T = tokens, I = inputs of a map, O = its outputs; R x K is any matrix with a scale for each of its R rows.
 """
@@ -49,7 +50,8 @@ def is_castable(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Weight:
-    """A weight in FP8: by rows for the product with inputs, by columns for the product with gradients, where that is wanted."""
+    """A weight in FP8: by rows for the product with inputs, by columns for the product with gradients, where that is
+    wanted."""
 
     by_rows: tuple[Tensor, Tensor]
     by_columns: tuple[Tensor, Tensor] | None
@@ -73,7 +75,8 @@ class Fp8Weight:
 
 
 class Fp8Visit:
-    """The weights of a layer that are multiplied in FP8, by their names, while the layer is visited: cast when the first micro-batch comes.
+    """The weights of a layer that are multiplied in FP8, by their names, while the layer is visited: cast when the
+    first micro-batch comes.
 
     Thread: compute's, after the driver made it.
     """
@@ -91,7 +94,8 @@ class Fp8Visit:
 
 
 def cast_rows(values_RK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounded values and each row's scale, which maps its largest value to the format's largest. Shapes: [R, K], [R, 1]."""
+    """Rounded values and each row's scale, which maps its largest value to the format's largest. Shapes: [R, K], [R,
+    1]."""
     largest = torch.finfo(dtype).max
     highest_R1 = torch.linalg.vector_norm(values_RK, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
     # A row of zeros needs some scale. Gradients are small, so the least one is far below theirs.

@@ -1,4 +1,5 @@
-"""Gradients on their way to the host: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
+"""Gradients on their way to the host: accumulated in fp32 on the device, sent to the host once a step, their squares
+summed.
 
 Shapes: R = rows of the embedding in use, D = hidden size.
 """
@@ -23,13 +24,14 @@ from horizon_server.store.host_store import HostStore
 class GradientSink:
     """A ring of gradient slots for layers, and one slot for head and embedding.
 
-    On the host a gradient lands in the store's `grad` plane, which keeps all of them until the norm is known. A store without one has
-    a few slots instead: a landed gradient is updated from at once, and its slot is free after that, so gradients never add up there.
-    Where few rows of the embedding are used (`StoreLayout.has_row_gradients`), theirs land one after the other in a buffer of their own.
+    On the host a gradient lands in the store's `grad` plane, which keeps all of them until the norm is known. A store
+    without one has a few slots instead: a landed gradient is updated from at once, and its slot is free after that, so
+    gradients never add up there. Where few rows of the embedding are used (`StoreLayout.has_row_gradients`), theirs
+    land one after the other in a buffer of their own.
 
-    `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite when an
-    element is not. `reached` are the stored tensors that got a gradient in the step begun last, `row_gradient` the embedding's in it.
-    Thread: compute adds to `reached`.
+    `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite
+    when an element is not. `reached` are the stored tensors that got a gradient in the step begun last, `row_gradient`
+    the embedding's in it. Thread: compute adds to `reached`.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class GradientSink:
     ) -> None:
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         units = template.layout.units
-        # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at its end.
+        # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at
+        # its end.
         self._numbers = device.allocate_host("staging", 2 * (len(units) + 1), torch.float64)
         self._sets = self._numbers.view(2, -1)
         self._set = 0
@@ -85,7 +88,8 @@ class GradientSink:
         return float(self._sets[self._set, 0])
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for the embedding's gradient in a step of this number of tokens; the queues must be idle but for the optimizer's."""
+        """Make room for the embedding's gradient in a step of this number of tokens; the queues must be idle but for
+        the optimizer's."""
         if not self._has_rows:
             return
         num_values = min(num_tokens, self._template.vocab_size) * self._template.hidden_size
@@ -110,15 +114,16 @@ class GradientSink:
         self.reached = set()
 
     def open(self, unit_index: int, rows_R: Tensor | None = None) -> UnitGradients | None:
-        """Memory for a unit's gradients, None where it has none; compute waits until it is free. With `rows_R` it is zeros for these rows
-        of the embedding.
+        """Memory for a unit's gradients, None where it has none; compute waits until it is free. With `rows_R` it is
+        zeros for these rows of the embedding.
         """
         if not self._has_gradient(unit_index):
             return None
         template, units, compute = self._template, self._template.layout.units, self._device.compute
         places, unit = template.places[unit_index], units[unit_index]
         if unit_index == 0 and template.layout.shares_gradient:
-            # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed for it.
+            # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed
+            # for it.
             slot = self._open[0] = self._open.pop(len(units) - 1)
             flat = slot.flat[units[-1].num_elements : template.layout.head_gradient_elements]
             places = template.places_besides_table
@@ -142,7 +147,8 @@ class GradientSink:
         self._device.read_back(loss, self._sets[self._set, 0])
 
     def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:
-        """Send what compute has accumulated since `open`; with `rows_R` these rows of the embedding, one after the other."""
+        """Send what compute has accumulated since `open`; with `rows_R` these rows of the embedding, one after the
+        other."""
         if not self._has_gradient(unit_index):
             return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
@@ -165,7 +171,8 @@ class GradientSink:
             else:
                 target = self._store.unit(unit_index, "grad")
         if unit_index == 0:
-            # Its update may be the only one of the last step that is not over yet: all others were, before their unit's forward.
+            # Its update may be the only one of the last step that is not over yet: all others were, before their unit's
+            # forward.
             self._optimizer.wait_for_update(device.d2h, 0)
         # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
@@ -196,7 +203,8 @@ class GradientSink:
         self._rings.open()
 
     def close_slots(self) -> None:
-        """Free the slots on the device. The queues must be idle but for the optimizer's, whose updates read host memory alone."""
+        """Free the slots on the device. The queues must be idle but for the optimizer's, whose updates read host memory
+        alone."""
         self._rings.close()
 
     def close(self) -> None:

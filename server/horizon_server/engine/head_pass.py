@@ -1,9 +1,10 @@
 """The head's part of a step: the last hidden states become loss and gradient, a chunk of supervised tokens at a time.
 
-Cross-entropy, weighted or not, needs each chunk once: its logits become their own gradient. Any other objective needs the
-log-probabilities of all tokens before it knows the gradient of any, so the chunks run twice: forward for the log-probabilities, of which
-one number per token stays, then again for the gradients, now that every token has its coefficient. The head's weights are on the device
-all the while, so nothing more crosses the link, and no more logits live at a time.
+Cross-entropy, weighted or not, needs each chunk once: its logits become their own gradient. Any other objective needs
+the log-probabilities of all tokens before it knows the gradient of any, so the chunks run twice: forward for the
+log-probabilities, of which one number per token stays, then again for the gradients, now that every token has its
+coefficient. The head's weights are on the device all the while, so nothing more crosses the link, and no more logits
+live at a time.
 
 Shapes: S = supervised tokens of a chunk, D = hidden size, V = vocabulary.
 Thread: methods are called by the driving thread; they only queue work.
@@ -31,8 +32,8 @@ WriteGradient = Callable[[Tensor, Tensor], None]
 
 
 class HeadPass:
-    """Queues the head's work of a pass; the hidden states are in `activations`, those of a training step at `last_output`; gradients and
-    loss go to `sink`. `label_smoothing` is that of the cross-entropy of training steps.
+    """Queues the head's work of a pass; the hidden states are in `activations`, those of a training step at
+    `last_output`; gradients and loss go to `sink`. `label_smoothing` is that of the cross-entropy of training steps.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class HeadPass:
         self._sink.send_loss(current.loss)
 
     def enqueue_log_probabilities(self, current: StepPass, flat: Tensor) -> None:
-        """Each supervised token's log-probability, into `logprobs_S`; hidden states are those of a pass without backward."""
+        """Each supervised token's log-probability, into `logprobs_S`; hidden states are those of a pass without
+        backward."""
         self._enqueue_log_probabilities(current, flat, layer_input=0)
 
     def enqueue_gradients(self, current: StepPass, flat: Tensor) -> None:
@@ -129,7 +131,8 @@ class HeadPass:
     def _chunk_gradients(
         self, current: StepPass, flat: Tensor, gradients: UnitGradients | None, chunk: slice, write: WriteGradient
     ) -> None:
-        """The gradients of a chunk, for the hidden states and the head's weights, from that of the logits, which `write` writes."""
+        """The gradients of a chunk, for the hidden states and the head's weights, from that of the logits, which
+        `write` writes."""
         template, activations = self._template, self._activations
         supervised_S = current.tokens.supervised_S[chunk]
         hidden_1SD = activations.layer_input(self._last_output)[supervised_S][None].requires_grad_(self._has_backward)
@@ -141,7 +144,8 @@ class HeadPass:
             with products:
                 logits_SV = template.head(leaves, hidden_1SD)
             values_SV = logits_SV.detach()
-            # Before the values change: of a view that has changed, autograd makes another graph, with copies of the whole.
+            # Before the values change: of a view that has changed, autograd makes another graph, with copies of the
+            # whole.
             edge = torch.autograd.graph.get_gradient_edge(logits_SV)
             # The logits' own memory becomes their gradient, unless the model's backward wants them again.
             gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV

@@ -1,8 +1,9 @@
-"""Products of a layer's forward that stay in memory until its backward, whose recompute takes them instead of computing them again.
+"""Products of a layer's forward that stay in memory until its backward, whose recompute takes them instead of computing
+them again.
 
-What is kept is the output of each matrix product and of attention; norms, rotations and activation functions are cheap and computed
-again. A product is only taken where the same operator comes with tensors of the same form, in the same order; from the first one that
-differs, everything is computed. So a result has the same bits whatever is kept.
+What is kept is the output of each matrix product and of attention; norms, rotations and activation functions are cheap
+and computed again. A product is only taken where the same operator comes with tensors of the same form, in the same
+order; from the first one that differs, everything is computed. So a result has the same bits whatever is kept.
 
 Thread: compute's.
 """

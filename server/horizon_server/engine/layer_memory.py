@@ -1,8 +1,9 @@
-"""What the layers of a model keep for their backward and take at its widest moment, counted on one layer of each kind at two lengths.
+"""What the layers of a model keep for their backward and take at its widest moment, counted on one layer of each kind
+at two lengths.
 
-For models whose layers no formula of the plan covers: state spaces, linear attention, delta rules, and attention that keeps its scores.
-Parameters are zeros that are only read, for which the kernel provides one page, and none of them gets a gradient: a count takes seconds,
-and little memory even where the model is large.
+For models whose layers no formula of the plan covers: state spaces, linear attention, delta rules, and attention that
+keeps its scores. Parameters are zeros that are only read, for which the kernel provides one page, and none of them gets
+a gradient: a count takes seconds, and little memory even where the model is large.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _SHORT_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Count:
-    """Bytes of one layer for one row. `peak` is 0 where no backward was run; `blocks` are the largest that were alive at it."""
+    """Bytes of one layer for one row. `peak` is 0 where no backward was run; `blocks` are the largest that were alive
+    at it."""
 
     saved: int
     peak: int
@@ -120,7 +122,8 @@ def _storage_bytes(tensors: list[Tensor]) -> int:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes that operations inside the block hold at once. What a kernel allocates inside itself it does not see.
+    """The most bytes that operations inside the block hold at once. What a kernel allocates inside itself it does not
+    see.
 
     Backward of the CPU runs in the calling thread, so that it is seen too.
     """

@@ -1,6 +1,6 @@
-"""Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it, unless it is used again
-before another unit needs the slot. Layers that are resident have a slot of their own; what is trained of them is copied once after each
-update.
+"""Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it, unless
+it is used again before another unit needs the slot. Layers that are resident have a slot of their own; what is trained
+of them is copied once after each update.
 
 Shapes: R = rows of the embedding in use.
 """
@@ -31,7 +31,8 @@ class UnitRequest:
 
 
 class LayerStream:
-    """Streams units from the host store in the order the schedule asks for them; `optimizer` says when a unit may be read."""
+    """Streams units from the host store in the order the schedule asks for them; `optimizer` says when a unit may be
+    read."""
 
     def __init__(
         self,
@@ -73,8 +74,9 @@ class LayerStream:
             if num_updates != self._optimizer.num_updates(unit_index):
                 self._rings.forget(unit_index)
         order = list(range(len(requests)))
-        # Layer 0 comes up ahead of the embedding: h2d copies in order, its update is the first to end (see Optimizer.submit), and its copy
-        # hides behind the update of the rows. Both are needed before the first layer can run; they have slots of their own.
+        # Layer 0 comes up ahead of the embedding: h2d copies in order, its update is the first to end (see
+        # Optimizer.submit), and its copy hides behind the update of the rows. Both are needed before the first layer
+        # can run; they have slots of their own.
         order[:2] = reversed(order[:2])
         fetched: dict[int, tuple[Slot, Event | None]] = {}
         for position, request in enumerate(requests):
@@ -120,7 +122,8 @@ class LayerStream:
         if units[request.unit_index].kind == "head" and template.tied:
             indices.append(0)
         for index in indices:
-            # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
+            # The copy waits in its queue for the last step's update of this unit alone, so that the others update
+            # meanwhile.
             self._optimizer.wait_for_update(device.h2d, index, request.rows_R)
             if request.rows_R is not None:
                 rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
@@ -135,7 +138,8 @@ class LayerStream:
         return slot, device.h2d.record()
 
     def _stays(self, requests: Sequence[UnitRequest], position: int) -> bool:
-        """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns into backward."""
+        """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns
+        into backward."""
         units, layer, between = self._template.layout.units, requests[position].unit_index, set()
         if layer in self._copied:
             return True

@@ -1,9 +1,9 @@
 """Stubs for decoder layers, and a first run of a model with them, before anything is allocated for it.
 
-Stubs record what the model's own forward calls its layers with, or answer in the layers' place. The first run, on a few tokens of
-zeros, finds out how the layers answer their model, and refuses models that the layer-by-layer schedule would compute wrongly: those
-whose first hidden state depends on tensors other than the embedding, whose layers get more from the embedding than the hidden state,
-or whose forward does more between layers than pass it on.
+Stubs record what the model's own forward calls its layers with, or answer in the layers' place. The first run, on a few
+tokens of zeros, finds out how the layers answer their model, and refuses models that the layer-by-layer schedule would
+compute wrongly: those whose first hidden state depends on tensors other than the embedding, whose layers get more from
+the embedding than the hidden state, or whose forward does more between layers than pass it on.
 
 Shapes: T = tokens of a micro-batch, D = hidden size.
 """
@@ -144,7 +144,8 @@ def try_embedding(
     shapes: Mapping[str, tuple[int, ...]],
     layers: Sequence[nn.Module],
 ) -> list[LayerCall]:
-    """Find `tape.answer` for the model and return its layers' calls for a few tokens. `shapes` are the parameters of `embed`.
+    """Find `tape.answer` for the model and return its layers' calls for a few tokens. `shapes` are the parameters of
+    `embed`.
 
     Raises:
         InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
@@ -190,7 +191,8 @@ def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, 
             raise
         if foreign.names:
             raise InvalidModel(
-                f"tensor {foreign.names[0]} is used before the layers in addition to the token embedding, which is not supported"
+                f"tensor {foreign.names[0]} is used before the layers in addition to the token embedding, which is not "
+                "supported"
             ) from error
         where = "passes more than the hidden state from layer to layer" if tape.calls else "needs more than tokens"
         raise _CodeFailed(f"its layers cannot be run one at a time, because its code {where}") from error
@@ -206,7 +208,8 @@ def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, 
 def _refuse_second_results(
     model: PreTrainedModel, tape: Tape, run: Callable[[], list[LayerCall]], layers: Sequence[nn.Module]
 ) -> None:
-    """Refuse a model whose layers use what another layer answers besides the hidden state: between layers only that one is kept."""
+    """Refuse a model whose layers use what another layer answers besides the hidden state: between layers only that one
+    is kept."""
     second = _SecondResult()
     tape.answer = lambda hidden: (hidden, second)
     try:
@@ -223,7 +226,8 @@ def _refuse_second_results(
                 copy.deepcopy(layer)(*args, **kwargs)
         except _SecondResultUsed:
             raise InvalidModel(
-                f"model_type {model.config.model_type!r}: layer {index} uses a result of the layer before it besides the hidden "
+                f"model_type {model.config.model_type!r}: layer {index} uses a result of the layer before it besides "
+                "the hidden "
                 "state, which is not supported"
             ) from None
         except RUN_ERRORS:

@@ -16,8 +16,8 @@ from horizon_server.engine.unit_gradients import UnitGradients
 def unit_leaves(
     places: Sequence[Place], flat: Tensor, gradients: UnitGradients | None, visit: Fp8Visit | None = None
 ) -> tuple[dict[str, Tensor], AccumulatedProducts]:
-    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds the gradients of the trained ones to
-    `gradients`, if there are any.
+    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds the gradients of the
+    trained ones to `gradients`, if there are any.
     """
     leaves = {}
     for place in places:
@@ -29,7 +29,8 @@ def unit_leaves(
 
 
 def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
-    """A view that autograd differentiates; its gradient goes to `accumulate` and is dropped as soon as it is complete."""
+    """A view that autograd differentiates; its gradient goes to `accumulate` and is dropped as soon as it is
+    complete."""
     leaf = weight.detach().requires_grad_()
 
     def take(finished: Tensor) -> None:

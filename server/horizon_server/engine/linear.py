@@ -1,8 +1,10 @@
-"""Linear maps whose weight gradients add up in fp32 inside the matrix product, without a rounded copy of them in between.
+"""Linear maps whose weight gradients add up in fp32 inside the matrix product, without a rounded copy of them in
+between.
 
-A model's own code calls `torch.nn.functional.linear`. Inside `AccumulatedProducts` those calls, where the weight is one that has an
-accumulator, give the same value and the same gradient of their input, but the product that is the weight's gradient goes straight to the
-accumulator, and autograd gets none for the weight. Every other use of such a weight reaches autograd as it always does.
+A model's own code calls `torch.nn.functional.linear`. Inside `AccumulatedProducts` those calls, where the weight is one
+that has an accumulator, give the same value and the same gradient of their input, but the product that is the weight's
+gradient goes straight to the accumulator, and autograd gets none for the weight. Every other use of such a weight
+reaches autograd as it always does.
 
 All of it can be traced: `torch.func.vjp` under `make_fx` sees the product as one operator, `horizon::add_product`.
 
@@ -29,7 +31,8 @@ from horizon_server.engine.fp8 import Fp8Weight
 class Accumulator:
     """Where the gradient of a weight adds up. `out` has the weight's shape, any strides and is fp32.
 
-    `first` is one boolean on the CPU: while it is true, `out` holds nothing yet and is overwritten. Each write to `out` clears it.
+    `first` is one boolean on the CPU: while it is true, `out` holds nothing yet and is overwritten. Each write to `out`
+    clears it.
     """
 
     out: Tensor
@@ -51,13 +54,15 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: Tensor) -> None:
     elif out.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
     elif beta:
-        # CPUs have no product of bf16 with an fp32 result. Widening the factors first takes 1.3 times as long, and is exact.
+        # CPUs have no product of bf16 with an fp32 result. Widening the factors first takes 1.3 times as long, and is
+        # exact.
         out.add_(a.mm(b))
     else:
         out.copy_(a.mm(b))
 
 
-# Not by `torch.library.custom_op`, which adds an autograd kernel: this operator only writes, and autograd passes through it.
+# Not by `torch.library.custom_op`, which adds an autograd kernel: this operator only writes, and autograd passes
+# through it.
 _library = Library("horizon", "DEF")  # type: ignore[no-untyped-call]
 _SIGNATURE = "add_product(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!) first) -> ()"
 _library.define(_SIGNATURE, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
@@ -67,7 +72,8 @@ torch.library.register_fake("horizon::add_product", lambda out, a, b, first: Non
 
 
 class AccumulatedProducts(TorchFunctionMode):
-    """Inside the block, the given weights' gradients from linear maps go to their accumulators; those `in_fp8` are multiplied so.
+    """Inside the block, the given weights' gradients from linear maps go to their accumulators; those `in_fp8` are
+    multiplied so.
 
     The weights are known by identity and must require gradients (or be differentiated by `torch.func.vjp`).
     """
@@ -108,7 +114,8 @@ class AccumulatedProducts(TorchFunctionMode):
 
 
 def linear_without_value(inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """A linear map that returns uninitialised memory of the right shape; its gradients are those of the map, bit for bit."""
+    """A linear map that returns uninitialised memory of the right shape; its gradients are those of the map, bit for
+    bit."""
     arguments = (inputs, weight_OI, bias_O)
     output: Tensor
     if has_torch_function((inputs, weight_OI)):
@@ -136,7 +143,8 @@ class _AccumulatedLinear(torch.autograd.Function):
             product = cast.product(inputs)
             return product if bias_O is None else product + bias_O
         output = functional.linear(inputs, weight_OI, bias_O)
-        # With a bias it is a view, and autograd refuses to change a view made in here in place, as some models do to scale it.
+        # With a bias it is a view, and autograd refuses to change a view made in here in place, as some models do to
+        # scale it.
         unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
         return unviewed
 

@@ -1,7 +1,8 @@
 """Whether a model's head needs its logits again in backward.
 
-Most heads end in a projection, a scaling or a soft cap whose backward does not read the result; there the memory of the logits can become
-that of their gradient. It is found out on a few tokens, by doing it: autograd refuses where a tensor it kept has changed.
+Most heads end in a projection, a scaling or a soft cap whose backward does not read the result; there the memory of the
+logits can become that of their gradient. It is found out on a few tokens, by doing it: autograd refuses where a tensor
+it kept has changed.
 
 Shapes: C = tokens, D = hidden size, V = vocabulary.
 """

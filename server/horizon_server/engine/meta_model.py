@@ -1,4 +1,5 @@
-"""A transformers model as structure without storage: how it is built, which layers are equal, and what it keeps between calls."""
+"""A transformers model as structure without storage: how it is built, which layers are equal, and what it keeps between
+calls."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 class _EmptyTensorsOnMeta(TorchFunctionMode):
-    """Sends `torch.empty` to the meta device: that is how modules make parameters, while buffers are made from values."""
+    """Sends `torch.empty` to the meta device: that is how modules make parameters, while buffers are made from
+    values."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty:
@@ -68,8 +70,8 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of a config, in evaluation mode: parameters on the meta device, buffers real.
 
     Raises:
-        InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
-            checkpoint holds.
+        InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only
+            its checkpoint holds.
     """
     _refuse_settings(config)
     config = copy.deepcopy(config)
@@ -77,7 +79,8 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     config.use_cache = False
     config.return_dict = True
     if config._attn_implementation not in ("eager", "sdpa"):
-        # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
+        # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not
+        # be here.
         config._attn_implementation = None
     # The engine reads the hidden state alone. Set only where they are on: not every config has them.
     for extra in ("output_attentions", "output_hidden_states", "output_router_logits"):
@@ -108,7 +111,8 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds: its parameters, and the floating-point buffers it does not compute again."""
+    """What a checkpoint of the model holds: its parameters, and the floating-point buffers it does not compute
+    again."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
@@ -138,10 +142,12 @@ def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _refuse_settings(config: PretrainedConfig) -> None:
-    """Refuse models that are not decoders, and what a config asks for that the layer-by-layer schedule would leave out."""
+    """Refuse models that are not decoders, and what a config asks for that the layer-by-layer schedule would leave
+    out."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidModel(
-            f"model_type {config.model_type!r} cannot be trained: transformers {__version__} has no causal language model for it"
+            f"model_type {config.model_type!r} cannot be trained: transformers {__version__} has no causal language "
+            "model for it"
         )
     if config.is_encoder_decoder:
         raise InvalidModel(
@@ -151,10 +157,11 @@ def _refuse_settings(config: PretrainedConfig) -> None:
     for name, value in _numbers(config.get_text_config().to_dict()):
         if "layerdrop" in name and not name.startswith("encoder") and value > 0:
             raise InvalidModel(
-                f"config.json sets {name} to {value}, which skips whole layers at random, and that is not supported; set it to 0"
+                f"config.json sets {name} to {value}, which skips whole layers at random, and that is not supported; "
+                "set it to 0"
             )
-    # transformers adds the routers' loss only where the config asks for their logits. It joins the routers of all layers, which are
-    # never on the device together.
+    # transformers adds the routers' loss only where the config asks for their logits. It joins the routers of all
+    # layers, which are never on the device together.
     weighted = any(getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
     if getattr(config, "output_router_logits", False) and weighted:
         raise InvalidModel(
@@ -180,16 +187,18 @@ def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if len(found) != 1:
         lists_found = f"{len(found)} lists of equal size: {', '.join(name for name, _ in found)}" if found else "none"
         raise InvalidModel(
-            f"model_type {model.config.model_type!r}: its decoder layers must be in one list, and this model has {lists_found}"
+            f"model_type {model.config.model_type!r}: its decoder layers must be in one list, and this model has "
+            f"{lists_found}"
         )
     return found[0]
 
 
 def layer_signature(layer: nn.Module) -> tuple[object, ...]:
-    """Equal for two layers exactly when one can be run in place of the other: same classes, settings, shapes and buffers.
+    """Equal for two layers exactly when one can be run in place of the other: same classes, settings, shapes and
+    buffers.
 
-    The layer's own position does not count. Anything that is not a plain value counts by identity, so that in doubt layers are
-    kept apart.
+    The layer's own position does not count. Anything that is not a plain value counts by identity, so that in doubt
+    layers are kept apart.
     """
     signature: list[object] = []
     for path, module in layer.named_modules():
@@ -206,7 +215,8 @@ def layer_signature(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _digest(buffer: Tensor) -> str:
-    """Of a buffer's values: as Python's numbers, a mask over all pairs of positions would take eight times its memory."""
+    """Of a buffer's values: as Python's numbers, a mask over all pairs of positions would take eight times its
+    memory."""
     return hashlib.sha256(buffer.detach().flatten().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
@@ -236,9 +246,9 @@ class _KeptBuffer:
 class ModuleState:
     """The buffers and plain attributes of some modules as they are now, put back after each call.
 
-    Some modules of transformers change themselves when they run: a rotary table grows with the longest position it has seen, or is
-    overwritten with other factors. A later call would then depend on an earlier one, and a resumed run on where it was stopped.
-    Thread: the thread that calls the modules.
+    Some modules of transformers change themselves when they run: a rotary table grows with the longest position it has
+    seen, or is overwritten with other factors. A later call would then depend on an earlier one, and a resumed run on
+    where it was stopped. Thread: the thread that calls the modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -246,7 +256,8 @@ class ModuleState:
         self._modules: list[tuple[nn.Module, dict[str, object], dict[str, _KeptBuffer]]] = []
         for module in modules:
             attributes = {name: value for name, value in vars(module).items() if name != "training"}
-            # A buffer without storage belongs to the checkpoint: each call is given its values, so there is nothing to keep.
+            # A buffer without storage belongs to the checkpoint: each call is given its values, so there is nothing to
+            # keep.
             buffers = {
                 name: _KeptBuffer(buffer=buffer, content=buffer.clone(), version=buffer._version)
                 for name, buffer in module.named_buffers(recurse=False)

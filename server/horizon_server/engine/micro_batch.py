@@ -1,4 +1,5 @@
-"""One packed row of tokens, ready for the model: the only shape in which data enters the engine. And the rows of a step, joined.
+"""One packed row of tokens, ready for the model: the only shape in which data enters the engine. And the rows of a
+step, joined.
 
 Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = supervised tokens.
 """
@@ -27,8 +28,8 @@ Item = TypeVar("Item")
 class MicroBatch:
     """A row of documents, one after the other.
 
-    `labels_T[t]` is the target of position t (already shifted, never crossing a document) or `IGNORED_LABEL`; `position_ids_T`
-    restarts at 0 with each document; `document_lengths` sum to T.
+    `labels_T[t]` is the target of position t (already shifted, never crossing a document) or `IGNORED_LABEL`;
+    `position_ids_T` restarts at 0 with each document; `document_lengths` sum to T.
     """
 
     input_ids_T: Tensor
@@ -73,7 +74,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it.
+    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads
+    it.
 
     `boundaries` are of each micro-batch: where its documents start and the last one ends. They stay on the host too.
     """
@@ -89,7 +91,8 @@ class StepTokens:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], device: Device, *, num_rows: int | None = None) -> StepTokens:
-        """Join the micro-batches in the order given. With `num_rows`, ids keep their numbers in a table of `num_rows` rows."""
+        """Join the micro-batches in the order given. With `num_rows`, ids keep their numbers in a table of `num_rows`
+        rows."""
         assert micro_batches, "a step has at least one micro-batch"
         spans, start = [], 0
         for micro_batch in micro_batches:
@@ -139,8 +142,8 @@ def check_micro_batches(
     """Check the micro-batches of a step against the model, before anything is queued.
 
     Raises:
-        InvalidData: a token or label is not in the vocabulary, a document is longer than the model has positions for, or no token
-            of all the rows is trained; the violations name the fields.
+        InvalidData: a token or label is not in the vocabulary, a document is longer than the model has positions for,
+            or no token of all the rows is trained; the violations name the fields.
     """
     if not micro_batches:
         raise refused("micro_batches", "is empty; a step needs at least one micro-batch")
@@ -161,7 +164,8 @@ def check_micro_batches(
     if not any(row.num_targets for row in micro_batches):
         raise refused(
             "micro_batches.labels_T",
-            f"hold no trained token, only {IGNORED_LABEL}; a batch needs at least one, so look at how its rows were masked",
+            f"hold no trained token, only {IGNORED_LABEL}; a batch needs at least one, so look at how its rows were "
+            "masked",
         )
 
 

@@ -1,20 +1,21 @@
 """The gradient noise scale: about how many tokens a step can have before more of them bring little.
 
-A step's gradient is the mean over its tokens, and the gradient of its first micro-batch the mean over a part of them. Of the layers both
-square norms cost nothing but reading a gradient once more, when the first micro-batch of a layer is done: no further backward, and no
-memory but two numbers.
+A step's gradient is the mean over its tokens, and the gradient of its first micro-batch the mean over a part of them.
+Of the layers both square norms cost nothing but reading a gradient once more, when the first micro-batch of a layer is
+done: no further backward, and no memory but two numbers.
 
-What it means: the ratio of the gradient's variance from token to token to its square, of the layers' parameters (embedding and head
-add up in other parts), at the weights of the last steps. As documents and not tokens are drawn, it holds for documents like those of
-the data. One step's estimate is mostly noise, so both parts are averaged over many, each by itself; dropout and noise on the embeddings
-count as noise. A step of one micro-batch tells nothing.
+What it means: the ratio of the gradient's variance from token to token to its square, of the layers' parameters
+(embedding and head add up in other parts), at the weights of the last steps. As documents and not tokens are drawn, it
+holds for documents like those of the data. One step's estimate is mostly noise, so both parts are averaged over many,
+each by itself; dropout and noise on the embeddings count as noise. A step of one micro-batch tells nothing.
 
-Weights: the mean G_w = sum w g / sum w over tokens of weights w has E |G_w|^2 = |G|^2 + variance * sum w^2 / (sum w)^2, where a token's
-gradient does not depend on its weight. So it is as noisy as the plain mean over (sum w)^2 / sum w^2 tokens, its size; with equal weights
-that is their number. The scale is told in tokens with weights like those of the steps, of which a step of that size has more.
+Weights: the mean G_w = sum w g / sum w over tokens of weights w has E |G_w|^2 = |G|^2 + variance * sum w^2 / (sum w)^2,
+where a token's gradient does not depend on its weight. So it is as noisy as the plain mean over (sum w)^2 / sum w^2
+tokens, its size; with equal weights that is their number. The scale is told in tokens with weights like those of the
+steps, of which a step of that size has more.
 
-Source: McCandlish et al., An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1; the size is Kish's effective
-sample size (Survey Sampling, 1965, section 8.2).
+Source: McCandlish et al., An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1; the size is
+Kish's effective sample size (Survey Sampling, 1965, section 8.2).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _LEAST_RATIO = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Supervised tokens of a step: how many have a weight above 0, the sum of their weights, and the sum of the weights' squares."""
+    """Supervised tokens of a step: how many have a weight above 0, the sum of their weights, and the sum of the
+    weights' squares."""
 
     num_tokens: int
     weight: float

@@ -1,16 +1,19 @@
-"""AdamW on the host, at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead of them.
+"""AdamW on the host, at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead
+of them.
 
-That order is: layer 0, the embedding, the other layers, the head. A pass uses few rows of a large table, and which ones is known when
-it begins. So where the model looks its table up by rows, the table's update is held back until then: the rows in use are updated first,
-on a queue of their own, next to layer 0; all other rows come after the head, when nothing waits for them.
+That order is: layer 0, the embedding, the other layers, the head. A pass uses few rows of a large table, and which ones
+is known when it begins. So where the model looks its table up by rows, the table's update is held back until then: the
+rows in use are updated first, on a queue of their own, next to layer 0; all other rows come after the head, when
+nothing waits for them.
 
-Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite. Where they
-are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the order of backward. What
-is known to be finite then is the loss and the gradients so far. From the first unit that is not, all later units of the step are
-left alone; the earlier ones cannot be taken back, and `num_updated_in_backward` says how many they are.
+Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite.
+Where they are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the
+order of backward. What is known to be finite then is the loss and the gradients so far. From the first unit that is
+not, all later units of the step are left alone; the earlier ones cannot be taken back, and `num_updated_in_backward`
+says how many they are.
 
-Shapes: R = rows of the embedding with a gradient, D = hidden size, V = vocabulary, U = rows of the embedding that a pass reads.
-Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW computes it.
+Shapes: R = rows of the embedding with a gradient, D = hidden size, V = vocabulary, U = rows of the embedding that a
+pass reads. Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW computes it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ IsFinite = Callable[[], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class _HeldUpdate:
-    """The update of the embedding table, which may run for some rows at a time, once `ready` has happened if there is one."""
+    """The update of the embedding table, which may run for some rows at a time, once `ready` has happened if there is
+    one."""
 
     update: Callable[[Tensor], None]
     generation: int
@@ -45,8 +49,8 @@ class _HeldUpdate:
 class Optimizer:
     """Updates every unit of the store once per submitted step, on a queue of its own, and rows in use on another.
 
-    `table` names the embedding table where a pass reads rows of it; None where it is frozen, or read and updated as a whole.
-    Thread: one driving thread submits; updates of one unit, or of one row, never overlap.
+    `table` names the embedding table where a pass reads rows of it; None where it is frozen, or read and updated as a
+    whole. Thread: one driving thread submits; updates of one unit, or of one row, never overlap.
     """
 
     def __init__(self, store: HostStore, device: Device, *, num_threads: int, table: str | None) -> None:
@@ -69,8 +73,8 @@ class Optimizer:
     def submit(self, hyper: AdamWStep, reached: Set[str], gradient: RowGradient | None = None) -> None:
         """Queue the update of all trained units. The gradients must be in the store and stay until updated.
 
-        `reached` are the tensors that have a gradient; the others stay as they are. `gradient` is the embedding's, where the store has no
-        room for it.
+        `reached` are the tensors that have a gradient; the others stay as they are. `gradient` is the embedding's,
+        where the store has no room for it.
         """
         self.generation += 1
         embedding, first, *others = self._store.layout.units
@@ -91,7 +95,8 @@ class Optimizer:
     def begin(self, hyper: AdamWStep) -> None:
         """A step whose units come by `update_landed`."""
         self.generation += 1
-        # A flag of this step's own, because updates of the last step may still be queued. Work of one step changes it one after another.
+        # A flag of this step's own, because updates of the last step may still be queued. Work of one step changes it
+        # one after another.
         dropped = False
 
         def if_finite(update: Work, is_finite: IsFinite) -> None:
@@ -105,7 +110,8 @@ class Optimizer:
     def update_landed(
         self, unit_index: int, gradient: Tensor | RowGradient, landed: Event, is_finite: IsFinite, reached: Set[str]
     ) -> None:
-        """Queue the update of one unit from a gradient that is there after `landed`, and with it what `is_finite` looks at.
+        """Queue the update of one unit from a gradient that is there after `landed`, and with it what `is_finite` looks
+        at.
 
         `reached` is as in `submit`; it is complete for the unit when the gradient has landed.
         """
@@ -127,7 +133,8 @@ class Optimizer:
         self._queue_update(unit_index, partial(if_finite, update, is_finite))
 
     def wait_for_update(self, queue: Queue, unit_index: int, rows_U: Tensor | None = None) -> None:
-        """Let `queue` wait until the last step's update of a unit is done, where there is one; with `rows_U`, of these rows at least.
+        """Let `queue` wait until the last step's update of a unit is done, where there is one; with `rows_U`, of these
+        rows at least.
 
         The first call for the table releases its update, with `rows_U` ahead of everything else.
         """
@@ -141,7 +148,8 @@ class Optimizer:
             queue.wait(event)
 
     def num_updates(self, unit_index: int) -> int:
-        """How many updates of a unit have been queued: where it has not grown, a copy of the unit is still what the store holds."""
+        """How many updates of a unit have been queued: where it has not grown, a copy of the unit is still what the
+        store holds."""
         return self._num_updates[unit_index]
 
     def finish(self) -> Event:
@@ -210,7 +218,8 @@ def global_norm(square_sums: Tensor) -> float:
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
-    """What to scale every gradient by so that their norm is at most `max_grad_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+    """What to scale every gradient by so that their norm is at most `max_grad_norm`, as torch.nn.utils.clip_grad_norm_
+    does."""
     if max_grad_norm is None:
         return 1.0
     # The 1e-6 is torch's.
@@ -220,12 +229,13 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
 def learning_rate_at(step: int, recipe: Recipe, *, num_steps: int) -> float:
     """The rate of the step with this 0-based index.
 
-    It rises linearly over `warmup_steps`, from 0 or for wsd from `min_lr_ratio` of the peak. Then it stays (constant), falls linearly
-    to 0 at `num_steps` (linear), follows half a cosine to 0 (cosine) or to `min_lr_ratio` (cosine_with_min_lr), or stays until half a
-    cosine takes it to `min_lr_ratio` in the last `lr_decay_ratio` of all steps (wsd). These are rounded up, and begin after the warmup
-    at the earliest.
+    It rises linearly over `warmup_steps`, from 0 or for wsd from `min_lr_ratio` of the peak. Then it stays (constant),
+    falls linearly to 0 at `num_steps` (linear), follows half a cosine to 0 (cosine) or to `min_lr_ratio`
+    (cosine_with_min_lr), or stays until half a cosine takes it to `min_lr_ratio` in the last `lr_decay_ratio` of all
+    steps (wsd). These are rounded up, and begin after the warmup at the earliest.
 
-    Source: transformers' get_scheduler, and the schedules of the same names there; WSD is that of MiniCPM (arXiv 2404.06395).
+    Source: transformers' get_scheduler, and the schedules of the same names there; WSD is that of MiniCPM (arXiv
+    2404.06395).
     """
     learning_rate, warmup_steps, min_ratio = recipe.learning_rate, recipe.warmup_steps, recipe.min_lr_ratio
     # Step for step the formulas of transformers, so that curves compare.

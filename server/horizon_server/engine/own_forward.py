@@ -1,8 +1,10 @@
-"""Whether the engine calls a model's layers as the class's own forward does: found by running both, never by a list of names.
+"""Whether the engine calls a model's layers as the class's own forward does: found by running both, never by a list of
+names.
 
-The engine gives positions, because rows are packed; a user who loads the model gives tokens alone. Most classes count 0, 1, 2 themselves
-then. Some count from elsewhere (after the id of the padding), and would be trained with rows of their table of positions that they never
-use. Both runs end at the first layer, so what they cost does not depend on the size of the layers.
+The engine gives positions, because rows are packed; a user who loads the model gives tokens alone. Most classes count
+0, 1, 2 themselves then. Some count from elsewhere (after the id of the padding), and would be trained with rows of
+their table of positions that they never use. Both runs end at the first layer, so what they cost does not depend on the
+size of the layers.
 
 Shapes: T = tokens of a trial, D = hidden size.
 """
@@ -27,9 +29,14 @@ _TOLERANCE = 1e-5
 
 
 def check_own_forward(
-    model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]], *, prefix: str,
+    model: PreTrainedModel,
+    tape: Tape,
+    embed: Embed,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    prefix: str,
     max_document_tokens: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Compare what the first layer gets, and every layer's other arguments, with and without positions that are given.
 
     `shapes` are the parameters of `embed`, which the model knows by the same names after `prefix`.
@@ -53,19 +60,22 @@ def check_own_forward(
                 raise
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InvalidModel(
-                f"model_type {model.config.model_type!r}: its code cannot be run on tokens alone ({first_line:.120}), so "
+                f"model_type {model.config.model_type!r}: its code cannot be run on tokens alone ({first_line:.120}), "
+                "so "
                 "it cannot be seen whether it would be trained rightly; it is not supported"
             ) from error
     where = _first_difference(given, counted)
     if where:
         raise InvalidModel(
-            f"model_type {model.config.model_type!r}: its class counts positions otherwise than 0, 1, 2, ... ({where} differs), so it "
+            f"model_type {model.config.model_type!r}: its class counts positions otherwise than 0, 1, 2, ... ({where} "
+            "differs), so it "
             "would be trained with positions that it does not have when it is used; it is not supported"
         )
 
 
 def _values(shape: Sequence[int], seed: int) -> Tensor:
-    """Random numbers in a shape, different in every row, in memory for one row and one column: each starts one after the one before."""
+    """Random numbers in a shape, different in every row, in memory for one row and one column: each starts one after
+    the one before."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(sum(size - 1 for size in shape) + 1, generator=generator)
     return numbers.as_strided(tuple(shape), (1,) * len(shape))

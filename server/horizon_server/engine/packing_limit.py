@@ -1,12 +1,12 @@
 """Whether a model keeps packed documents independent of each other, and up to which length of a row.
 
-Most architectures of transformers see where documents end from `position_ids` alone; some (attention sinks, linear attention)
-silently mix them, without any error. `supports_packing` finds out by running the model on its real weights.
+Most architectures of transformers see where documents end from `position_ids` alone; some (attention sinks, linear
+attention) silently mix them, without any error. `supports_packing` finds out by running the model on its real weights.
 
-Some architectures change how they count positions once a row is long: the rotary factors of the whole row depend on its longest
-document, or attention gets a temperature by the position in the row. The trial on the real weights runs short documents, so it
-cannot see that. Everything a model derives from positions alone costs next to nothing, so `find_packing_limit` computes it for rows
-of any length.
+Some architectures change how they count positions once a row is long: the rotary factors of the whole row depend on its
+longest document, or attention gets a temperature by the position in the row. The trial on the real weights runs short
+documents, so it cannot see that. Everything a model derives from positions alone costs next to nothing, so
+`find_packing_limit` computes it for rows of any length.
 
 Shapes: T = tokens of the trial, N = tokens of all its rows, D = hidden size.
 """
@@ -50,7 +50,8 @@ def find_packing_limit(
     hidden_size: int,
     max_document_tokens: int | None,
 ) -> int | None:
-    """The most tokens a packed row may have, or None where no length changes anything. `layers` are one of each kind, with a call.
+    """The most tokens a packed row may have, or None where no length changes anything. `layers` are one of each kind,
+    with a call.
 
     What already differs in short rows is not judged here: the trial on the real weights runs those.
     """
@@ -94,8 +95,8 @@ def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dt
     error, tolerance = float((packed_ND - apart_ND).norm()), _PROBE_TOLERANCE[compute_dtype] * size
     if error <= tolerance or compute_dtype == torch.float32:
         return error <= tolerance
-    # Packed and single rows may run in different kernels of attention, and in a deep model their rounding alone adds up to more than that:
-    # two kernels on the same rows, which cannot mix documents, show how much.
+    # Packed and single rows may run in different kernels of attention, and in a deep model their rounding alone adds up
+    # to more than that: two kernels on the same rows, which cannot mix documents, show how much.
     with sdpa_kernel(SDPBackend.MATH), without_fused_kernels():
         noise = float((added_by(apart) - apart_ND).norm())
     return error <= min(_TIMES_NOISE * noise, _MOST_NOISE * size)
@@ -153,7 +154,8 @@ def _calls_agree(calls_of: CallsOf, *, max_document_tokens: int) -> Callable[[in
 
 
 def _own_positions_agree(layer: nn.Module, call: LayerCall, *, hidden_size: int) -> Callable[[int], bool]:
-    """Returns a test: does a layer compute the same from positions that it counts itself in a short row and one of N tokens?"""
+    """Returns a test: does a layer compute the same from positions that it counts itself in a short row and one of N
+    tokens?"""
     args, kwargs = call.without_storage(hidden_size=hidden_size)
 
     def derived(num_tokens: int) -> list[Tensor]:
@@ -176,7 +178,8 @@ def _own_positions_agree(layer: nn.Module, call: LayerCall, *, hidden_size: int)
 
 
 class _CountedPositions(TorchFunctionMode):
-    """Gives a layer without storage other positions where it counts the row's tokens, and keeps what it makes of them."""
+    """Gives a layer without storage other positions where it counts the row's tokens, and keeps what it makes of
+    them."""
 
     def __init__(self, positions_T: Tensor) -> None:
         super().__init__()

@@ -1,11 +1,13 @@
-"""How fast this machine computes, copies and updates, measured with the engine itself: what `planning.step_time` predicts steps from.
+"""How fast this machine computes, copies and updates, measured with the engine itself: what `planning.step_time`
+predicts steps from.
 
-Products, attention and sums are timed alone. Whole layers are timed as training runs them (template, slots, recompute, fp32
-accumulation), on one-layer llamas of a few widths with random weights; what is left of their time after the parts that were timed alone
-is what the elementwise traffic takes. So the model's sum is a measured one. Copies and the optimizer run on a store of their own.
+Products, attention and sums are timed alone. Whole layers are timed as training runs them (template, slots, recompute,
+fp32 accumulation), on one-layer llamas of a few widths with random weights; what is left of their time after the parts
+that were timed alone is what the elementwise traffic takes. So the model's sum is a measured one. Copies and the
+optimizer run on a store of their own.
 
-A run is bounded in time, by `budget_s` and what the last width takes beyond it, and in memory, by its widest model: the process peaked
-at 2.3 GiB on the host device, and keeps 2.8 GiB of planes for the widest one on cuda.
+A run is bounded in time, by `budget_s` and what the last width takes beyond it, and in memory, by its widest model: the
+process peaked at 2.3 GiB on the host device, and keeps 2.8 GiB of planes for the widest one on cuda.
 
 Shapes: T = tokens of a row, C = tokens of a logits chunk, D = hidden size, V = vocabulary, H = heads.
 """
@@ -46,8 +48,8 @@ from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
-# Of each thing, after one that is not counted. The quickest counts, unless asked otherwise: what else the machine does can only slow a
-# run down.
+# Of each thing, after one that is not counted. The quickest counts, unless asked otherwise: what else the machine does
+# can only slow a run down.
 _NUM_RUNS = 4
 
 _HEAD_SIZE = 64
@@ -83,14 +85,26 @@ class Sizes:
 
 SIZES: Mapping[DeviceKind, Sizes] = {
     "host": Sizes(
-        widths=(256, 512, 1024, 2048), attention_width=512, row_tokens=512, gemm_tokens=(16, 128, 512),
-        document_tokens=(128, 512, 2048), product=1024, chunk_tokens=256, vocabulary=8192,
+        widths=(256, 512, 1024, 2048),
+        attention_width=512,
+        row_tokens=512,
+        gemm_tokens=(16, 128, 512),
+        document_tokens=(128, 512, 2048),
+        product=1024,
+        chunk_tokens=256,
+        vocabulary=8192,
     ),
     "cuda": Sizes(
-        widths=(1024, 2048, 4096), attention_width=2048, row_tokens=4096, gemm_tokens=(1024, 4096, 16384),
-        document_tokens=(1024, 4096, 16384), product=8192, chunk_tokens=4096, vocabulary=32768,
+        widths=(1024, 2048, 4096),
+        attention_width=2048,
+        row_tokens=4096,
+        gemm_tokens=(1024, 4096, 16384),
+        document_tokens=(1024, 4096, 16384),
+        product=8192,
+        chunk_tokens=4096,
+        vocabulary=32768,
     ),
-}  # fmt: skip
+}
 
 
 def measure_rates(
@@ -103,11 +117,12 @@ def measure_rates(
     make: MakeDevice | None = None,
     choose: Choose = min,
 ) -> DeviceRates:
-    """Measure a device. The first width is always timed, a wider one only while its time is likely to be within the budget.
+    """Measure a device. The first width is always timed, a wider one only while its time is likely to be within the
+    budget.
 
-    Without a `compute_dtype`, the device's default. `sizes` are others than those that a plan wants. `make` is another way to make the
-    device, with a link for example. `choose` takes one of several equal runs: the quickest, unless a caller compares with steps that
-    a busy machine takes.
+    Without a `compute_dtype`, the device's default. `sizes` are others than those that a plan wants. `make` is another
+    way to make the device, with a link for example. `choose` takes one of several equal runs: the quickest, unless a
+    caller compares with steps that a busy machine takes.
 
     Raises:
         InvalidSpec: the kind is cuda and torch finds no CUDA device.
@@ -189,7 +204,8 @@ def _measured_width(make: MakeDevice, hidden_size: int, sizes: Sizes, rates: Dev
 
 
 def _rest(whole_s: float, known_s: float) -> float:
-    """What is left of a measured time; a little at the least, where the processors were slower while the parts were timed alone."""
+    """What is left of a measured time; a little at the least, where the processors were slower while the parts were
+    timed alone."""
     return max(whole_s - known_s, _SMALLEST_REST * whole_s)
 
 
@@ -342,7 +358,8 @@ def _sum_bytes(device: AnyDevice) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """Bytes per second: units up and down, embedding rows up and back, clearing their table's gradient, the optimizer."""
+    """Bytes per second: units up and down, embedding rows up and back, clearing their table's gradient, the
+    optimizer."""
 
     up: float
     down: float
@@ -353,7 +370,8 @@ class _Copies:
 
 
 def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose: Choose) -> _Copies:
-    """Bytes per second up, down and through the optimizer, over units in memory files, as in a job; and of embedding rows."""
+    """Bytes per second up, down and through the optimizer, over units in memory files, as in a job; and of embedding
+    rows."""
     num_units = 4
     num_rows = _COPY_ELEMENTS // num_units // _ROW_ELEMENTS
     shapes = {f"model.layers.{i}.w.weight": (_COPY_ELEMENTS // num_units,) for i in range(num_units)}
@@ -416,7 +434,8 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose:
 
 
 def _random(device: AnyDevice, *shape: int) -> Tensor:
-    # Of a size that models have: larger ones would make probabilities subnormal, which processors compute far more slowly.
+    # Of a size that models have: larger ones would make probabilities subnormal, which processors compute far more
+    # slowly.
     return device.place((0.02 * torch.randn(shape)).to(device.compute_dtype))
 
 

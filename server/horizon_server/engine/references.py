@@ -1,10 +1,11 @@
 """Reference log-probabilities of a prepared dataset: computed once, before the first step, and kept next to its tokens.
 
-Objectives that compare with the starting weights need one number for each supervised token. The starting weights are streamed forward
-over the data for them, so no second model is in memory, then or later. They are computed in the rows and steps of the run's first epoch:
-how a kernel rounds depends on how many tokens it is given, and so the first step's own forward, of the same weights, gives the same bits.
-The file is named by a key, which the caller makes of what else the numbers depend on: the model's content, and what it is computed in;
-and by the plan of the steps. What the data is, the folder stands for.
+Objectives that compare with the starting weights need one number for each supervised token. The starting weights are
+streamed forward over the data for them, so no second model is in memory, then or later. They are computed in the rows
+and steps of the run's first epoch: how a kernel rounds depends on how many tokens it is given, and so the first step's
+own forward, of the same weights, gives the same bits. The file is named by a key, which the caller makes of what else
+the numbers depend on: the model's content, and what it is computed in; and by the plan of the steps. What the data is,
+the folder stands for.
 
 Shapes: M = supervised tokens of the dataset, D = documents, S = supervised tokens of some documents.
 """
@@ -46,7 +47,8 @@ class References:
 
     @classmethod
     def open(cls, folder: Path, plan: StepPlan, *, key: str) -> References | None:
-        """What was computed for the plan's dataset, which is in `folder`, and this key; None where that was not done yet."""
+        """What was computed for the plan's dataset, which is in `folder`, and this key; None where that was not done
+        yet."""
         path, num_targets_D = _path(folder, plan, key), plan.dataset.num_targets_of_documents
         try:
             # torch's tensors are views of the mapped file.
@@ -76,12 +78,13 @@ class References:
     ) -> References:
         """Compute them with the weights that the trainer has now, write them into `folder`, and open them.
 
-        They are computed step by step, as the plan has them in its first epoch. `before_step` is called before each call of the trainer
-        with the number of supervised tokens done. What it raises ends the computation and is raised from here.
+        They are computed step by step, as the plan has them in its first epoch. `before_step` is called before each
+        call of the trainer with the number of supervised tokens done. What it raises ends the computation and is raised
+        from here.
 
-        `unfinished` is a file where a computation that was ended, also by a kill, is continued by the next one of the same key, plan and
-        data, which `data_digest` names: it computes the steps that are missing, and the result has the same bits. Without, nothing is
-        left of it.
+        `unfinished` is a file where a computation that was ended, also by a kill, is continued by the next one of the
+        same key, plan and data, which `data_digest` names: it computes the steps that are missing, and the result has
+        the same bits. Without, nothing is left of it.
 
         Raises:
             DiskFull: there is no space for 4 bytes for each supervised token and each document.
@@ -90,7 +93,8 @@ class References:
         dataset, num_targets_D = plan.dataset, plan.dataset.num_targets_of_documents
         num_targets, num_documents = int(num_targets_D.sum()), dataset.num_documents
         target, facts = _path(folder, plan, key), f"{key} {plan.identity} {data_digest}"
-        # The process id, so that two jobs on the same data do not share an unfinished file; they write the same numbers.
+        # The process id, so that two jobs on the same data do not share an unfinished file; they write the same
+        # numbers.
         private = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
         planes = [
             (_PLANE, "F32", (num_targets,), 4 * num_targets),
@@ -139,7 +143,8 @@ class References:
         return found
 
     def of(self, documents: Iterable[int]) -> Tensor:
-        """The log-probabilities of these documents' supervised tokens, one document after the other. Shapes: [S], fp32."""
+        """The log-probabilities of these documents' supervised tokens, one document after the other. Shapes: [S],
+        fp32."""
         begins = [(int(self._starts_D[document]), int(self._num_targets_D[document])) for document in documents]
         return torch.cat([self._logprobs_M[begin : begin + length] for begin, length in begins])
 

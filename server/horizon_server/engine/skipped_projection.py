@@ -1,8 +1,9 @@
 """A layer's last projection, whose value backward does not need.
 
-Recomputing a layer before its backward calculates every intermediate value again. The output of the last projection (back to the hidden
-size, in most decoders) is only added to the residual: no gradient depends on it. So it is skipped there, a fifth to a quarter of the
-recompute. Whether that holds for a layer is found by watching what autograd saves, not by the architecture's name.
+Recomputing a layer before its backward calculates every intermediate value again. The output of the last projection
+(back to the hidden size, in most decoders) is only added to the residual: no gradient depends on it. So it is skipped
+there, a fifth to a quarter of the recompute. Whether that holds for a layer is found by watching what autograd saves,
+not by the architecture's name.
 
 Shapes: T = tokens, I = inputs of the projection, O = its outputs.
 Thread: a layer is called by one thread at a time.
@@ -25,7 +26,8 @@ from horizon_server.engine.linear import linear_without_value
 class SkippedProjection:
     """Replaces a projection's forward: it computes, except inside `skipped`.
 
-    `weight` is its weight's name in the layer, `num_parameters` are its elements; skipping it saves twice as many operations per token.
+    `weight` is its weight's name in the layer, `num_parameters` are its elements; skipping it saves twice as many
+    operations per token.
     """
 
     def __init__(self, projection: nn.Module, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Equal pieces of memory that units travel through, handed out in turn; an event says when a piece may be overwritten."""
+"""Equal pieces of memory that units travel through, handed out in turn; an event says when a piece may be
+overwritten."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from horizon_server.store.layout import UnitLayout
 
 @dataclass(eq=False)
 class Slot:
-    """One piece. `in_use` until released; `free` happens when its last user's queue has let go. `kept_for` is the unit that stays in it
-    until that is asked for again.
+    """One piece. `in_use` until released; `free` happens when its last user's queue has let go. `kept_for` is the unit
+    that stays in it until that is asked for again.
     """
 
     flat: Tensor
@@ -25,10 +26,11 @@ class Slot:
 
 
 class SlotRings:
-    """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and head.
+    """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and
+    head.
 
-    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot holds `elements_of` the largest layer, and
-    `more_layer_elements` beyond that.
+    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot holds `elements_of` the
+    largest layer, and `more_layer_elements` beyond that.
     Units that are `resident` have a slot of their own each, and use none of the ring.
     """
 
@@ -91,7 +93,8 @@ class SlotRings:
         slot.in_use = False
 
     def forget(self, unit_index: int) -> None:
-        """Let the next user of a unit's slot write to it, although the unit was kept there. No work may use the slot meanwhile."""
+        """Let the next user of a unit's slot write to it, although the unit was kept there. No work may use the slot
+        meanwhile."""
         self._slot_for(unit_index).kept_for = None
 
     def _slot_for(self, unit_index: int) -> Slot:

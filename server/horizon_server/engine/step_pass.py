@@ -23,7 +23,8 @@ from horizon_server.engine.objectives import StepObjective
 
 @dataclass(frozen=True, kw_only=True)
 class StepKey:
-    """A step of a run, by the run's seed and the steps taken before: decides which random numbers dropout and noise draw."""
+    """A step of a run, by the run's seed and the steps taken before: decides which random numbers dropout and noise
+    draw."""
 
     seed: int
     step: int

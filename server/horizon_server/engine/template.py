@@ -1,11 +1,12 @@
 """Any Hugging Face decoder, one unit at a time, without copying its code.
 
-The model class of transformers is built without storage. Stubs take the place of its decoder layers, so that the model's own
-forward computes what every layer is to be called with (masks, position embeddings, per-layer arguments), and so that the same
-forward, started after the layers, is the head. A layer then runs with parameters that are views into streamed memory.
+The model class of transformers is built without storage. Stubs take the place of its decoder layers, so that the
+model's own forward computes what every layer is to be called with (masks, position embeddings, per-layer arguments),
+and so that the same forward, started after the layers, is the head. A layer then runs with parameters that are views
+into streamed memory.
 
-Shapes: T = tokens of a micro-batch, C = tokens of a head chunk, D = hidden size, V = vocabulary, R = rows of the embedding in use.
-Thread: `embed`, `layer` and `head` are for one thread at a time.
+Shapes: T = tokens of a micro-batch, C = tokens of a head chunk, D = hidden size, V = vocabulary, R = rows of the
+embedding in use. Thread: `embed`, `layer` and `head` are for one thread at a time.
 Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 """
 
@@ -68,18 +69,20 @@ _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 class Template:
     """The structure of a model, bound to a store layout. Use `from_folder` or `from_config`.
 
-    `places` are the parameters in each unit's buffer, by unit index; the head's buffer is `head_elements` long: its own unit, then the
-    embedding's where that is the projection. `table_place` is the embedding table among the embedding unit's places, `embedding_name`
-    its name in the layout, and `places_besides_table` what else the first layer's input is made of (learned positions, a norm).
-    Where there is nothing else, the model `embeds_by_rows`: the rows in use are all it needs. `num_skipped_parameters` are those of all
-    layers whose product the recompute of a layer skips. `head_keeps_logits` says whether the head's backward reads the logits, so that
-    their memory must not become that of their gradient.
+    `places` are the parameters in each unit's buffer, by unit index; the head's buffer is `head_elements` long: its own
+    unit, then the embedding's where that is the projection. `table_place` is the embedding table among the embedding
+    unit's places, `embedding_name` its name in the layout, and `places_besides_table` what else the first layer's input
+    is made of (learned positions, a norm). Where there is nothing else, the model `embeds_by_rows`: the rows in use are
+    all it needs. `num_skipped_parameters` are those of all layers whose product the recompute of a layer skips.
+    `head_keeps_logits` says whether the head's backward reads the logits, so that their memory must not become that of
+    their gradient.
 
-    Weights that have adapters in the layout are computed with them; `adapter_scale` is what their output is multiplied by, and
-    `adapter_dropout` the share of their inputs that is dropped in training. `draws_random_numbers` says whether training draws any.
+    Weights that have adapters in the layout are computed with them; `adapter_scale` is what their output is multiplied
+    by, and `adapter_dropout` the share of their inputs that is dropped in training. `draws_random_numbers` says whether
+    training draws any.
 
-    Without `own_attention` the layers attend as transformers lets them, with masks: that is what a cache of keys and values needs,
-    whose queries are fewer than its keys.
+    Without `own_attention` the layers attend as transformers lets them, with masks: that is what a cache of keys and
+    values needs, whose queries are fewer than its keys.
     """
 
     def __init__(
@@ -99,7 +102,8 @@ class Template:
         # The head's buffer is laid out by `tied`, so both must mean the same.
         if self.layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
-        # As in transformers: names or parts of them, where a star stands for anything; of the other list only fp16 is raised.
+        # As in transformers: names or parts of them, where a star stands for anything; of the other list only fp16 is
+        # raised.
         kept = sorted(model._keep_in_fp32_modules_strict or ())
         self._kept_names = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
         self._bind(model, table, projection)
@@ -107,7 +111,8 @@ class Template:
         self.max_document_tokens = max_positions(model.config)
         self._has_dropout = draws_random_numbers(model.config)
         self.adapter_scale, self.adapter_dropout = 1.0, 0.0
-        # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
+        # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient
+        # instead.
         self.padding_id, table.padding_idx = table.padding_idx, None
         self._noise_1TD: Tensor | None = None
         table.register_forward_hook(self._with_noise)
@@ -135,7 +140,8 @@ class Template:
         recipe: Recipe | None = None,
         own_attention: bool = True,
     ) -> Template:
-        """The template of a model folder; without a layout, bound to the one that memory is planned by. Its adapters are those of `recipe`.
+        """The template of a model folder; without a layout, bound to the one that memory is planned by. Its adapters
+        are those of `recipe`.
 
         Raises:
             InvalidModel: the folder's model is not supported, or layout and model differ; the message names the tensor.
@@ -165,7 +171,8 @@ class Template:
         found = next((place for place in self.places[0] if place.name == local_name), None)
         if found is None:
             raise InvalidModel(
-                f"model_type {self.config.model_type!r}: its token embedding {self.embedding_parameter} is not stored with what precedes "
+                f"model_type {self.config.model_type!r}: its token embedding {self.embedding_parameter} is not stored "
+                "with what precedes "
                 "the layers, which is not supported"
             )
         self.table_place = found
@@ -192,8 +199,8 @@ class Template:
         return [replace(place, name=place.name.removeprefix(prefix)) for place in places]
 
     def _kept_exact(self, places: list[Place]) -> list[Place]:
-        """With magnitudes of adapters as exact, and what transformers keeps in fp32 where it loads a model in bf16 (a router's correction
-        bias).
+        """With magnitudes of adapters as exact, and what transformers keeps in fp32 where it loads a model in bf16 (a
+        router's correction bias).
         """
         found, before_end = [], 0
         for place in places:
@@ -214,12 +221,14 @@ class Template:
         return [place.piece for place in self.places[unit_index] if isinstance(place.piece, Exact)]
 
     def exact_elements(self, *, in_layers: bool) -> int:
-        """Elements of bf16 that exact pieces take at the end of a buffer for layers, or of one for embedding and head."""
+        """Elements of bf16 that exact pieces take at the end of a buffer for layers, or of one for embedding and
+        head."""
         units = [unit for unit in self.layout.units if (unit.kind == "layer") == in_layers]
         return max((2 * piece.before_end for unit in units for piece in self.exact_pieces(unit.index)), default=0)
 
     def _try(self, *, own_attention: bool) -> None:
-        """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
+        """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows
+        be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
         self._own_attention: OwnAttention | None = None
         self.keeps_masks = ""
@@ -227,9 +236,13 @@ class Template:
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
         check_own_forward(
-            self._model, self._tape, self.embed, shapes, prefix=self._prefixes["embedding"],
+            self._model,
+            self._tape,
+            self.embed,
+            shapes,
+            prefix=self._prefixes["embedding"],
             max_document_tokens=self.max_document_tokens,
-        )  # fmt: skip
+        )
         groups = sorted(set(self.layer_groups))
 
         def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
@@ -273,7 +286,8 @@ class Template:
 
     @property
     def needs_masks(self) -> bool:
-        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means.
+        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what
+        it means.
 
         `keeps_masks` says why, where that was tried.
         """
@@ -295,7 +309,8 @@ class Template:
         return self._has_dropout or (self.has_adapters and self.adapter_dropout > 0)
 
     def train(self, mode: bool) -> None:
-        """Switch dropout and router noise on or off, where the config or the job asks for any. The queues must be idle."""
+        """Switch dropout and router noise on or off, where the config or the job asks for any. The queues must be
+        idle."""
         self._is_training = mode
         if self._has_dropout:
             # The layers too: the model has only stubs in their place.
@@ -303,17 +318,20 @@ class Template:
                 module.train(mode)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse a dtype that the code of the model's layers does not run in: some mixes what it is given with fp32 of its own.
+        """Refuse a dtype that the code of the model's layers does not run in: some mixes what it is given with fp32 of
+        its own.
 
         Raises:
-            InvalidModel: it runs in fp32 and fails in `dtype`, or uses an adapted weight otherwise than as a linear map.
+            InvalidModel: it runs in fp32 and fails in `dtype`, or uses an adapted weight otherwise than as a linear
+                map.
         """
         self._check_adapters(dtype)
         for index, error in enumerate(self._layer_errors(dtype)):
             if error is not None and self._layer_errors(torch.float32)[index] is None:
                 raise InvalidModel(
-                    f"model_type {self.config.model_type!r} cannot be computed in {str(dtype).removeprefix('torch.')}, as its code in "
-                    f"transformers fails ({str(error).splitlines()[0]}); use device: host and train.compute_dtype: float32"
+                    f"model_type {self.config.model_type!r} cannot be computed in {str(dtype).removeprefix('torch.')}, "
+                    f"as its code in transformers fails ({str(error).splitlines()[0]}); use device: host and "
+                    "train.compute_dtype: float32"
                 ) from error
 
     def _layer_errors(self, dtype: torch.dtype) -> list[Exception | None]:
@@ -376,12 +394,13 @@ class Template:
     ) -> tuple[Tensor, list[LayerCall]]:
         """The input of the first layer, and the call of every layer. Shapes: [1, T, D].
 
-        `noise_1TD` is added to what the module of the table puts out, before positions, norms or dropout, as transformers' hook for
-        NEFTune does.
+        `noise_1TD` is added to what the module of the table puts out, before positions, norms or dropout, as
+        transformers' hook for NEFTune does.
 
-        `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary. `boundaries` are where documents
-        start and the last one ends, on the CPU; without them the row is one document. With a `cache` the tokens follow those that it
-        holds, and it is among the arguments of the calls; the template must be one without own attention.
+        `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary. `boundaries` are
+        where documents start and the last one ends, on the CPU; without them the row is one document. With a `cache`
+        the tokens follow those that it holds, and it is among the arguments of the calls; the template must be one
+        without own attention.
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
@@ -409,7 +428,8 @@ class Template:
         return output if self._noise_1TD is None else output + self._noise_1TD
 
     def probe_calls(self, document_lengths: Sequence[int], dtype: torch.dtype) -> list[LayerCall]:
-        """The calls of all layers for a row of such documents, in a model computed in `dtype`, which their tables have too."""
+        """The calls of all layers for a row of such documents, in a model computed in `dtype`, which their tables have
+        too."""
         positions_T = torch.cat([torch.arange(length) for length in document_lengths])
         boundaries = torch.tensor([0, *itertools.accumulate(document_lengths)])
         return self.calls_of(positions_T.to(self._buffer_device), boundaries, dtype)
@@ -421,7 +441,8 @@ class Template:
         dtype: torch.dtype = torch.float32,
         cache: Cache | None = None,
     ) -> list[LayerCall]:
-        """The calls of all layers for a row of these positions, which are where the buffers are, without an embedding."""
+        """The calls of all layers for a row of these positions, which are where the buffers are, without an
+        embedding."""
         # One element, seen in every shape: real enough to compute with, and without memory.
         device = position_ids_T.device
         zeros = {
@@ -439,9 +460,11 @@ class Template:
         }
 
     def norms(self, index: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a layer's magnitudes (DoRA) are divided by, for `layer`, by name; none where it has no magnitudes, or `parameters` has them.
+        """What a layer's magnitudes (DoRA) are divided by, for `layer`, by name; none where it has no magnitudes, or
+        `parameters` has them.
 
-        They are those of the weights alone, so one visit of a layer needs them once, for all micro-batches. Shapes: [O] each, fp32.
+        They are those of the weights alone, so one visit of a layer needs them once, for all micro-batches. Shapes: [O]
+        each, fp32.
         """
         return {
             names.norms: adapted_norms(
@@ -485,7 +508,8 @@ class Template:
     def layer_for_gradients(
         self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
     ) -> Tensor:
-        """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is exact."""
+        """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is
+        exact."""
         projection = self._skipped_by(index)
         with projection.skipped() if projection else nullcontext():
             return self.layer(index, parameters, hidden_1TD, call)
@@ -495,7 +519,8 @@ class Template:
         return self._skipped_by(index) is not None
 
     def _skipped_by(self, index: int) -> SkippedProjection | None:
-        """The projection whose value a layer's backward does not need. A magnitude's gradient is made of what it multiplies."""
+        """The projection whose value a layer's backward does not need. A magnitude's gradient is made of what it
+        multiplies."""
         found = self._skipped_projections.get(self.layer_groups[index])
         scaled = {names.weight for names in self._adapters[index] if names.magnitude}
         return None if found is not None and found.weight in scaled else found
@@ -541,7 +566,8 @@ class VisitNorms:
 
 
 class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with it."""
+    """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with
+    it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _PRODUCTS and args[-1].dtype is not args[-2].dtype:

@@ -47,7 +47,8 @@ _STATE_VERSION = 1
 
 
 class Trainer:
-    """Trains the model of `template`, whose weights and moments live in `store`, on `device`, with layers that are `compiled` or eager."""
+    """Trains the model of `template`, whose weights and moments live in `store`, on `device`, with layers that are
+    `compiled` or eager."""
 
     def __init__(
         self,
@@ -102,7 +103,8 @@ class Trainer:
             layout=template.layout,
         )
         self.on_update: Callable[[StepFigures, dict[str, Any]], str] | None = None
-        """Is given what is known of a step before its update begins, and the state after it; returns the text to keep with the weights."""
+        """Is given what is known of a step before its update begins, and the state after it; returns the text to keep
+        with the weights."""
         self._noise_scale = NoiseScale()
         self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
@@ -110,8 +112,8 @@ class Trainer:
     def supports_packing(self) -> bool:
         """Whether the model keeps packed documents apart; tested once, on the real weights.
 
-        Where it is False, `train_step` and `evaluate` split packed rows into single documents; where it is True, they split rows
-        beyond the template's packing limit.
+        Where it is False, `train_step` and `evaluate` split packed rows into single documents; where it is True, they
+        split rows beyond the template's packing limit.
         """
         self._take_device()
         answer = supports_packing(
@@ -124,18 +126,19 @@ class Trainer:
         return answer
 
     def train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None = None) -> StepFigures:
-        """One optimizer step over all micro-batches, which together are the batch. Without an objective it is mean cross-entropy.
+        """One optimizer step over all micro-batches, which together are the batch. Without an objective it is mean
+        cross-entropy.
 
-        When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next step or
-        `flush` does. A step whose loss or gradients are not finite touches nothing.
+        When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next
+        step or `flush` does. A step whose loss or gradients are not finite touches nothing.
 
-        A store without a `grad` plane has no room to wait for the last gradient: each unit is updated as its own lands. Then a loss
-        that is not finite still touches nothing; if it is finite and a gradient is not, that unit and all that backward reaches
-        after it keep their weights, and the report says `partly_non_finite_gradient`.
+        A store without a `grad` plane has no room to wait for the last gradient: each unit is updated as its own lands.
+        Then a loss that is not finite still touches nothing; if it is finite and a gradient is not, that unit and all
+        that backward reaches after it keep their weights, and the report says `partly_non_finite_gradient`.
 
         Raises:
-            InvalidData: the micro-batches are not for this model, or have no trained token, or the objective is not for them; nothing
-                has been touched.
+            InvalidData: the micro-batches are not for this model, or have no trained token, or the objective is not for
+                them; nothing has been touched.
             Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
@@ -182,9 +185,11 @@ class Trainer:
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
-        """Mean loss over all supervised tokens, without label smoothing, and their accuracy, with the weights of the last step.
+        """Mean loss over all supervised tokens, without label smoothing, and their accuracy, with the weights of the
+        last step.
 
-        It needs no more memory than training does, and need not wait for the last update: each unit is read after its own.
+        It needs no more memory than training does, and need not wait for the last update: each unit is read after its
+        own.
 
         Raises:
             InvalidData: as `train_step`.
@@ -214,10 +219,12 @@ class Trainer:
         )
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The log-probability of every supervised token of each row, with the weights of the last step, without dropout.
+        """The log-probability of every supervised token of each row, with the weights of the last step, without
+        dropout.
 
-        What an objective compares with (`StepObjective.references_S`) is this, of the weights before the first step: no second model is
-        in memory. Layers are streamed once for as many rows as fit into the memory of a step (`Recipe.tokens_per_step`).
+        What an objective compares with (`StepObjective.references_S`) is this, of the weights before the first step: no
+        second model is in memory. Layers are streamed once for as many rows as fit into the memory of a step
+        (`Recipe.tokens_per_step`).
 
         Shapes: [supervised tokens of the row] each, fp32, on the CPU.
 
@@ -227,7 +234,8 @@ class Trainer:
         return self.evaluate_tokens(micro_batches)[0]
 
     def evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
-        """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as in `evaluate`."""
+        """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as
+        in `evaluate`."""
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
@@ -299,14 +307,16 @@ class Trainer:
     def release_device(self) -> None:
         """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
 
-        Between steps. No result depends on it, and the last update may still be under way: it uses host memory alone, which stays.
+        Between steps. No result depends on it, and the last update may still be under way: it uses host memory alone,
+        which stays.
         """
         if self._is_released:
             return
         for queue in (self._device.h2d, self._device.compute, self._device.d2h):
             queue.record().wait()
         self._is_released = True
-        # What is held back for the next pass too: it may be long until then, and a worker that is killed meanwhile leaves whole weights.
+        # What is held back for the next pass too: it may be long until then, and a worker that is killed meanwhile
+        # leaves whole weights.
         self._optimizer.finish()
         self._stream.close()
         self._sink.close_slots()
@@ -336,7 +346,8 @@ class Trainer:
             self._is_released = False
 
     def _update(self, figures: StepFigures) -> StepFigures:
-        """Submit the update if all is finite, and count the step. Returns the figures with why it was skipped, if it was."""
+        """Submit the update if all is finite, and count the step. Returns the figures with why it was skipped, if it
+        was."""
         trained = [unit.index for unit in self._template.layout.units if unit.trained_elements]
         num_units, num_updated, skipped = len(trained), 0, ""
         loss, grad_norm, hyper = figures.loss, figures.grad_norm, None
@@ -363,8 +374,9 @@ class Trainer:
         limit = self._recipe.max_skipped_steps
         if limit and self._num_skipped_in_a_row >= limit:
             raise Diverged(
-                f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self.step} ({skipped}: the last one's "
-                f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or "
+                f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self.step} ({skipped}: the last "
+                f"one's loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower "
+                "train.learning_rate, or "
                 "look for bad rows in the data"
             )
         return figures
@@ -397,8 +409,9 @@ class Trainer:
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
     def _micro_batches(self, rows: list[MicroBatch]) -> list[MicroBatch]:
-        """The documents of the rows in micro-batches of up to `micro_batch_tokens`, whatever row they came in: short rows are joined, as
-        many products of small matrices take longer, and long ones of short documents divided, as they would fall out of the caches."""
+        """The documents of the rows in micro-batches of up to `micro_batch_tokens`, whatever row they came in: short
+        rows are joined, as many products of small matrices take longer, and long ones of short documents divided, as
+        they would fall out of the caches."""
         template, limit = self._template, self._execution.micro_batch_tokens
         if template.packing_limit is not None:
             limit = min(limit, template.packing_limit)

@@ -1,7 +1,8 @@
-"""A unit's gradients while they add up over the micro-batches and chunks of a step, in memory that is not zeroed beforehand.
+"""A unit's gradients while they add up over the micro-batches and chunks of a step, in memory that is not zeroed
+beforehand.
 
-What comes first into a place overwrites it, what comes later is added. At the end, what nothing was written to is zeroed: places that the
-step did not reach, and the gaps between tensors.
+What comes first into a place overwrites it, what comes later is added. At the end, what nothing was written to is
+zeroed: places that the step did not reach, and the gaps between tensors.
 
 Units: elements. Thread: compute's, after the driver made it.
 """
@@ -19,8 +20,8 @@ from horizon_server.store.layout import UnitLayout
 
 
 class UnitGradients:
-    """The gradients of those of `places` that have one, in `flat`. `reached` receives the stored tensors that got one, at the latest in
-    `finish`.
+    """The gradients of those of `places` that have one, in `flat`. `reached` receives the stored tensors that got one,
+    at the latest in `finish`.
     """
 
     def __init__(self, places: Sequence[Place], flat: Tensor, unit: UnitLayout, *, reached: set[str]) -> None:
@@ -73,7 +74,8 @@ class UnitGradients:
 
 
 def _gaps(unit: UnitLayout) -> Iterator[tuple[int, int]]:
-    """Where a unit's buffer has no tensor: every tensor is covered by places, but tensors begin at multiples of a size."""
+    """Where a unit's buffer has no tensor: every tensor is covered by places, but tensors begin at multiples of a
+    size."""
     end = 0
     for tensor in unit.tensors:
         if not tensor.trained:

@@ -1,5 +1,5 @@
-"""One attempt at a job, from when it is loaded to its end: prepare the data, lend the memory, run the worker, pass on its turns on the
-device, judge how it ended."""
+"""One attempt at a job, from when it is loaded to its end: prepare the data, lend the memory, run the worker, pass on
+its turns on the device, judge how it ended."""
 
 from __future__ import annotations
 
@@ -89,14 +89,16 @@ class Attempt:
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
     make_room: Callable[[int], Awaitable[None]]
-    """Called with the planned host memory before it is taken, to free what is held for other work and can be done without."""
+    """Called with the planned host memory before it is taken, to free what is held for other work and can be done
+    without."""
     on_asked: Callable[[], None]
     """Called when a worker has asked for its first turn, so that the next job may be loaded."""
     gpu: Accelerator | None = None
     _reports: Reports = field(init=False)
     _worker: Worker | None = field(init=False, default=None)
     _began_s: float | None = field(init=False, default=None)
-    """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon began."""
+    """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon
+    began."""
     _wanted: StopRequest = field(init=False, default=StopRequest.NOTHING)
     _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _over: bool = field(init=False, default=False)
@@ -110,12 +112,18 @@ class Attempt:
 
     def _new_reports(self, *, reached: int = -1) -> Reports:
         return Reports(
-            self.job, self._store, turns=self.turns, meter=self.runtime.meter, journal=self.runtime.journal, reached=reached,
+            self.job,
+            self._store,
+            turns=self.turns,
+            meter=self.runtime.meter,
+            journal=self.runtime.journal,
+            reached=reached,
             on_asked=self.on_asked,
-        )  # fmt: skip
+        )
 
     async def run(self) -> None:
-        """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
+        """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue
+        meanwhile."""
         self._began_s = time.monotonic()
         begin = {"attempt": self._number, "started_s": self.job.started_s or time.time(), "journal_line": 0}
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
@@ -123,7 +131,8 @@ class Attempt:
             await self._to_the_end(self._prepare_and_train)
 
     async def adopt(self) -> None:
-        """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has reported."""
+        """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has
+        reported."""
         self._number = self.job.attempt
         self._reports = self._new_reports(reached=self.job.step if self.job.journal_line else -1)
         self._log = self.runtime.folders.log(self.job.job_id, self._number)
@@ -151,9 +160,11 @@ class Attempt:
         await self._finish(outcome, reason=verdict.reason, message=verdict.message, fields=verdict.fields)
 
     async def stop(self, wanted: StopRequest) -> None:
-        """Ask it to end. Raises DiskFull or DatabaseUnavailable when a user's order cannot be stored; the attempt continues then."""
+        """Ask it to end. Raises DiskFull or DatabaseUnavailable when a user's order cannot be stored; the attempt
+        continues then."""
         async with self._moving:
-            # A user's order replaces the daemon's, and nothing replaces a cancellation. A second pause ends a wait for disk space.
+            # A user's order replaces the daemon's, and nothing replaces a cancellation. A second pause ends a wait for
+            # disk space.
             is_weaker = self._wanted and not wanted.is_of_user
             if self._wanted is StopRequest.CANCEL or is_weaker or self._over:
                 return
@@ -203,25 +214,37 @@ class Attempt:
 
     @property
     def has_worker(self) -> bool:
-        """Whether a worker runs. It continues when this daemon ends without it: the caller cancels `run` or `adopt` for that."""
+        """Whether a worker runs. It continues when this daemon ends without it: the caller cancels `run` or `adopt` for
+        that."""
         return self._worker is not None
 
     async def _prepare_and_train(self) -> None:
         model, dataset, eval_sets = await self.runtime.journal.patiently(lambda: self.runtime.find_inputs(self.job))
         prepared = await self.preparation.run_all(
-            self.job.spec, model, dataset, eval_sets, log=self._log, environment=self.runtime.environment,
+            self.job.spec,
+            model,
+            dataset,
+            eval_sets,
+            log=self._log,
+            environment=self.runtime.environment,
             publish=functools.partial(self.runtime.journal.append, self.job.job_id),
-        )  # fmt: skip
+        )
         if prepared is None or self._wanted:
             await self._finish("stopped")
             return
         assert self.job.plan is not None, "no job is queued without a plan"
         await self.make_room(self.job.plan.host_total_bytes)
-        # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
+        # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since
+        # the submission.
         plan = await asyncio.to_thread(
-            self.runtime.planner.plan_to_start, self.job.spec, model,
-            longest_document=prepared.longest_document, data=prepared.size, other_bytes=self.other_bytes(), gpu=self.gpu,
-        )  # fmt: skip
+            self.runtime.planner.plan_to_start,
+            self.job.spec,
+            model,
+            longest_document=prepared.longest_document,
+            data=prepared.size,
+            other_bytes=self.other_bytes(),
+            gpu=self.gpu,
+        )
         if not plan.fits:
             if not self.other_bytes():
                 raise DoesNotFit(plan.message)
@@ -269,8 +292,8 @@ class Attempt:
     ) -> None:
         """Run a worker to its end, and another one in the same memory where it dies; finish the job.
 
-        An earlier daemon's worker brings its memory: `planes` are empty then, and `after` is what that daemon has stored of its reports.
-        `request` is None where it was written by another version.
+        An earlier daemon's worker brings its memory: `planes` are empty then, and `after` is what that daemon has
+        stored of its reports. `request` is None where it was written by another version.
         """
         answer: dict[str, Any]
         while True:
@@ -282,9 +305,12 @@ class Attempt:
                         request.plan.execution.device_kind,
                     )
                     worker = await Worker.start(
-                        self.runtime.worker_module, asked, folder=self._log.parent,
-                        environment=worker_environment(self.runtime.environment, kind, self.gpu), group=self._group(),
-                    )  # fmt: skip
+                        self.runtime.worker_module,
+                        asked,
+                        folder=self._log.parent,
+                        environment=worker_environment(self.runtime.environment, kind, self.gpu),
+                        group=self._group(),
+                    )
                     log.info("worker started", pid=worker.pid)
                 async with self._held(worker):
                     answer = await self._serve(worker, planes, after=after)
@@ -379,8 +405,8 @@ class Attempt:
 
     @asynccontextmanager
     async def _held(self, worker: Worker) -> AsyncIterator[None]:
-        """Have a worker within the block. Afterwards it is gone, and all that it has reported is stored; but where this daemon leaves, the
-        worker continues, and the next daemon reads the rest."""
+        """Have a worker within the block. Afterwards it is gone, and all that it has reported is stored; but where this
+        daemon leaves, the worker continues, and the next daemon reads the rest."""
         self._worker, leaves = worker, False
         try:
             yield
@@ -398,7 +424,8 @@ class Attempt:
                 await self._reports.flush()
 
     async def _serve(self, worker: Worker, planes: dict[str, int], *, after: int) -> dict[str, str]:
-        """Connect, read all reports after that number, and return how the worker ended. Raises as `Worker.answer`, and OtherVersion."""
+        """Connect, read all reports after that number, and return how the worker ended. Raises as `Worker.answer`, and
+        OtherVersion."""
         is_earlier = not planes
         # One that has ended already has left its reports in the journal.
         with contextlib.suppress(ConnectionError):
@@ -410,7 +437,8 @@ class Attempt:
                 log.warning("a worker is asked to checkpoint and end", why=error.message)
                 worker.ask_to_stop()
                 await worker.wait(self.runtime.settings.drain_timeout_s)
-                # As far as this version can read them: without these reports, the steps that it has made alone would be missing.
+                # As far as this version can read them: without these reports, the steps that it has made alone would be
+                # missing.
                 with contextlib.suppress(HorizonError):
                     await last_words(self._log.parent, after, self._reports.hear)
                 raise

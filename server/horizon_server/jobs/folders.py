@@ -1,4 +1,5 @@
-"""A job's files below the state folder: where they are, which checkpoints are complete, and a log that may still grow."""
+"""A job's files below the state folder: where they are, which checkpoints are complete, and a log that may still
+grow."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ class JobFolders:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def remove_job(self, job_id: str) -> None:
-        """Remove all files of a job whose attempts have ended. Blocking. Raises InUse while one of its checkpoints is being downloaded."""
+        """Remove all files of a job whose attempts have ended. Blocking. Raises InUse while one of its checkpoints is
+        being downloaded."""
         folder, gone = self.of_job(job_id), self._jobs / f"{_DELETED}{job_id}"
         with contextlib.ExitStack() as locks:
             for step in folder.glob("checkpoints/step-*"):
@@ -193,13 +195,15 @@ class CheckpointFolder:
         self._require(step)
         if path not in read_manifest(self.of_step(step)).files:
             raise NotFound(
-                f"the checkpoint of step {step} of job {self._job_id} has no file {path!r:.200}; list it to see its files"
+                f"the checkpoint of step {step} of job {self._job_id} has no file {path!r:.200}; list it to see its "
+                "files"
             )
         return self.of_step(step) / path
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Keep every process from removing a checkpoint until the end of the block. Raises NotFound when there is no such one."""
+        """Keep every process from removing a checkpoint until the end of the block. Raises NotFound when there is no
+        such one."""
         self._require(step)
         with contextlib.ExitStack() as lock:
             try:
@@ -214,10 +218,11 @@ class CheckpointFolder:
         return read_manifest(self.of_step(step))
 
     def link_part(self, step: int, part: str, target: Path) -> None:
-        """Make `target` a folder of the files of a checkpoint whose names begin with `part`, without those of other parts. Blocking.
+        """Make `target` a folder of the files of a checkpoint whose names begin with `part`, without those of other
+        parts. Blocking.
 
-        The files are hard links, so that they take no space and stay when the checkpoint is deleted; where the file system has no links
-        they are copies. Raises NotFound.
+        The files are hard links, so that they take no space and stay when the checkpoint is deleted; where the file
+        system has no links they are copies. Raises NotFound.
         """
         others = [f"{folder}/" for folder in (TRAINER_FOLDER, MERGED_FOLDER) if not part.startswith(f"{folder}/")]
         with self.reading(step):
@@ -242,7 +247,8 @@ class CheckpointFolder:
             self._unlist_merged(folder)
 
     def replace_merged(self, step: int, files: Mapping[str, FileRecord]) -> None:
-        """Put the folder merged.new/ in the place of merged/. Blocking. Raises InUse while the checkpoint is being downloaded.
+        """Put the folder merged.new/ in the place of merged/. Blocking. Raises InUse while the checkpoint is being
+        downloaded.
 
         A cut leaves the old model, the new one, or a checkpoint without either.
         """
@@ -265,7 +271,8 @@ class CheckpointFolder:
         self._remove(step)
 
     def useless_optimizer_files(self) -> dict[int, int]:
-        """Return the bytes of the trainer state of all checkpoints but the newest and the best, by step; those without are left out."""
+        """Return the bytes of the trainer state of all checkpoints but the newest and the best, by step; those without
+        are left out."""
         found: dict[int, int] = {}
         for record in self.all():
             size = sum(file.size_bytes for file in record.files if _is_trainer_state(file.path))
@@ -302,7 +309,8 @@ class CheckpointFolder:
         return json.loads(state.read_bytes())["last_eval"]
 
     def _cost(self, record: CheckpointRecord) -> float | None:
-        """The figure that decides which checkpoint is the best, as a number that is the better the lower; None where there is none."""
+        """The figure that decides which checkpoint is the best, as a number that is the better the lower; None where
+        there is none."""
         if record.eval_loss is None:
             return None
         _, _, figure, prefers_high = self._last_eval(record.step)
@@ -361,14 +369,16 @@ def _is_trainer_state(name: str) -> bool:
 
 @contextmanager
 def _locked(folder: Path, mode: int) -> Iterator[None]:
-    """Hold a checkpoint's folder, shared for a reader, exclusive for who removes it. Raises InUse when it is held the other way."""
+    """Hold a checkpoint's folder, shared for a reader, exclusive for who removes it. Raises InUse when it is held the
+    other way."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise NotFound(f"{folder.name} does not exist any more") from error
     try:
         try:
-            # The kernel's lock, because the daemon reads checkpoints that workers remove; it ends with the process that holds it.
+            # The kernel's lock, because the daemon reads checkpoints that workers remove; it ends with the process that
+            # holds it.
             fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InUse(

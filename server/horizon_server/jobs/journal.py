@@ -1,4 +1,5 @@
-"""The journal of jobs: every event is stored first, then passed on to watchers and to the metrics. The only writer of events."""
+"""The journal of jobs: every event is stored first, then passed on to watchers and to the metrics. The only writer of
+events."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Result = TypeVar("Result")
 
 # Events read at a time: a watcher that starts late costs no more memory than this.
 _BATCH = 500
-# The last events of a watched job that are at hand, up to twice as many. A watcher that is further back reads from the database.
+# The last events of a watched job that are at hand, up to twice as many. A watcher that is further back reads from the
+# database.
 _AT_HAND = 100
 # How long a write of an attempt waits before it is tried again.
 RETRY_S = 5.0
@@ -57,7 +59,8 @@ class Lifecycle:
 
 
 class _Watched:
-    """A job that is watched: who waits for its events, and the last of them, without gaps, so that they are not read for each watcher."""
+    """A job that is watched: who waits for its events, and the last of them, without gaps, so that they are not read
+    for each watcher."""
 
     def __init__(self) -> None:
         self.news: set[asyncio.Event] = set()
@@ -106,7 +109,8 @@ class Journal:
     async def move(
         self, job: JobRecord, state: JobState, *, reason: str = "", message: str = "", **fields: Any
     ) -> JobRecord:
-        """Change the job's state; `fields` as for `JobStore.move`. Raises WrongJobState when the state machine does not allow it."""
+        """Change the job's state; `fields` as for `JobStore.move`. Raises WrongJobState when the state machine does not
+        allow it."""
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
         record, before, event = await self.store.move(job.job_id, change, **fields)
@@ -127,9 +131,10 @@ class Journal:
         self._pass_on(event)
 
     async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining begins."""
-        # A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
-        # process costs a training run time, never its steps.
+        """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining
+        begins."""
+        # A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long
+        # write of another process costs a training run time, never its steps.
         while True:
             try:
                 return await call()
@@ -140,7 +145,8 @@ class Journal:
                 await self._lifecycle.pause(self._retry_s)
 
     async def follow(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
-        """Yield events with a greater number as they come, to the last one of an ended job. Raises Draining on shutdown."""
+        """Yield events with a greater number as they come, to the last one of an ended job. Raises Draining on
+        shutdown."""
         news = asyncio.Event()
         watched = self._watched.setdefault(job_id, _Watched())
         watched.news.add(news)

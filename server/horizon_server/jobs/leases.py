@@ -1,4 +1,5 @@
-"""Which checkpoints are being downloaded: a download reads one file after the other, and none of them may be removed in between."""
+"""Which checkpoints are being downloaded: a download reads one file after the other, and none of them may be removed in
+between."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class ReadLeases:
     _leases: dict[str, _Lease] = field(init=False, default_factory=dict)
 
     async def take(self, checkpoints: CheckpointFolder, step: int) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which a checkpoint is not removed, nor for `GRACE_S` after it, but by its owner. Raises NotFound."""
+        """Return a block in which a checkpoint is not removed, nor for `GRACE_S` after it, but by its owner. Raises
+        NotFound."""
         key = str(checkpoints.of_step(step))
         if key not in self._leases:
             lock = contextlib.ExitStack()

@@ -1,4 +1,5 @@
-"""What an attempt works with, and the child process that prepares its data: results are kept by what they were made from."""
+"""What an attempt works with, and the child process that prepares its data: results are kept by what they were made
+from."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from horizon_server.spec import EVAL_SET, JobSpec
 from horizon_server.store.prepared import REPORT_FILE, document_lengths, group_size_of, has_weights, remove_partial
 
 _MEMORY_GIB = 4
-# A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
-# else that hangs, and long because the last thing a preparation does is to wait for the disk.
+# A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the
+# silence is for all else that hangs, and long because the last thing a preparation does is to wait for the disk.
 _LIMITS = Limits(memory_bytes=_MEMORY_GIB * 2**30, silence_s=600, oom_score_adj=1000)
 
 Publish = Callable[[PrepareProgress | Message], Awaitable[None]]
@@ -52,7 +53,8 @@ class DatasetFiles:
 
 
 EvalSets = Mapping[str, DatasetFiles]
-"""The datasets that a job is evaluated on, by the names of the sets; without the rows that are held out of its own dataset."""
+"""The datasets that a job is evaluated on, by the names of the sets; without the rows that are held out of its own
+dataset."""
 # Returns the model, the data and the eval sets of a job.
 FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles, EvalSets]]]
 
@@ -68,7 +70,8 @@ class PreparedData:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document of all.
+    """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document
+    of all.
 
     `size` is of all documents that are of the kind that the job learns from, trained and evaluated.
     """
@@ -83,9 +86,11 @@ class PreparedJob:
 def known_size(
     root: Path, spec: JobSpec, model: Path, dataset: DatasetRecord, eval_sets: Sequence[DatasetRecord]
 ) -> DataSize:
-    """Return how much data a job has: counted where it was prepared with the same settings, else estimated from its files. Blocking.
+    """Return how much data a job has: counted where it was prepared with the same settings, else estimated from its
+    files. Blocking.
 
-    `root` is the folder of all prepared data. Of the eval sets those count that the pass before the first step goes over.
+    `root` is the folder of all prepared data. Of the eval sets those count that the pass before the first step goes
+    over.
     """
     sizes = [_size_of(root, spec, model, dataset, spec.eval_fraction)]
     # Text is evaluated without references.
@@ -133,14 +138,16 @@ def _options(spec: JobSpec, record: DatasetRecord, eval_fraction: float) -> Prep
 
 
 class Preparation:
-    """Prepares the data of one attempt, below `root`. `stop` may be called at any time. Thread: belongs to one event loop.
+    """Prepares the data of one attempt, below `root`. `stop` may be called at any time. Thread: belongs to one event
+    loop.
 
     Args:
-        turn: held while a child prepares. All attempts share it: a preparation uses all cores, and two of the same data would write into
-            the same folder.
+        turn: held while a child prepares. All attempts share it: a preparation uses all cores, and two of the same data
+            would write into the same folder.
         space: what the disk has for it; without one it is not limited.
-        ask: called when the turn has come, after which `let_load` lets it go on. While it waits, the job is not among those that are
-            being loaded, so others may be; it comes back to them only where one more may be. Without it, nothing is asked.
+        ask: called when the turn has come, after which `let_load` lets it go on. While it waits, the job is not among
+            those that are being loaded, so others may be; it comes back to them only where one more may be. Without it,
+            nothing is asked.
     """
 
     def __init__(
@@ -176,7 +183,7 @@ class Preparation:
                 size = DataSize.total([size, DataSize(num_tokens=one.report["tokens"])])
         return PreparedJob(
             folder=prepared.folder, evaluations=evaluations, report=prepared.report, longest_document=longest, size=size
-        )  # fmt: skip
+        )
 
     async def run(
         self,
@@ -283,8 +290,8 @@ class Preparation:
         return True
 
     def _require_space(self, record: DatasetRecord, part: float) -> None:
-        # Tokens with their masks take about as much as the text, and twice that while the file is being put together. Documents of a
-        # group repeat their prompt.
+        # Tokens with their masks take about as much as the text, and twice that while the file is being put together.
+        # Documents of a group repeat their prompt.
         if self._space is not None:
             copies = group_size_of(DataKind(record.data_kind))
             self._space.require(round(part * record.size_bytes * copies), f"preparing dataset {record.name}")
@@ -312,7 +319,8 @@ class Preparation:
             limits=_LIMITS,
             meanings={
                 OutOfMemory: InvalidData(
-                    f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or correct the chat template"
+                    f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or "
+                    "correct the chat template"
                 )
             },
         )

@@ -1,5 +1,5 @@
-"""What the scheduler decides from: the queue, the resident jobs, the node, quotas and shares, read from the database; and where each job
-stands, worked out from the same."""
+"""What the scheduler decides from: the queue, the resident jobs, the node, quotas and shares, read from the database;
+and where each job stands, worked out from the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from horizon_server.scheduling.simulation import outlooks
 from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
 from horizon_server.scheduling.texts import time_text
 
-# Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of others.
+# Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of
+# others.
 MOST_WAITING = 500
 
 

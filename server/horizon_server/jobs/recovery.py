@@ -1,4 +1,5 @@
-"""Whether a job whose attempt failed is restarted by itself, after which pause, or fails with its cause. No clock, no files: only rules."""
+"""Whether a job whose attempt failed is restarted by itself, after which pause, or fails with its cause. No clock, no
+files: only rules."""
 
 from __future__ import annotations
 
@@ -35,10 +36,12 @@ HAD_NO_WORKER: dict[str, Any] = {
 }
 HAD_OTHER_VERSION = {
     "reason": "WORKER_REPLACED",
-    "message": "its worker was of another version than the daemon and was ended; it continues from its newest checkpoint",
+    "message": "its worker was of another version than the daemon and was ended; it continues from its newest "
+    "checkpoint",
 }
 
-# What may end otherwise when it is done again: the node or its driver failed and not the job, as far as anybody can see.
+# What may end otherwise when it is done again: the node or its driver failed and not the job, as far as anybody can
+# see.
 _MAY_PASS = (WorkerDied, WorkerCrashed, TurnOverrun, WorkerSilent, OutOfMemory, IoFailed, DiskFull)
 # How torch words the failures of a driver or device.
 _DEVICE_FAILURES = ("CUDA error", "CUDA driver error", "CUDNN_STATUS", "CUBLAS_STATUS")
@@ -57,7 +60,8 @@ _ADVICE = {
 class Failure:
     """Why an attempt failed: a stable `reason`, and the `message` of its error.
 
-    `step` is the last step that this attempt is known to have done or to have continued after, -1 where it failed before that.
+    `step` is the last step that this attempt is known to have done or to have continued after, -1 where it failed
+    before that.
     """
 
     reason: str
@@ -65,8 +69,8 @@ class Failure:
     step: int
     is_transient: bool
     trusts_memory: bool = True
-    """Whether the weights that the worker left in memory may be continued, where they are whole. Not after a fault of its own code, which
-    may have written to them before it was noticed."""
+    """Whether the weights that the worker left in memory may be continued, where they are whole. Not after a fault of
+    its own code, which may have written to them before it was noticed."""
 
     @classmethod
     def of(cls, error: Exception, *, step: int) -> Failure:
@@ -103,7 +107,8 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What becomes of a job after a failure: restarted after `pause_s`, or failed; with the `reason` and `message` that it gets."""
+    """What becomes of a job after a failure: restarted after `pause_s`, or failed; with the `reason` and `message` that
+    it gets."""
 
     restart: bool
     reason: str
@@ -129,8 +134,8 @@ FORGOTTEN: dict[str, Any] = {"num_restarts": 0, "failed_step": -1, "last_failure
 def judge(job: JobRecord, failure: Failure, *, max_restarts: int, now_s: float) -> Verdict:
     """Decide whether a job is restarted.
 
-    At most `max_restarts` times in a row; a step beyond the furthest that it had failed at ends the row. The same failure
-    twice at the same step is not tried a third time, unless it comes from outside of the job.
+    At most `max_restarts` times in a row; a step beyond the furthest that it had failed at ends the row. The same
+    failure twice at the same step is not tried a third time, unless it comes from outside of the job.
     """
     # Steps that are only done again are no progress.
     num_before = 0 if failure.step > job.failed_step else job.num_restarts

@@ -1,4 +1,5 @@
-"""What a worker says: what is about turns is passed on at once, because the next job waits for it; all else is stored, in its order."""
+"""What a worker says: what is about turns is passed on at once, because the next job waits for it; all else is stored,
+in its order."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from horizon_server.worker_link.protocol import WorkerGreeting
 class Reports:
     """The reports of one worker of an attempt, and its seat among those that take turns on the device.
 
-    `seat` is None until the worker connects. `reached` is the last step that it is known to have done, or to have continued after; -1
-    where none. `overrun` is set where it is killed because it did not give the device back, and says so.
+    `seat` is None until the worker connects. `reached` is the last step that it is known to have done, or to have
+    continued after; -1 where none. `overrun` is set where it is killed because it did not give the device back, and
+    says so.
 
     Thread: belongs to one event loop.
 
@@ -94,7 +96,8 @@ class Reports:
             self._turns.leave(self.seat)
 
     async def hear(self, line: WorkerLine, number: int) -> None:
-        """Take one line, which has that number in the worker's journal. Raises what an earlier report could not be stored for."""
+        """Take one line, which has that number in the worker's journal. Raises what an earlier report could not be
+        stored for."""
         if isinstance(line, TurnWanted | TurnEnded | MemoryReleased):
             assert self.seat is not None, "a worker says so on its connection only"
             self._turns.hear(self.seat, line)

@@ -1,5 +1,5 @@
-"""The scheduler: loads as many jobs as fit into memory, from the daemon's start to its drain, and lets them take turns on the devices. Also
-settles what the last daemon left."""
+"""The scheduler: loads as many jobs as fit into memory, from the daemon's start to its drain, and lets them take turns
+on the devices. Also settles what the last daemon left."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Scheduler:
 
     Args:
         turns: of each device of the node, by its name.
-        make_attempt: takes a job, the turns on its device, and what tells the planned host memory of all other resident jobs.
+        make_attempt: takes a job, the turns on its device, and what tells the planned host memory of all other resident
+            jobs.
         when_idle: done while no job waits and none is resident.
         held_bytes: host memory of the model that answers prompts, shown beside that of jobs.
     """
@@ -64,7 +65,8 @@ class Scheduler:
     look_every_s: float = LOOK_EVERY_S
     _running: dict[str, _Running] = field(init=False, default_factory=dict)
     _held_back: dict[str, float] = field(init=False, default_factory=dict)
-    """Jobs whose memory was not free when it should have been: until when they are not tried again, while nothing else ends."""
+    """Jobs whose memory was not free when it should have been: until when they are not tried again, while nothing else
+    ends."""
     _shown_s: float = field(init=False, default=0.0)
     """When outlooks were last worked out; 0 where they are to be."""
     _showing: asyncio.Task[None] | None = field(init=False, default=None)
@@ -142,13 +144,15 @@ class Scheduler:
             newest = await asyncio.to_thread(self.runtime.folders.checkpoints(job_id).newest)
             start = f"the checkpoint {newest.name}" if newest else "its beginning"
             text = (
-                f"the daemon stopped and killed the worker at step {job.step if job else 0}: its checkpoint was not complete after "
-                f"{timeout_s:g} s; the job continues from {start}. An admin can set a longer drain_timeout_s"
+                f"the daemon stopped and killed the worker at step {job.step if job else 0}: its checkpoint was not "
+                f"complete after {timeout_s:g} s; the job continues from {start}. An admin can set a longer "
+                "drain_timeout_s"
             )
             await self.runtime.journal.append(job_id, Message(level="warning", text=text))
 
     async def leave(self, timeout_s: float) -> None:
-        """Take no more jobs, and end with the workers running: the next daemon takes them over. Jobs without a worker are queued again."""
+        """Take no more jobs, and end with the workers running: the next daemon takes them over. Jobs without a worker
+        are queued again."""
         self.runtime.lifecycle.drain()
         self.wake()
         running = list(self._running.values())
@@ -214,8 +218,8 @@ class Scheduler:
         )
 
     def _let_load(self) -> None:
-        """Let the job go on whose turn to prepare has come, where one more may be loaded. It was taken into memory before those that are
-        in the queue, so it goes before them."""
+        """Let the job go on whose turn to prepare has come, where one more may be loaded. It was taken into memory
+        before those that are in the queue, so it goes before them."""
         most = self.runtime.view.rules.max_loading_jobs
         residences = self._residences().values()
         num_loading = sum(one.is_loading and not one.waits_to_prepare for one in residences)
@@ -320,7 +324,8 @@ class Scheduler:
         return None
 
     async def _fail(self, job_id: str, error: Exception) -> None:
-        """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""
+        """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next
+        daemon."""
         if isinstance(error, HorizonError):
             reason, message = error.reason, error.message
         else:

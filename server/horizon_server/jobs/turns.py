@@ -1,7 +1,7 @@
 """Turns on one device: which of the resident jobs may use it, and for how long.
 
-A worker asks for the device, is granted it, and gives it back at a step boundary. After a time slice it is asked to, if another job is
-next by `scheduling.turns`. What a job holds the device for is charged to its user and project.
+A worker asks for the device, is granted it, and gives it back at a step boundary. After a time slice it is asked to, if
+another job is next by `scheduling.turns`. What a job holds the device for is charged to its user and project.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from horizon_server.worker_link.protocol import TurnState
 
 log = structlog.get_logger(__name__)
 
-# Where a step leaves the device idle for more than this part of its time, and for longer than this, another job can use the device
-# meanwhile: turns are one step long then. Below, the hand-over would cost more than it gains.
+# Where a step leaves the device idle for more than this part of its time, and for longer than this, another job can use
+# the device meanwhile: turns are one step long then. Below, the hand-over would cost more than it gains.
 _LEAST_IDLE_SHARE, _LEAST_IDLE_S = 0.2, 0.1
 
-# A job's first turn has the trials of compiled layers and of packing, memory that is touched for the first time, and the first step, of
-# which nothing may be known.
+# A job's first turn has the trials of compiled layers and of packing, memory that is touched for the first time, and
+# the first step, of which nothing may be known.
 FIRST_STEP_S, _FIRST_STEP_FACTOR = 600.0, 10.0
 
-# On a GPU, the worker submits a step in a moment and then waits for all of it, so it may say nothing for a step; other jobs on the node may
-# make that longer.
+# On a GPU, the worker submits a step in a moment and then waits for all of it, so it may say nothing for a step; other
+# jobs on the node may make that longer.
 SILENT_STEPS = 20.0
 
 
@@ -49,7 +49,8 @@ class Seat:
         charge: takes the device seconds that the job has used.
         step_s: predicted seconds of a step, 0 where unknown.
         is_storing: whether the daemon, not the worker, is what the next line waits for.
-        on_overrun: called with a message when the worker has not given the device back; the second time it must be killed.
+        on_overrun: called with a message when the worker has not given the device back; the second time it must be
+            killed.
     """
 
     job: Job
@@ -67,7 +68,8 @@ class Seat:
     holds_memory: bool = field(init=False, default=False)
     asked_to_release: bool = field(init=False, default=False)
     idle_since_s: float = field(init=False, default=0.0)
-    """When the device became idle before this job's turn, by the worker that had it (monotonic clock); 0 where nothing was handed over."""
+    """When the device became idle before this job's turn, by the worker that had it (monotonic clock); 0 where nothing
+    was handed over."""
     longest_step_s: float = field(init=False, default=0.0)
     leaves_device_idle: bool = field(init=False, default=False)
 
@@ -92,9 +94,16 @@ def resident_job(job: JobRecord, device: str) -> Job:
     """Return a job that has just been loaded, as decisions about its device see it."""
     assert job.plan is not None, "no job is loaded without a plan"
     return Job(
-        job_id=job.job_id, user=job.owner, project=job.project, priority=job.priority, order=0, since_s=time.time(),
-        device=device, host_bytes=job.plan.host_total_bytes, device_bytes=job.plan.device_total_bytes,
-    )  # fmt: skip
+        job_id=job.job_id,
+        user=job.owner,
+        project=job.project,
+        priority=job.priority,
+        order=0,
+        since_s=time.time(),
+        device=device,
+        host_bytes=job.plan.host_total_bytes,
+        device_bytes=job.plan.device_total_bytes,
+    )
 
 
 class DeviceTurns:
@@ -132,7 +141,8 @@ class DeviceTurns:
         return tuple(self._seats.values())
 
     def join(self, seat: Seat, *, turn: TurnState = "none", holds_memory: bool = False) -> None:
-        """Take a resident job in, with where its worker stands: one of an earlier daemon may wait for a turn, or have it."""
+        """Take a resident job in, with where its worker stands: one of an earlier daemon may wait for a turn, or have
+        it."""
         self._seats[seat.job.job_id] = seat
         seat.holds_memory = holds_memory
         self._tell_company()
@@ -142,7 +152,8 @@ class DeviceTurns:
             self._hold(seat)
             self._look()
         elif turn == "held":
-            # It took its turn while no daemon was there. The holder waits for the device's lock until this one has ended.
+            # It took its turn while no daemon was there. The holder waits for the device's lock until this one has
+            # ended.
             seat.send(YIELD)
 
     def leave(self, seat: Seat) -> None:
@@ -170,7 +181,8 @@ class DeviceTurns:
             seat.waits, seat.since_s = True, self._clock()
             if seat.asked_to_release:  # in a turn that it gave back before it read that
                 self._expect_release(seat)
-            # It was next, and would be had it not written a checkpoint: it need not wait for the end of a slice that began meanwhile.
+            # It was next, and would be had it not written a checkpoint: it need not wait for the end of a slice that
+            # began meanwhile.
             if seat.left_early and self.holder is not None and not self._is_asked_back:
                 self._cancel_timer()
                 self._slice_began_s = min(self._slice_began_s, self._clock() - self._rules.time_slice_s)
@@ -212,7 +224,8 @@ class DeviceTurns:
 
     @property
     def _room_bytes(self) -> float:
-        """Memory for all that seats hold at the same time: the device's, less what the processes of waiting jobs take themselves."""
+        """Memory for all that seats hold at the same time: the device's, less what the processes of waiting jobs take
+        themselves."""
         if self._usable_bytes is None:
             return math.inf
         return self._usable_bytes - PROCESS_BYTES * max(0, len(self._seats) - 1)
@@ -248,18 +261,21 @@ class DeviceTurns:
         self._charged_to_s = self._slice_began_s = self._clock()
 
     def _tell_company(self) -> None:
-        """Tell each worker whether it is the only one: it may use the device's memory then even while no daemon is there."""
+        """Tell each worker whether it is the only one: it may use the device's memory then even while no daemon is
+        there."""
         if self._usable_bytes is not None:
             for seat in self._seats.values():
                 seat.send(ALONE if len(self._seats) == 1 else SHARED)
 
     def _has_room(self, chosen: Seat) -> bool:
-        """Whether the device has memory for the job. Where it has not, those that wait are asked to free theirs first."""
+        """Whether the device has memory for the job. Where it has not, those that wait are asked to free theirs
+        first."""
         if chosen.holds_memory:
             return True
         others = [seat for seat in self._seats.values() if seat.holds_memory and seat is not chosen]
         excess = sum(seat.job.device_bytes for seat in others) + chosen.job.device_bytes - self._room_bytes
-        # The largest first: the fewest have to copy their weights again. One that writes a checkpoint is asked once it waits.
+        # The largest first: the fewest have to copy their weights again. One that writes a checkpoint is asked once it
+        # waits.
         for seat in sorted((seat for seat in others if seat.waits), key=lambda seat: -seat.job.device_bytes):
             if excess > 0 and not seat.asked_to_release:
                 seat.asked_to_release = True
@@ -287,8 +303,9 @@ class DeviceTurns:
 
     def _plan_end(self, holder: Seat) -> None:
         """Ask for the device back now or at the end of the slice."""
-        # Now, as an order that comes after the step has ended is heard one step later. Where the holder is next, its next step asks again;
-        # but a pass over the data before the first step, or an evaluation, reports no steps, so that the end of the slice counts too.
+        # Now, as an order that comes after the step has ended is heard one step later. Where the holder is next, its
+        # next step asks again; but a pass over the data before the first step, or an evaluation, reports no steps, so
+        # that the end of the slice counts too.
         if self._turns_are_steps and self._next_but(holder, after_s=holder.step_s) is not holder:
             self._ask_back(holder)
             return
@@ -318,7 +335,8 @@ class DeviceTurns:
         self._watch(holder, is_last=False)
 
     def _watch(self, holder: Seat, *, is_last: bool) -> None:
-        """Report a worker that does not give the device back within a step and a grace period; after another, have it killed."""
+        """Report a worker that does not give the device back within a step and a grace period; after another, have it
+        killed."""
         allowed_s = self._grace_s + (0.0 if is_last else holder.most_step_s)
 
         def overrun() -> None:

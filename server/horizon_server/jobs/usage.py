@@ -35,7 +35,8 @@ class UsageMeter:
         used.num_tokens += num_tokens
 
     async def store(self) -> None:
-        """Store what was counted since the last call. Raises DiskFull or DatabaseUnavailable; the counts are kept then."""
+        """Store what was counted since the last call. Raises DiskFull or DatabaseUnavailable; the counts are kept
+        then."""
         if not self._used:
             return
         now_s = self._clock()

@@ -1,8 +1,8 @@
 """Backups: a folder that restic, borg or rsync can take as it is, made while the daemon runs (ADR 0014).
 
-It has a consistent copy of the database, hard links to contents and checkpoints, which nobody writes to again, and copies of the small
-files that may change. What the daemon deletes afterwards stays in it. `backup.json` comes last and lists every file with its sha256, so a
-backup that was interrupted is none.
+It has a consistent copy of the database, hard links to contents and checkpoints, which nobody writes to again, and
+copies of the small files that may change. What the daemon deletes afterwards stays in it. `backup.json` comes last and
+lists every file with its sha256, so a backup that was interrupted is none.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def make_backup(state_dir: Path, target: Path, *, checkpoints: str = "newest") -
 
 
 def read_backup(source: Path) -> Backup:
-    """Return what a backup lists. Raises NotFound: `source` has none; BadSetting: its list is damaged, or a newer version made it."""
+    """Return what a backup lists. Raises NotFound: `source` has none; BadSetting: its list is damaged, or a newer
+    version made it."""
     file = source / BACKUP_FILE
     if not file.is_file():
         raise NotFound(
@@ -96,8 +97,8 @@ def read_backup(source: Path) -> Backup:
         raise BadSetting(f"{file} names no {DATABASE_ENTRY}; {_ANOTHER}")
     if backup.schema not in known_schemas():
         raise BadSetting(
-            f"{source} was made by a newer version of horizon-train ({backup.version}; format {backup.schema}, this one knows up to "
-            f"{known_schemas()[-1]}); update horizon-train"
+            f"{source} was made by a newer version of horizon-train ({backup.version}; format {backup.schema}, this "
+            f"one knows up to {known_schemas()[-1]}); update horizon-train"
         )
     return backup
 
@@ -138,7 +139,8 @@ class _Making:
             *sorted((self._state_dir / "jobs").glob("[!.]*/attempt-*/worker.log")),
         ):
             self._copy(str(source.relative_to(self._state_dir)), self._files)
-        # A content that is deleted after the database was copied is missing: a new copy does not name it. Missing twice is lost.
+        # A content that is deleted after the database was copied is missing: a new copy does not name it. Missing twice
+        # is lost.
         missing: list[str] = []
         for _ in range(_MAX_ROUNDS):
             pushed = self._copy_database()
@@ -178,7 +180,8 @@ class _Making:
     def _link_checkpoint(self, checkpoints: CheckpointFolder, step: int) -> None:
         folder = checkpoints.of_step(step)
         inner = str(folder.relative_to(self._state_dir))
-        # All of it or nothing, and nobody removes it or its optimizer meanwhile. Its list first, which may get another one's place.
+        # All of it or nothing, and nobody removes it or its optimizer meanwhile. Its list first, which may get another
+        # one's place.
         with checkpoints.reading(step):
             found: dict[str, FileRecord] = {}
             self._copy(f"{inner}/{MANIFEST_FILE}", found)
@@ -189,7 +192,8 @@ class _Making:
         self._files |= found
 
     def _link(self, inner: str, record: FileRecord) -> str | None:
-        """Give a file that nobody writes to again a name in the backup; return why that is not the file of the record, or None."""
+        """Give a file that nobody writes to again a name in the backup; return why that is not the file of the record,
+        or None."""
         place = self._target / inner
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -265,7 +269,7 @@ def _require_usable(target: Path, state_dir: Path) -> None:
         os.link(state_dir / DATABASE_ENTRY, link)
     except OSError as error:
         raise BadSetting(
-            f"backup folder {target} cannot have hard links to the files of {state_dir} ({error.strerror}); choose one on the same file "
-            f"system, such as {inside}, and copy that with restic, borg or rsync"
+            f"backup folder {target} cannot have hard links to the files of {state_dir} ({error.strerror}); choose one "
+            f"on the same file system, such as {inside}, and copy that with restic, borg or rsync"
         ) from error
     link.unlink()

@@ -76,7 +76,8 @@ def check_state_dir(state_dir: Path, *, full: bool = False) -> Report:
 
 
 def check_backup(source: Path, *, full: bool = False) -> Report:
-    """Check a backup. Raises NotFound: there is no complete one; BadSetting: its list is damaged, or a newer version made it."""
+    """Check a backup. Raises NotFound: there is no complete one; BadSetting: its list is damaged, or a newer version
+    made it."""
     report, backup = Report(), read_backup(source)
     for path, record in backup.files.items():
         if problem := report.file(source / path, sha256=record.sha256, size_bytes=record.size_bytes, full=full):
@@ -130,7 +131,8 @@ def _check_contents(report: Report, state_dir: Path, pushed: list[PushedFiles], 
     if copies:
         report.note(
             "models",
-            f"{len(copies)} files of {size_text(sum(copies))} are copies of their contents instead of links, as a copy of the folder "
+            f"{len(copies)} files of {size_text(sum(copies))} are copies of their contents instead of links, as a copy "
+            "of the folder "
             "leaves them that does not keep hard links; nothing is lost",
             "they only take more space; copy with cp -a or rsync -aH next time",
         )

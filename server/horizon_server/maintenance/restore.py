@@ -50,16 +50,18 @@ def restore(
     entry: AuditEntry | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RestoreResult:
-    """Put the backup in the folder `source` into `state_dir`. Every byte of it is read and compared before anything is changed.
+    """Put the backup in the folder `source` into `state_dir`. Every byte of it is read and compared before anything is
+    changed.
 
-    With `replace` the folder may have contents: its database is replaced and kept under another name, files that are missing or damaged
-    are put back, and everything else stays. The daemon moves what the restored database does not list to the trash. `entry` is written
-    into the audit log of the restored database, where it has one.
+    With `replace` the folder may have contents: its database is replaced and kept under another name, files that are
+    missing or damaged are put back, and everything else stays. The daemon moves what the restored database does not
+    list to the trash. `entry` is written into the audit log of the restored database, where it has one.
 
     Raises:
         InUse: a daemon, or the worker of one, runs on the state folder.
         NotFound: `source` holds no complete backup.
-        BadSetting: the state folder is not empty, a file of the backup is missing or damaged, or a newer version made it.
+        BadSetting: the state folder is not empty, a file of the backup is missing or damaged, or a newer version made
+            it.
         DiskFull: there is no space for it; the same call continues once there is.
     """
     backup = read_backup(source)
@@ -72,7 +74,8 @@ def restore(
         found = sorted({entry.name for entry in state_dir.iterdir()} - {"lock", BACKUP_IN_STATE})
         if found and not replace and not unfinished.exists():
             raise BadSetting(
-                f"state folder {state_dir} is not empty ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}); restore into an empty "
+                f"state folder {state_dir} is not empty ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}); "
+                "restore into an empty "
                 "one with --state-dir, or put the backup's database and its files back into this one with --replace"
             )
         on_progress(f"reading {len(backup.files)} files of {size_text(backup.size_bytes)}")
@@ -102,7 +105,8 @@ def _require_no_worker(state_dir: Path) -> None:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise InUse(
-                    f"a worker of job {file.parent.parent.name} still runs and writes to {state_dir}; start the daemon and end it with "
+                    f"a worker of job {file.parent.parent.name} still runs and writes to {state_dir}; start the daemon "
+                    "and end it with "
                     "SIGINT or Ctrl-C, which checkpoints its jobs, or kill the worker"
                 ) from error
 
@@ -116,7 +120,8 @@ def _require_good(source: Path, backup: Backup) -> None:
     if problems:
         more = f", and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         raise BadSetting(
-            f"backup {source} is damaged: {'; '.join(problems[:_MAX_NAMED])}{more}; nothing was restored: take these files from another "
+            f"backup {source} is damaged: {'; '.join(problems[:_MAX_NAMED])}{more}; nothing was restored: take these "
+            "files from another "
             "copy ('horizond check --backup-dir DIR --full' lists all)"
         )
 
@@ -139,7 +144,8 @@ class _Restoring:
         for inner in checkpoints:
             if inner not in whole:
                 shutil.rmtree(self._state_dir / inner, ignore_errors=True)
-        # The list of a checkpoint last: without it the checkpoint is not whole, and a restore that continues puts it back again.
+        # The list of a checkpoint last: without it the checkpoint is not whole, and a restore that continues puts it
+        # back again.
         for path in sorted(paths, key=lambda path: path.endswith(MANIFEST_FILE)):
             if path.startswith(whole) or self._keeps(path):
                 self.num_kept += 1

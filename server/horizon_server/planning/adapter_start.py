@@ -15,7 +15,8 @@ _SHOWN = 3
 
 
 def check_adapter(adapter: Path, model: Path, train: TrainSpec) -> None:
-    """Refuse an adapter that differs from what a job trains; `train.lora.dropout` may differ, which only training uses. Blocking.
+    """Refuse an adapter that differs from what a job trains; `train.lora.dropout` may differ, which only training uses.
+    Blocking.
 
     Raises:
         InvalidModel: the adapter is not of this model.
@@ -30,7 +31,8 @@ def check_adapter(adapter: Path, model: Path, train: TrainSpec) -> None:
         value = "true" if not found.config.transposed else "false"
         raise InvalidSpec.of(
             "init_from",
-            f"init_from: fan_in_fan_out in adapter_config.json must be {value} for this model; correct it and push again",
+            f"init_from: fan_in_fan_out in adapter_config.json must be {value} for this model; correct it and push "
+            "again",
         )
     wanted = {tensor.adapts for _, tensor in folder.layout.tensors() if tensor.adapts}
     problems = [*_differences(found, train)]

@@ -1,4 +1,5 @@
-"""Measures how fast memory, not a cache, feeds the optimizer: the AdamW kernel against a STREAM triad on the same threads.
+"""Measures how fast memory, not a cache, feeds the optimizer: the AdamW kernel against a STREAM triad on the same
+threads.
 
 Source: McCalpin, STREAM: a = b + s * c counts 24 bytes per element, without the write-allocate traffic.
 """
@@ -38,7 +39,8 @@ class Bandwidth:
 
 
 def adamw_bytes_per_parameter(grad_bytes: int) -> int:
-    """Memory traffic of one update: hi, lo and both moments read and written, the gradient read. 26 with bf16 gradients."""
+    """Memory traffic of one update: hi, lo and both moments read and written, the gradient read. 26 with bf16
+    gradients."""
     return 2 * (2 + 2 + 4 + 4) + grad_bytes
 
 

@@ -1,4 +1,5 @@
-"""How much data a job goes over, in tokens and in steps: counted once it is prepared, before that estimated from its files. Torch-free."""
+"""How much data a job goes over, in tokens and in steps: counted once it is prepared, before that estimated from its
+files. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _MOST_EPOCHS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """Tokens of all documents, trained and evaluated, and the steps that the trained ones make; None where those were not asked for."""
+    """Tokens of all documents, trained and evaluated, and the steps that the trained ones make; None where those were
+    not asked for."""
 
     num_tokens: int
     is_estimated: bool = False
@@ -45,7 +47,8 @@ class DataSize:
         train: TrainSpec | None = None,
         is_split: bool = False,
     ) -> Self:
-        """Estimate the tokens of files: four bytes each, half of a row in all of its documents, and none above the sequence length.
+        """Estimate the tokens of files: four bytes each, half of a row in all of its documents, and none above the
+        sequence length.
 
         With `train` the steps too. Of texts (`is_split`) all tokens are read, whatever the length of a row.
         """
@@ -76,10 +79,11 @@ def expanded_bytes(files: Iterable[tuple[str, int]]) -> int:
 
 
 def counted_steps(lengths_D: NDArray[np.int64], train: TrainSpec, *, group_size: int) -> int | None:
-    """Return how many steps documents of these lengths make, as the worker makes them; None where `train` counts none itself.
+    """Return how many steps documents of these lengths make, as the worker makes them; None where `train` counts none
+    itself.
 
-    Right for a model that keeps packed documents apart, which only a trial shows. Of many epochs, or of millions of documents, it is
-    right within the steps that differ from epoch to epoch.
+    Right for a model that keeps packed documents apart, which only a trial shows. Of many epochs, or of millions of
+    documents, it is right within the steps that differ from epoch to epoch.
     """
     # NumPy takes a tenth of a second, which a daemon that plans nothing need not wait for.
     from horizon_server.store.row_packing import EpochSteps, rows_of_groups

@@ -18,10 +18,10 @@ _EXPERT_DIMENSIONS = 3
 class FlopsCount:
     """Floating-point operations a step is worth: the model's own, whatever the engine really spends on recomputing.
 
-    Per token, forward and backward: 6 per parameter in a matrix product, plus attention: 12 x layers x heads x head size per pair of
-    tokens that may see each other (causal, inside the document, inside the window of sliding layers). Of these, a third is forward. By
-    the `layout`, a frozen parameter takes 4, as it has no gradient of its own, and 2 before the first trained unit, where no backward is.
-    The config is config.json's object, or `to_dict` of its class.
+    Per token, forward and backward: 6 per parameter in a matrix product, plus attention: 12 x layers x heads x head
+    size per pair of tokens that may see each other (causal, inside the document, inside the window of sliding layers).
+    Of these, a third is forward. By the `layout`, a frozen parameter takes 4, as it has no gradient of its own, and 2
+    before the first trained unit, where no backward is. The config is config.json's object, or `to_dict` of its class.
 
     Source: PaLM (arXiv 2204.02311), appendix B, with the causal half and the window left out as never computed.
     """
@@ -81,7 +81,8 @@ class FlopsCount:
 
 
 def trained_shares(layout: StoreLayout) -> tuple[float, float]:
-    """Of the elements of all matrices that are multiplied: the share that is trained, and the share that backward passes through."""
+    """Of the elements of all matrices that are multiplied: the share that is trained, and the share that backward
+    passes through."""
     total = trained = reached = 0
     for unit, tensor in layout.tensors():
         if len(tensor.shape) > 1 and (unit.kind != "embedding" or layout.tied):

@@ -1,7 +1,8 @@
-"""What compiling layers for a GPU takes besides torch: a C++ compiler, CUDA's headers, Triton, and the driver's library to link with.
+"""What compiling layers for a GPU takes besides torch: a C++ compiler, CUDA's headers, Triton, and the driver's library
+to link with.
 
-A node with torch from pip and a driver has all of them, in places where the compiler does not look: headers come with torch's own
-packages, and the driver installs libcuda.so.1 without the name that a linker asks for.
+A node with torch from pip and a driver has all of them, in places where the compiler does not look: headers come with
+torch's own packages, and the driver installs libcuda.so.1 without the name that a linker asks for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _DRIVER_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr
 def compiler_environment(
     environment: Mapping[str, str], scratch: Path, *, home: Path | None = None, driver: Path | None = None
 ) -> dict[str, str]:
-    """An environment in which TorchInductor finds CUDA's headers and the driver's library. What is not there changes nothing.
+    """An environment in which TorchInductor finds CUDA's headers and the driver's library. What is not there changes
+    nothing.
 
     `home` and `driver` replace the search; the link to the driver's library is made in `scratch`.
     """
@@ -45,7 +47,8 @@ def compiler_environment(
 def cuda_home(
     environment: Mapping[str, str], *, default: Path = _CUDA, packages: Iterable[Path] | None = None
 ) -> Path | None:
-    """The folder of CUDA whose `include` has the headers: one that is named, the one of nvcc, the usual one, or torch's own packages."""
+    """The folder of CUDA whose `include` has the headers: one that is named, the one of nvcc, the usual one, or torch's
+    own packages."""
     named = [Path(environment[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
     nvcc = shutil.which("nvcc", path=environment.get("PATH"))
     at_nvcc = [Path(nvcc).resolve().parent.parent] if nvcc else []
@@ -67,7 +70,8 @@ def driver_library(environment: Mapping[str, str], *, folders: Iterable[str] | N
 def what_is_missing(
     environment: Mapping[str, str], *, home: Path | None = None, driver: Path | None = None
 ) -> list[str]:
-    """What keeps layers from being compiled for the GPU, each with where it would come from; empty where nothing does."""
+    """What keeps layers from being compiled for the GPU, each with where it would come from; empty where nothing
+    does."""
     missing = []
     if shutil.which(CPP_COMPILER, path=environment.get("PATH")) is None:
         missing.append(f"the C++ compiler {CPP_COMPILER}")

@@ -1,8 +1,10 @@
-"""GPUs that a plan can ask about without having one: the parameters of the step-time model from data sheets, estimated, not measured.
+"""GPUs that a plan can ask about without having one: the parameters of the step-time model from data sheets, estimated,
+not measured.
 
-A rate is the data sheet's peak times a share that training kernels are known to reach. One H100 showed 670 of 989 TFLOP/s in GEMMs of
-a 7B layer at 4,096 tokens, and 560 at 1,024; its attention 430 forward and 360 backward; elementwise kernels 2.6 of 3.35 TB/s. The
-other GPUs get the same shares, but for their GEMMs: an H100 is held back by its power limit more than older and smaller GPUs are.
+A rate is the data sheet's peak times a share that training kernels are known to reach. One H100 showed 670 of 989
+TFLOP/s in GEMMs of a 7B layer at 4,096 tokens, and 560 at 1,024; its attention 430 forward and 360 backward;
+elementwise kernels 2.6 of 3.35 TB/s. The other GPUs get the same shares, but for their GEMMs: an H100 is held back by
+its power limit more than older and smaller GPUs are.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _LINK = 0.8
 
 # Estimated: single-threaded gather and scatter of rows of some KiB, and a memset, on a server's processor.
 _GATHER, _SCATTER, _ZERO = 10e9, 5e9, 20e9
-# Estimated: Python and CUDA launches of one layer, 34 kernels forward and 114 for recompute with backward; a piece of queued work.
+# Estimated: Python and CUDA launches of one layer, 34 kernels forward and 114 for recompute with backward; a piece of
+# queued work.
 _FORWARD_LAUNCH_S, _BACKWARD_LAUNCH_S, _SUBMIT_S = 0.5e-3, 1.7e-3, 25e-6
 _WIDTH = 4096
 
@@ -32,7 +35,8 @@ _RESERVE_BYTES = 1 << 30
 # What the CUDA context and fragmentation take of an accelerator is not planned with.
 _USABLE = 0.96
 PROCESS_BYTES = 700 << 20
-"""What each further process that uses a GPU takes for its context, code and libraries, with or without tensors. Not measured yet."""
+"""What each further process that uses a GPU takes for its context, code and libraries, with or without tensors. Not
+measured yet."""
 
 PCIE_4, PCIE_5 = 31.5e9, 63e9
 """Bytes per second of 16 lanes in one direction."""
@@ -40,7 +44,8 @@ PCIE_4, PCIE_5 = 31.5e9, 63e9
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A data sheet. `bf16_flops_per_s` is dense; `gemm_share` is of it, at 4,096 tokens; `device_name` is a part of the driver's name."""
+    """A data sheet. `bf16_flops_per_s` is dense; `gemm_share` is of it, at 4,096 tokens; `device_name` is a part of the
+    driver's name."""
 
     device_name: str
     memory_bytes: int
@@ -53,35 +58,59 @@ class Gpu:
 GPUS: Mapping[str, Gpu] = {
     # NVIDIA H100 data sheet, SXM5: 989.4 TFLOP/s, 80 GB at 3.35 TB/s, PCIe 5.
     "h100": Gpu(
-        device_name="H100 80GB HBM3", memory_bytes=80 * 10**9, bf16_flops_per_s=989.4e12,
-        memory_bytes_per_s=3.35e12, link_bytes_per_s=PCIE_5, gemm_share=0.677,
+        device_name="H100 80GB HBM3",
+        memory_bytes=80 * 10**9,
+        bf16_flops_per_s=989.4e12,
+        memory_bytes_per_s=3.35e12,
+        link_bytes_per_s=PCIE_5,
+        gemm_share=0.677,
     ),
     # The same data sheet, PCIe card: 756 TFLOP/s, 80 GB at 2.0 TB/s, 350 W.
     "h100-pcie": Gpu(
-        device_name="H100 PCIe", memory_bytes=80 * 10**9, bf16_flops_per_s=756e12,
-        memory_bytes_per_s=2.0e12, link_bytes_per_s=PCIE_5, gemm_share=0.6,
+        device_name="H100 PCIe",
+        memory_bytes=80 * 10**9,
+        bf16_flops_per_s=756e12,
+        memory_bytes_per_s=2.0e12,
+        link_bytes_per_s=PCIE_5,
+        gemm_share=0.6,
     ),
     # NVIDIA H200 data sheet, SXM: 989.4 TFLOP/s, 141 GB at 4.8 TB/s, PCIe 5.
     "h200": Gpu(
-        device_name="H200", memory_bytes=141 * 10**9, bf16_flops_per_s=989.4e12,
-        memory_bytes_per_s=4.8e12, link_bytes_per_s=PCIE_5, gemm_share=0.677,
+        device_name="H200",
+        memory_bytes=141 * 10**9,
+        bf16_flops_per_s=989.4e12,
+        memory_bytes_per_s=4.8e12,
+        link_bytes_per_s=PCIE_5,
+        gemm_share=0.677,
     ),
     # NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOP/s, 2.039 TB/s, PCIe 4.
     "a100-80g": Gpu(
-        device_name="A100-SXM4-80GB", memory_bytes=80 * 10**9, bf16_flops_per_s=312e12,
-        memory_bytes_per_s=2.039e12, link_bytes_per_s=PCIE_4, gemm_share=0.8,
+        device_name="A100-SXM4-80GB",
+        memory_bytes=80 * 10**9,
+        bf16_flops_per_s=312e12,
+        memory_bytes_per_s=2.039e12,
+        link_bytes_per_s=PCIE_4,
+        gemm_share=0.8,
     ),
     # NVIDIA L40S data sheet: 362 TFLOP/s dense, 48 GB at 864 GB/s, PCIe 4, 350 W.
     "l40s": Gpu(
-        device_name="L40S", memory_bytes=48 * 10**9, bf16_flops_per_s=362e12,
-        memory_bytes_per_s=0.864e12, link_bytes_per_s=PCIE_4, gemm_share=0.6,
+        device_name="L40S",
+        memory_bytes=48 * 10**9,
+        bf16_flops_per_s=362e12,
+        memory_bytes_per_s=0.864e12,
+        link_bytes_per_s=PCIE_4,
+        gemm_share=0.6,
     ),
     # NVIDIA Ada architecture paper, RTX 4090: 165.2 TFLOP/s in bf16 with fp32 sums, 24 GB at 1,008 GB/s, PCIe 4.
     "rtx-4090": Gpu(
-        device_name="RTX 4090", memory_bytes=24 * 10**9, bf16_flops_per_s=165.2e12,
-        memory_bytes_per_s=1.008e12, link_bytes_per_s=PCIE_4, gemm_share=0.85,
+        device_name="RTX 4090",
+        memory_bytes=24 * 10**9,
+        bf16_flops_per_s=165.2e12,
+        memory_bytes_per_s=1.008e12,
+        link_bytes_per_s=PCIE_4,
+        gemm_share=0.85,
     ),
-}  # fmt: skip
+}
 
 
 def gpu_named(name: str) -> Gpu:
@@ -138,8 +167,8 @@ def estimated_rates(
 def rates_of_machine(
     name: str, *, host_bytes_per_s: float, link_bytes_per_s: float | None, measured: DeviceRates | None
 ) -> DeviceRates:
-    """The rates of a machine that is asked about. What this node has measured on the same GPU wins over the table; the host's bandwidth
-    and the link's, where given, are those that were asked about.
+    """The rates of a machine that is asked about. What this node has measured on the same GPU wins over the table; the
+    host's bandwidth and the link's, where given, are those that were asked about.
 
     Raises:
         InvalidSpec: the GPU is not known.

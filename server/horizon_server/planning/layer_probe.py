@@ -27,7 +27,8 @@ PROBE_TIMEOUT_S = 120.0
 
 _MAX_REMEMBERED = 256
 _RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
-"""Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated convolutions."""
+"""Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated
+convolutions."""
 
 
 class LayerProbe:
@@ -57,7 +58,8 @@ class LayerProbe:
             return self._found[key]
 
     async def _count(self, folder: ModelFolder, *, scans: bool) -> LayerMemory | None:
-        # A model that takes more for one row of one layer is planned by formula: the count must not take memory from running jobs.
+        # A model that takes more for one row of one layer is planned by formula: the count must not take memory from
+        # running jobs.
         task = ChildTask(
             module="horizon_server.worker.measure",
             who="the count of a model's layers",

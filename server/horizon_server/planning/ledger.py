@@ -1,7 +1,7 @@
 """How much memory a job takes on host and device, by component, before anything is allocated.
 
-Stored planes come from the very layout that allocates them; the device's slots follow the engine's layer stream, gradient sink and
-activations; what frameworks allocate by themselves is calibrated, and says so. Torch-free.
+Stored planes come from the very layout that allocates them; the device's slots follow the engine's layer stream,
+gradient sink and activations; what frameworks allocate by themselves is calibrated, and says so. Torch-free.
 
 Host components: weights, moments, gradients (the planes), activations, staging, other. Device components: weights,
 gradients, activations, workspace. On the `host` device the device is host memory too: its slots count as staging, its
@@ -37,7 +37,8 @@ from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, Stor
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
 
-# Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (423 MiB) after its first step.
+# Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (423 MiB) after its first
+# step.
 WORKER_BYTES = 460 << 20
 
 # Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings.
@@ -55,14 +56,17 @@ _SHARE_FOR_PLANES = 0.9
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
-# Calibrated with bench.long_rows, on the highest of several runs: what the heap grows to for each byte that a recurrent layer keeps
-# beyond the formulas, and for each byte that it keeps at all, because its scan makes tensors that autograd does not keep.
+# Calibrated with bench.long_rows, on the highest of several runs: what the heap grows to for each byte that a recurrent
+# layer keeps beyond the formulas, and for each byte that it keeps at all, because its scan makes tensors that autograd
+# does not keep.
 _HEAP_SHARE = 3.8
 _SCAN_SHARE = 0.35
-# Calibrated the same way: what the heap grows to for each byte in small blocks at the widest moment of a layer that scans.
+# Calibrated the same way: what the heap grows to for each byte in small blocks at the widest moment of a layer that
+# scans.
 _SMALL_SHARE = 2.4
 LARGE_BLOCK_BYTES = 64 << 20
-"""A worker's C library returns blocks of this size and larger to the system when they are freed (a test compares with its setting)."""
+"""A worker's C library returns blocks of this size and larger to the system when they are freed (a test compares with
+its setting)."""
 CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
@@ -70,17 +74,19 @@ _CHECKPOINT_BYTES = 5 * 9
 
 # Estimated, to be measured with bench.joined_rows: what a layer works on stays near the cache of a CPU.
 _HOST_MICRO_BATCH = 2048
-# Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per token.
+# Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per
+# token.
 _CUDA_MICRO_BATCH = 16384
 _WIDE_MODEL = 6144
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """What autograd keeps of a layer for a row of T tokens, counted on the model itself: bytes per token and per pair of tokens.
+    """What autograd keeps of a layer for a row of T tokens, counted on the model itself: bytes per token and per pair
+    of tokens.
 
-    And what forward and backward of the layer take at their widest moment, in fp32 on the host, the largest blocks that are alive at it,
-    and what the layers of a row are called with: zeros where that was not counted.
+    And what forward and backward of the layer take at their widest moment, in fp32 on the host, the largest blocks that
+    are alive at it, and what the layers of a row are called with: zeros where that was not counted.
     """
 
     bytes_per_token: float
@@ -115,7 +121,8 @@ class LayerMemory:
         return int(row_tokens * (self.call_per_token + row_tokens * self.call_per_pair))
 
     def heap_at(self, row_tokens: int) -> int:
-        """What the heap grows to for the widest moment: the C library gives large blocks back at once, and of small ones keeps more."""
+        """What the heap grows to for the widest moment: the C library gives large blocks back at once, and of small
+        ones keeps more."""
         peak_bytes = self.peak_at(row_tokens)
         blocks = (int(size * row_tokens) for size in self.blocks_per_token)
         large_bytes = min(peak_bytes, sum(size for size in blocks if size >= LARGE_BLOCK_BYTES))
@@ -132,9 +139,9 @@ def plan_memory(
 ) -> Ledger:
     """The ledger of a job on a model folder that is laid out for it.
 
-    `layer` was counted on the model where no formula covers its layers. But for models with masks and recurrent ones, documents are
-    computed together up to `micro_batch_tokens`, whatever row they are in; before the data is prepared, `longest_document` is not known,
-    and may be as long as a row.
+    `layer` was counted on the model where no formula covers its layers. But for models with masks and recurrent ones,
+    documents are computed together up to `micro_batch_tokens`, whatever row they are in; before the data is prepared,
+    `longest_document` is not known, and may be as long as a row.
     """
     layout, model, device_kind = folder.layout, folder.shape, execution.device_kind
     tokens_per_step, residency = recipe.tokens_per_step, execution.residency
@@ -147,7 +154,8 @@ def plan_memory(
     element_bytes = execution.element_bytes
     formula_elements = layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
-    # Counted scores take the place of the formula's planes where a row is computed as it was counted: in fp32, on the host.
+    # Counted scores take the place of the formula's planes where a row is computed as it was counted: in fp32, on the
+    # host.
     scores = None
     if layer is not None and not layer.scans:
         is_counted = device_kind == "host" and element_bytes == _FP32 and layer.peak_at(row_tokens) > 0
@@ -201,7 +209,8 @@ def plan_memory(
             host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
         if uncovered_bytes:
             grown_bytes = int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
-            # Shares are for what was kept; the widest moment says more, where a large part of it goes back to the system.
+            # Shares are for what was kept; the widest moment says more, where a large part of it goes back to the
+            # system.
             host["other"] += (
                 min(grown_bytes, layer.heap_at(row_tokens)) if layer and layer.peak_per_token else grown_bytes
             )
@@ -209,7 +218,8 @@ def plan_memory(
 
 
 def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
-    """About how many parameters a model may have that is trained within this much host memory, at a few thousand tokens a step."""
+    """About how many parameters a model may have that is trained within this much host memory, at a few thousand tokens
+    a step."""
     bytes_per_parameter = sum(PLANE_BYTES.values()) + grad_bytes
     return max(0, int((limit_bytes - WORKER_BYTES) * _SHARE_FOR_PLANES / bytes_per_parameter))
 
@@ -294,8 +304,10 @@ def _landing_bytes(layout: StoreLayout, tokens_per_step: int, execution: Executi
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
-    """What a worker takes whatever it computes on: libraries, threads, tokens, masks of the model's class, and writing checkpoints."""
-    # Every checkpoint starts new threads, which take over the heaps of earlier ones: in the end each heap has held a converted piece.
+    """What a worker takes whatever it computes on: libraries, threads, tokens, masks of the model's class, and writing
+    checkpoints."""
+    # Every checkpoint starts new threads, which take over the heaps of earlier ones: in the end each heap has held a
+    # converted piece.
     piece_elements = min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors()))
     masks = model.num_hidden_layers * model.position_mask_bytes
     threads = num_threads * THREAD_BYTES
@@ -305,7 +317,8 @@ def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int,
 def _activation_elements(
     model: ModelShape, num_layers: int, tokens_per_step: int, placement: ActivationPlacement
 ) -> tuple[int, int]:
-    """Engine activations for all tokens of a step and the layers whose inputs are kept, on the device and offloaded to the host."""
+    """Engine activations for all tokens of a step and the layers whose inputs are kept, on the device and offloaded to
+    the host."""
     elements = tokens_per_step * model.hidden_size
     if placement == "device":
         # Every layer's input, the last output and one gradient.

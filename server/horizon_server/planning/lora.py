@@ -1,8 +1,9 @@
 """Which weights of a model get adapters (`train.lora`), by names and shapes. Torch-free.
 
 The weights of a linear map look like other matrices by their shapes. So what all-linear leaves out is known by name:
-experts, which model classes keep in one tensor of three dimensions, routers, and a few matrices that are used in another way. The worker
-tries every layer before it trains, and refuses by name what is not used as a linear map after all.
+experts, which model classes keep in one tensor of three dimensions, routers, and a few matrices that are used in
+another way. The worker tries every layer before it trains, and refuses by name what is not used as a linear map after
+all.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def linear_maps(layout: StoreLayout, spec: LoraSpec, *, transposed: bool = False
 
 
 def left_out(layout: StoreLayout, spec: LoraSpec) -> str:
-    """What all-linear makes no adapters for although it is most of a model: its experts, as a message; empty where there are none."""
+    """What all-linear makes no adapters for although it is most of a model: its experts, as a message; empty where
+    there are none."""
     if spec.targets != ALL_LINEAR:
         return ""
     experts = [tensor for tensor in _matrices(layout) if _EXPERT.search(tensor.name)]
@@ -83,8 +85,9 @@ def left_out(layout: StoreLayout, spec: LoraSpec) -> str:
         return ""
     share = sum(tensor.num_elements for tensor in experts) / layout.num_parameters
     return (
-        f"train.lora.targets is all-linear, which leaves out the experts ({experts[0].name} and {len(experts) - 1} more tensors, "
-        f"{share:.0%} of the parameters): they stay as they are; train.trainable: [experts] trains them, without adapters"
+        f"train.lora.targets is all-linear, which leaves out the experts ({experts[0].name} and {len(experts) - 1} "
+        f"more tensors, {share:.0%} of the parameters): they stay as they are; train.trainable: [experts] trains them, "
+        "without adapters"
     )
 
 
@@ -108,8 +111,8 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
         if not _is_weight(matrices[name]):
             raise InvalidSpec.of(
                 _FIELD,
-                f"{_FIELD}: {name} has shape {list(matrices[name].shape)} and is not the weight of a linear map, so it gets no adapter; "
-                f"take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}"
+                f"{_FIELD}: {name} has shape {list(matrices[name].shape)} and is not the weight of a linear map, so it "
+                f"gets no adapter; take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}"
                 + (_TRAIN_EXPERTS if _EXPERT.search(name) else ""),
             )
     return [matrices[name] for name in chosen]

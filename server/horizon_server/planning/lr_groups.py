@@ -25,7 +25,8 @@ def with_lr_groups(layout: StoreLayout, groups: Sequence[LrGroup]) -> StoreLayou
         if not new:
             raise InvalidSpec.of(
                 _FIELD,
-                f"{_FIELD}: {group.match!r} fits only tensors that groups before it fit too, and the first one counts; put it before them",
+                f"{_FIELD}: {group.match!r} fits only tensors that groups before it fit too, and the first one counts; "
+                "put it before them",
             )
         scales.update(dict.fromkeys(new, group.scale))
     return with_lr_scales(layout, scales)

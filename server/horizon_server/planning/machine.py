@@ -1,5 +1,5 @@
-"""This machine: its memory and accelerators, and how fast it is. Speed is measured in a child process, because that loads torch; it is
-kept in the state folder and used by every plan.
+"""This machine: its memory and accelerators, and how fast it is. Speed is measured in a child process, because that
+loads torch; it is kept in the state folder and used by every plan.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Accelerator):
-    """A GPU as the driver names it, for this node alone: what a worker is given to find it by, and where it is in the machine."""
+    """A GPU as the driver names it, for this node alone: what a worker is given to find it by, and where it is in the
+    machine."""
 
     uuid: str = ""
     pci_bus_id: str = ""
@@ -108,7 +109,8 @@ def _cpu_info(name: str) -> str:
 
 
 async def find_accelerators() -> tuple[Gpu, ...]:
-    """Return the GPUs that the NVIDIA driver lists; none without a driver, or when it does not answer within ten seconds."""
+    """Return the GPUs that the NVIDIA driver lists; none without a driver, or when it does not answer within ten
+    seconds."""
 
     def listed() -> tuple[Gpu, ...]:
         pynvml.nvmlInit()
@@ -136,8 +138,8 @@ async def find_accelerators() -> tuple[Gpu, ...]:
 async def usable_accelerators(
     found: Sequence[Gpu], environment: Mapping[str, str], *, wanted: str | None = None
 ) -> tuple[Gpu, ...]:
-    """Return those of `found` that a worker started with `environment` can compute on, in the order in which its torch finds them: none
-    if it finds no CUDA device. With `wanted`, an index or a UUID, that one only.
+    """Return those of `found` that a worker started with `environment` can compute on, in the order in which its torch
+    finds them: none if it finds no CUDA device. With `wanted`, an index or a UUID, that one only.
 
     Raises:
         BadSetting: when the wanted one is not among them.
@@ -174,11 +176,12 @@ async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str,
 
 
 def worker_environment(environment: Mapping[str, str], kind: DeviceKind, gpu: Accelerator | None) -> dict[str, str]:
-    """Return what a child that computes on `kind` is started with: for cuda, it sees only the GPU that jobs are planned for."""
+    """Return what a child that computes on `kind` is started with: for cuda, it sees only the GPU that jobs are planned
+    for."""
     more: dict[str, str] = {}
     if kind == "cuda":
-        # Rows of varying length would leave gaps in the allocator's blocks, which count against the limit but fit no tensor. A choice of
-        # the administrator's wins, under torch's old name too.
+        # Rows of varying length would leave gaps in the allocator's blocks, which count against the limit but fit no
+        # tensor. A choice of the administrator's wins, under torch's old name too.
         if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             more["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if isinstance(gpu, Gpu) and gpu.uuid:
@@ -216,7 +219,8 @@ class Machine:
 
     @property
     def measured(self) -> Mapping[str, tuple[DeviceKind, ComputeDtype]]:
-        """What is measured here, by `rates_name`: every kind of device in its default dtype, and bf16 where the CPU has it."""
+        """What is measured here, by `rates_name`: every kind of device in its default dtype, and bf16 where the CPU has
+        it."""
         pairs = [(kind, DEFAULT_COMPUTE_DTYPE[kind]) for kind in self.device_kinds]
         pairs += [("host", "bfloat16")] if self.has_bf16 else []
         return {rates_name(kind, dtype): (kind, dtype) for kind, dtype in pairs}
@@ -257,7 +261,8 @@ class RateBook:
 
 
 class IdleMeasurement:
-    """Measures a machine whose rates are unknown, once its queue has been empty for a while. Cancelling it ends the child.
+    """Measures a machine whose rates are unknown, once its queue has been empty for a while. Cancelling it ends the
+    child.
 
     Thread: belongs to one event loop.
     """
@@ -295,7 +300,8 @@ class IdleMeasurement:
 async def measure_rates(
     machine: Machine, *, environment: Mapping[str, str], gpu: Accelerator | None = None
 ) -> RatesByDevice:
-    """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpu` is what cuda means.
+    """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpu` is
+    what cuda means.
 
     Raises:
         WorkerFailed, Stalled, IoFailed, OutOfMemory: when a child fails or takes too long.

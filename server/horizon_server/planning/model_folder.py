@@ -40,75 +40,198 @@ WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm
 
 UNFUSED_ATTENTION = frozenset(
     {
-        "bloom", "codegen", "deepseek_v4", "flint", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa",
-        "hy_v4", "inkling2_text", "mimo_v2_flash", "mpt", "openai-gpt", "xglm",
+        "bloom",
+        "codegen",
+        "deepseek_v4",
+        "flint",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gpt_oss",
+        "gptj",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "inkling2_text",
+        "mimo_v2_flash",
+        "mpt",
+        "openai-gpt",
+        "xglm",
         # These ask for fused attention, with arguments for which a CPU has no fused kernel.
-        "doge", "falcon",
+        "doge",
+        "falcon",
     }
-)  # fmt: skip
-"""Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but for the last."""
+)
+"""Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but
+for the last."""
 
 MASKED_ATTENTION = frozenset(
     {
-        "axk2", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "falcon", "gemma4_text", "gemma4_unified_text",
-        "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "llama4_text", "longcat_flash", "mpt", "openai-gpt", "xglm",
+        "axk2",
+        "bloom",
+        "codegen",
+        "deepseek_v32",
+        "deepseek_v4",
+        "doge",
+        "dots3_note",
+        "falcon",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "glm_moe_dsa",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gptj",
+        "jetmoe",
+        "llama4_text",
+        "longcat_flash",
+        "mpt",
+        "openai-gpt",
+        "xglm",
     }
-)  # fmt: skip
-"""Model types whose attention takes a mask, because the engine's own is not what the model means (a test compares with its trial)."""
+)
+"""Model types whose attention takes a mask, because the engine's own is not what the model means (a test compares with
+its trial)."""
 
 TIED_BY_DEFAULT = frozenset(
     {
-        "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon",
-        "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
-        "gemma4_unified_text", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "granite_swa", "jetmoe", "lfm2",
-        "lfm2_moe", "lfm3", "mamba", "minicpm3", "modernbert-decoder", "mpt", "openai-gpt", "opt", "recurrent_gemma", "smollm3",
-        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba", "zamba2", "zaya",
+        "biogpt",
+        "bloom",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass_text",
+        "ctrl",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "falcon",
+        "falcon_mamba",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma3n",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+        "gemma4_unified_text",
+        "gpt-sw3",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "granite_swa",
+        "jetmoe",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "minicpm3",
+        "modernbert-decoder",
+        "mpt",
+        "openai-gpt",
+        "opt",
+        "recurrent_gemma",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+        "xglm",
+        "youtu",
+        "zamba",
+        "zamba2",
+        "zaya",
     }
-)  # fmt: skip
+)
 """Model types whose class in transformers ties the embedding where config.json does not say (a test compares)."""
 
 NEVER_TIED = frozenset(
     {"bailing_hybrid", "inkling2_text", "inkling_text", "kimi_linear", "moshi", "nemotron_h", "xlstm"}
 )
-"""Model types whose class in transformers has no way to tie the embedding, whatever config.json says (a test compares)."""
+"""Model types whose class in transformers has no way to tie the embedding, whatever config.json says (a test
+compares)."""
 
 # Where it is not one: a layer with two attentions; a mask that is multiplied.
 _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
 
 POSITION_MASKS = {"gpt_neo": 1, "openai-gpt": 4}
-"""Model types whose attention holds a mask over all pairs of positions and saves it for its backward: bytes per pair (a test compares)."""
+"""Model types whose attention holds a mask over all pairs of positions and saves it for its backward: bytes per pair (a
+test compares)."""
 
 _BIAS = ("e_score_correction_bias",)
 KEPT_IN_FP32: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note", "dots3_note_text", "exaone_moe", "glm4_moe",
-            "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kolibri1", "mimo_v2_flash", "nemotron_h", "solar_open",
+            "axk1",
+            "axk2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "dots1",
+            "dots3_note",
+            "dots3_note_text",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "hy_v3",
+            "kolibri1",
+            "mimo_v2_flash",
+            "nemotron_h",
+            "solar_open",
         ),
         _BIAS,
     ),
     "bailing_hybrid": (*_BIAS, "A_log", "conv1d", "dt_bias"),
     "beam": (*_BIAS, "mlp.gate.weight"),
     "deepseek_v4": (
-        *_BIAS, "attn_hc", "ffn_hc", "hc_head", "input_layernorm", "kv_norm", "norm", "position_bias", "post_attention_layernorm",
-        "q_a_norm", "sinks",
+        *_BIAS,
+        "attn_hc",
+        "ffn_hc",
+        "hc_head",
+        "input_layernorm",
+        "kv_norm",
+        "norm",
+        "position_bias",
+        "post_attention_layernorm",
+        "q_a_norm",
+        "sinks",
     ),
     "ernie4_5_moe": ("gate.weight", "moe_statics"),
     "flint": ("gate.weight", "sinks"),
     "hy_v4": (
-        *_BIAS, "base", "fn", "hc_base", "hc_fn", "hc_scale", "k_norm", "lm_head", "scale", "sinks", "weights_proj",
+        *_BIAS,
+        "base",
+        "fn",
+        "hc_base",
+        "hc_fn",
+        "hc_scale",
+        "k_norm",
+        "lm_head",
+        "scale",
+        "sinks",
+        "weights_proj",
     ),
     "inkling2_text": (
-        *_BIAS, "attention_input", "final_input", "k_sconv.conv1d", "mlp.gate.weight", "mlp_input", "post_attention_convolution",
-        "post_mlp_convolution", "v_sconv.conv1d",
+        *_BIAS,
+        "attention_input",
+        "final_input",
+        "k_sconv.conv1d",
+        "mlp.gate.weight",
+        "mlp_input",
+        "post_attention_convolution",
+        "post_mlp_convolution",
+        "v_sconv.conv1d",
     ),
     "inkling_text": (*_BIAS, "attn_sconv", "gate.global_scale", "k_sconv", "mlp_sconv", "v_sconv"),
-}  # fmt: skip
-"""Parts of names of parameters that the class of a model type keeps in fp32 where everything else is in bf16 (a test compares)."""
+}
+"""Parts of names of parameters that the class of a model type keeps in fp32 where everything else is in bf16 (a test
+compares)."""
 
 _EXPERT_SIZES = (
-    "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size",
-)  # fmt: skip
+    "moe_intermediate_size",
+    "expert_ffn_hidden_size",
+    "intermediate_size",
+    "ffn_dim",
+    "ffn_hidden_size",
+)
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _COMPUTES_ALL_EXPERTS = frozenset({"llama4_text"})
 """Model types that repeat every token for every expert, and have one shared expert of the same size."""
@@ -119,7 +242,8 @@ UNBOUNDED_POSITIONS = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """Feed-forward layers of many experts, of which each token visits a few, and shared ones that every token visits."""
+    """Feed-forward layers of many experts, of which each token visits a few, and shared ones that every token
+    visits."""
 
     num_experts: int
     num_experts_per_token: int
@@ -150,16 +274,19 @@ class ModelShape:
     softcaps_attention: bool
     tied: bool
     needs_masks: bool = False
-    """Whether attention takes a mask over all pairs of a packed row's tokens, because the engine's own is not what the model means."""
+    """Whether attention takes a mask over all pairs of a packed row's tokens, because the engine's own is not what the
+    model means."""
     norms_queries: bool = True
     """Whether layers normalise queries and keys; what they keep for that is planned where it is not known."""
     latent_size: int = 0
     """Elements of what queries and keys are expanded from, where they are compressed; each is normalised or rotated."""
     attends_in_blocks: bool = False
-    """Whether the engine's own attention computes scores of a block of queries in memory: for windows, soft caps and sinks."""
+    """Whether the engine's own attention computes scores of a block of queries in memory: for windows, soft caps and
+    sinks."""
     experts: ExpertShape | None = None
     num_score_planes: int = 0
-    """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or is capped."""
+    """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or
+    is capped."""
     num_score_planes_on_gpu: int = 0
     """The same on cuda, which has fused kernels for more forms of attention."""
     position_mask_bytes: int = 0
@@ -223,7 +350,8 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """What a model folder announces, checked: its parsed config, its shape, its tensors and the place of each in the store."""
+    """What a model folder announces, checked: its parsed config, its shape, its tensors and the place of each in the
+    store."""
 
     path: Path
     config: Mapping[str, Any]
@@ -253,7 +381,8 @@ def open_model_folder(folder: Path) -> ModelFolder:
     for name in _SPECIAL_WIDTHS:
         if (width := config_count(text_config(config), name)) not in (0, hidden_size):
             raise InvalidModel(
-                f"config.json: {name} is {width} and the hidden size is {hidden_size}; a model whose embedding has another width than its "
+                f"config.json: {name} is {width} and the hidden size is {hidden_size}; a model whose embedding has "
+                "another width than its "
                 "hidden states is not supported"
             )
     if not shape.tied and not any(is_output_projection(name) for name in headers):
@@ -270,19 +399,20 @@ def _why_no_projection(headers: Mapping[str, TensorHeader], vocab_size: int) -> 
     alike = [n for n, h in headers.items() if len(h.shape) == 2 and h.shape[0] == vocab_size and not is_input_table(n)]
     if alike:
         return (
-            f"its output projection seems to be {alike[0]}, and a projection of that name is not supported; supported are "
-            f"{', '.join(OUTPUT_PROJECTIONS)}"
+            f"its output projection seems to be {alike[0]}, and a projection of that name is not supported; supported "
+            f"are {', '.join(OUTPUT_PROJECTIONS)}"
         )
     return (
-        "it is not tied (tie_word_embeddings in config.json, or its architecture's default), but no tensor is the output projection "
-        "(lm_head.weight); copy the folder again or correct the config"
+        "it is not tied (tie_word_embeddings in config.json, or its architecture's default), but no tensor is the "
+        "output projection (lm_head.weight); copy the folder again or correct the config"
     )
 
 
 def _check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Check the tables at both ends of the model against the sizes in its config, where it names them.
 
-    The shapes in between depend on the architecture; they are checked against the model class when the weights are loaded.
+    The shapes in between depend on the architecture; they are checked against the model class when the weights are
+    loaded.
 
     Raises:
         InvalidModel: a table has other rows than the vocabulary, or other columns than the hidden state; it is named.
@@ -305,7 +435,8 @@ def _check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 
 
 def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
-    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default."""
+    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class
+    does by default."""
     if text_config(config).get("model_type") in NEVER_TIED:
         return False
     for source in (config, text_config(config)):

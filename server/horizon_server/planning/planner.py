@@ -1,4 +1,5 @@
-"""The memory plan of a job: the store's own arithmetic over safetensors headers, held against this node's limits. Loads no torch."""
+"""The memory plan of a job: the store's own arithmetic over safetensors headers, held against this node's limits. Loads
+no torch."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the device's speed."""
+    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the
+    device's speed."""
 
     spec: JobSpec
     folder: ModelFolder
@@ -166,8 +168,8 @@ class Planner:
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
-        """Plan a job against the node's limit, whatever else is running; `data` is what its pass before the first step goes over, and the
-        steps of its epochs.
+        """Plan a job against the node's limit, whatever else is running; `data` is what its pass before the first step
+        goes over, and the steps of its epochs.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
@@ -207,7 +209,8 @@ class Planner:
 
     @property
     def host_limit_bytes(self) -> int:
-        """Host memory that all resident jobs may have together: the limit that holds for this process, less the reserve."""
+        """Host memory that all resident jobs may have together: the limit that holds for this process, less the
+        reserve."""
         machine = self._memory().limit_bytes
         limit = min(machine, self._settings.host_memory_limit_bytes or machine)
         return max(0, limit - self._settings.host_memory_reserve_bytes)
@@ -267,7 +270,8 @@ class Planner:
         ledger, prediction = case.ledger(execution), case.prediction(execution)
         if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
             raise InvalidModel(
-                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
+                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, "
+                "heads or experts"
             )
         message = _why_not(case, execution, ledger)
         if prediction is not None and (residency := _residency(case, execution, ledger)) is not None:
@@ -292,10 +296,12 @@ class Planner:
         return plan
 
     def _execution(self, spec: JobSpec, gpu: Accelerator | None = None) -> Execution:
-        """On what a job of this spec computes here, and in which numbers; placement and residency depend on the model."""
+        """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
+        model."""
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
-                "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: host or auto"
+                "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: "
+                "host or auto"
             )
         # A default must have been tried: `auto` stays on the host until tests/gpu has passed on a GPU.
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
@@ -303,13 +309,20 @@ class Planner:
         if device_kind == "cuda":
             limit_bytes = usable_device_bytes((gpu or self._accelerators[0]).memory_bytes)
         asked = spec.train.compute_dtype
-        # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run on.
+        # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run
+        # on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
         if device_kind == "cuda" and compute_dtype == "float32":
-            what = "train.compute_dtype is float32, which only the host device computes in; use bfloat16 or auto, or device: host"
+            what = (
+                "train.compute_dtype is float32, which only the host device computes in; use bfloat16 or auto, or "
+                "device: host"
+            )
             raise InvalidSpec.of("train.compute_dtype", what)
         if spec.train.compile == "on" and spec.train.matmul == "fp8":
-            what = "train.compile is on, and layers whose products are in fp8 are never compiled; use auto or off, or train.matmul: bf16"
+            what = (
+                "train.compile is on, and layers whose products are in fp8 are never compiled; use auto or off, or "
+                "train.matmul: bf16"
+            )
             raise InvalidSpec.of("train.compile", what)
         return Execution(
             device_kind=device_kind,
@@ -327,7 +340,8 @@ class Planner:
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         if (execution.device_kind, execution.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
             warnings.append(
-                "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than float32"
+                "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than "
+                "float32"
             )
         return warnings
 
@@ -341,7 +355,10 @@ class Planner:
         if faster is None or prediction.step_s < _LEAST_GAIN * faster.step_s:
             return ""
         gain = prediction.step_s / faster.step_s
-        return f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the precision of bf16"
+        return (
+            f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the "
+            "precision of bf16"
+        )
 
 
 def _placed(case: _Case, execution: Execution) -> Execution:
@@ -394,7 +411,8 @@ def _references(case: _Case, execution: Execution) -> ReferencePass | None:
 
 
 def _why_not(case: _Case, execution: Execution, ledger: Ledger) -> str:
-    """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""
+    """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it
+    fits."""
     if case.fits(ledger, execution):
         return ""
     need, limit_bytes = ledger.host_total_bytes, case.host_limit_bytes

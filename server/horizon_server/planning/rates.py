@@ -1,5 +1,5 @@
-"""How fast one kind of device works: the parameters of the step-time model. Either measured on this node (`engine.rate_probe`) or
-estimated from data sheets (`planning.gpus`); the model is the same for both.
+"""How fast one kind of device works: the parameters of the step-time model. Either measured on this node
+(`engine.rate_probe`) or estimated from data sheets (`planning.gpus`); the model is the same for both.
 
 Units: operations per second, bytes per second, seconds. A curve gives a rate by a number of tokens.
 """
@@ -16,7 +16,8 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def rate_at(curve: Curve, tokens: float) -> float:
-    """The rate at a number of tokens: on a straight line in both logarithms between two points, and level beyond the ends."""
+    """The rate at a number of tokens: on a straight line in both logarithms between two points, and level beyond the
+    ends."""
     if tokens <= curve[0][0]:
         return curve[0][1]
     for (few, low), (many, high) in pairwise(curve):
@@ -29,8 +30,8 @@ def rate_at(curve: Curve, tokens: float) -> float:
 class WidthRates:
     """What models of one hidden size reach.
 
-    `gemm_flops_per_s` is by the tokens of a micro-batch. `elementwise_bytes_per_s` is the traffic of norms, rotary tables, activations and
-    sums in a layer; `head_bytes_per_s` that of logits and loss.
+    `gemm_flops_per_s` is by the tokens of a micro-batch. `elementwise_bytes_per_s` is the traffic of norms, rotary
+    tables, activations and sums in a layer; `head_bytes_per_s` that of logits and loss.
     """
 
     hidden_size: int
@@ -43,12 +44,13 @@ class WidthRates:
 class DeviceRates:
     """The speed of one device and of the host that feeds it. `widths` is in ascending order and not empty.
 
-    Attention's rates are by the length of a document, with the operations of forward counted once and those of backward 2.5 times.
-    Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a gradient's squares too.
-    `gather` and `scatter` are embedding rows on their way to the device and back into the table, `zero` clears that table's gradient.
-    `adamw_bytes_per_s` is what the optimizer's kernel moves through host memory. `*_launch_s` is what the host needs to start one layer
-    on one micro-batch, `ends_launch_s` to start embedding and head; a device of its own hides it under its work, but where `launches_add`,
-    the processors that start a layer compute it too. `submit_s` is to queue one piece of work.
+    Attention's rates are by the length of a document, with the operations of forward counted once and those of backward
+    2.5 times. Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a
+    gradient's squares too. `gather` and `scatter` are embedding rows on their way to the device and back into the
+    table, `zero` clears that table's gradient. `adamw_bytes_per_s` is what the optimizer's kernel moves through host
+    memory. `*_launch_s` is what the host needs to start one layer on one micro-batch, `ends_launch_s` to start
+    embedding and head; a device of its own hides it under its work, but where `launches_add`, the processors that start
+    a layer compute it too. `submit_s` is to queue one piece of work.
     """
 
     name: str
@@ -72,7 +74,8 @@ class DeviceRates:
     submit_s: float = 0.0
 
     def checked(self) -> DeviceRates:
-        """Return these rates, which came from a file or another process. Raises ValueError: one is not above zero, or there is no width."""
+        """Return these rates, which came from a file or another process. Raises ValueError: one is not above zero, or
+        there is no width."""
         if not self.widths or not all(math.isfinite(number) and number > 0 for number in self.numbers()):
             raise ValueError("every rate must be above zero, and there must be at least one width")
         return self

@@ -1,7 +1,9 @@
-"""What stays on a device that has memory to spare: weights of some layers from step to step, and products of some layers' forward.
+"""What stays on a device that has memory to spare: weights of some layers from step to step, and products of some
+layers' forward.
 
-A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A layer whose products
-are kept takes them again when backward recomputes it, and computes only the cheap operations between them. Neither changes a bit.
+A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A layer
+whose products are kept takes them again when backward recomputes it, and computes only the cheap operations between
+them. Neither changes a bit.
 
 Units: bytes, unless a name says elements. Torch-free.
 Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): spare memory of a GPU, used by plan.
@@ -28,16 +30,19 @@ SPARE_USABLE = 0.95
 
 
 def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
-    """The layers whose weights stay, evenly spread: while one of them computes, the next one that does not stay is on its way."""
+    """The layers whose weights stay, evenly spread: while one of them computes, the next one that does not stay is on
+    its way."""
     layers = [unit for unit in layout.units if unit.kind == "layer"]
     total = len(layers)
     return [unit for i, unit in enumerate(layers) if (i + 1) * num_layers // total > i * num_layers // total]
 
 
 def product_bytes(folder: ModelFolder, recipe: Recipe, execution: Execution) -> int:
-    """What the products of one layer take for all tokens of a step: projections, but for one that backward skips, and attention.
+    """What the products of one layer take for all tokens of a step: projections, but for one that backward skips, and
+    attention.
 
-    With adapters, both products of each. 0 for layers whose products are not counted: experts, and attention that is not ours.
+    With adapters, both products of each. 0 for layers whose products are not counted: experts, and attention that is
+    not ours.
     """
     layout, model = folder.layout, folder.shape
     if model.experts is not None or model.needs_masks or model.latent_size:
@@ -60,9 +65,9 @@ def product_bytes(folder: ModelFolder, recipe: Recipe, execution: Execution) -> 
 
 
 def skips_projection(folder: ModelFolder) -> bool:
-    """Whether backward leaves out a layer's last projection, as `Template.skips_projection` finds by running one: its output is only
-    added to the residual, unless a norm comes in between, or it has a magnitude (DoRA), whose gradient is made of it. Only a dense
-    layer's."""
+    """Whether backward leaves out a layer's last projection, as `Template.skips_projection` finds by running one: its
+    output is only added to the residual, unless a norm comes in between, or it has a magnitude (DoRA), whose gradient
+    is made of it. Only a dense layer's."""
     model = folder.shape
     layer = next(unit for unit in folder.layout.units if unit.kind == "layer")
     names = [tensor.name for tensor in layer.tensors]
@@ -85,10 +90,11 @@ def choose_residency(
     resident_bytes: Callable[[int], int],
     layer_product_bytes: int,
 ) -> Residency:
-    """What to keep in `room_bytes`, by the predicted seconds of a step. Weights or products that save too little are not kept.
+    """What to keep in `room_bytes`, by the predicted seconds of a step. Weights or products that save too little are
+    not kept.
 
-    Products save most where compute is what takes long, weights where the link is: each share of the room is tried for weights, with the
-    rest for products. `resident_bytes` is what the weights of a number of layers take.
+    Products save most where compute is what takes long, weights where the link is: each share of the room is tried for
+    weights, with the rest for products. `resident_bytes` is what the weights of a number of layers take.
     """
 
     def of(num_resident: int, num_products: int) -> Residency:

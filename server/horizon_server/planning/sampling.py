@@ -1,4 +1,5 @@
-"""The host memory that answering prompts takes: from a model folder, on the host device in fp32, and in a job's evaluations. Torch-free.
+"""The host memory that answering prompts takes: from a model folder, on the host device in fp32, and in a job's
+evaluations. Torch-free.
 
 Units: bytes.
 """
@@ -40,7 +41,8 @@ class SampleMemory:
 
 
 def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:
-    """The store's layout for weights that are only read, and an adapter that is merged into them: what it adds takes both halves.
+    """The store's layout for weights that are only read, and an adapter that is merged into them: what it adds takes
+    both halves.
 
     Raises:
         InvalidModel: the adapter is of another model.
@@ -51,7 +53,8 @@ def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> 
 
 
 def trained_layout(folder: Path, train: TrainSpec) -> StoreLayout:
-    """The store's layout for weights that are only read, with a job's adapters next to a base that is kept as it was trained on.
+    """The store's layout for weights that are only read, with a job's adapters next to a base that is kept as it was
+    trained on.
 
     Raises: InvalidModel, InvalidSpec as `open_for_training`.
     """
@@ -85,7 +88,8 @@ def cache_limit_bytes(spec: JobSpec, folder: ModelFolder) -> int:
 def with_answers(ledger: Ledger, spec: JobSpec, folder: ModelFolder) -> Ledger:
     """The ledger of a job with the host memory that the answers of its evaluations take, where it asks for any.
 
-    Weights in flight are in the place of those of training. The rest is the cache, and what a layer computes with on the longest prompt.
+    Weights in flight are in the place of those of training. The rest is the cache, and what a layer computes with on
+    the longest prompt.
     """
     if spec.eval.generate is None:
         return ledger

@@ -1,6 +1,7 @@
 """What a job asks for that cannot be done, or is likely not meant, although nothing refuses it. Torch-free.
 
-Each warning is one sentence, which names the field and what to write instead; `job plan`, `queue simulate` and `job submit` show the same.
+Each warning is one sentence, which names the field and what to write instead; `job plan`, `queue simulate` and `job
+submit` show the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _MOST_LEARNING_RATE = 0.02
 
 
 def spec_warnings(spec: JobSpec, found: ModelFolder, *, num_steps: int | None, estimated: bool) -> list[str]:
-    """Return the warnings of a job of this model. `num_steps` are the whole job's where known, by estimate where `estimated`."""
+    """Return the warnings of a job of this model. `num_steps` are the whole job's where known, by estimate where
+    `estimated`."""
     return [
         *_of_the_schedule(spec, num_steps, estimated=estimated),
         *_of_adapters(spec, found),
@@ -28,7 +30,8 @@ def _of_the_schedule(spec: JobSpec, num_steps: int | None, *, estimated: bool) -
     train = spec.train
     if train.learning_rate > _MOST_LEARNING_RATE:
         yield (
-            f"train.learning_rate is {train.learning_rate:g}, far above what AdamW trains language models with (1e-6 to 1e-3): the loss "
+            f"train.learning_rate is {train.learning_rate:g}, far above what AdamW trains language models with (1e-6 "
+            "to 1e-3): the loss "
             "will most likely not fall; write for example 1.0e-5, or 2.0e-4 with train.trainable: lora"
         )
     # The schedule is that of all steps, whatever limits ends the job earlier.
@@ -38,8 +41,8 @@ def _of_the_schedule(spec: JobSpec, num_steps: int | None, *, estimated: bool) -
         if train.max_steps is None:
             of_job = f"the job has {'about ' if estimated else ''}{steps} steps"
         yield (
-            f"train.warmup_steps is {train.warmup_steps} and {of_job}, so the learning rate never reaches train.learning_rate; use a "
-            f"train.warmup_steps well below {steps}"
+            f"train.warmup_steps is {train.warmup_steps} and {of_job}, so the learning rate never reaches "
+            f"train.learning_rate; use a train.warmup_steps well below {steps}"
         )
 
 
@@ -54,16 +57,17 @@ def _of_adapters(spec: JobSpec, found: ModelFolder) -> Iterator[str]:
     if small:
         side, name = small[0]
         yield (
-            f"train.lora.rank is {rank}, and {len(small)} of {len(adapted)} adapted matrices are smaller than that ({name} is "
-            f"{' by '.join(map(str, shapes[name]))}): what is above {side} takes memory and adds nothing there; use a train.lora.rank well "
-            f"below {side}, or train.trainable: all"
+            f"train.lora.rank is {rank}, and {len(small)} of {len(adapted)} adapted matrices are smaller than that "
+            f"({name} is {' by '.join(map(str, shapes[name]))}): what is above {side} takes memory and adds nothing "
+            f"there; use a train.lora.rank well below {side}, or train.trainable: all"
         )
 
 
 def _of_evaluations(spec: JobSpec, found: ModelFolder) -> Iterator[str]:
     if spec.eval_every_steps and not spec.eval_sets:
         yield (
-            f"eval_every_steps is {spec.eval_every_steps}, and the job has no eval set, so nothing is evaluated; set eval_dataset, "
+            f"eval_every_steps is {spec.eval_every_steps}, and the job has no eval set, so nothing is evaluated; set "
+            "eval_dataset, "
             "eval_fraction or eval.sets"
         )
     generate, positions = spec.eval.generate, found.shape.max_position_embeddings

@@ -1,8 +1,10 @@
-"""How long a step takes at given rates, by part: the schedule of `planning.step_work` played through on its four queues. Torch-free.
+"""How long a step takes at given rates, by part: the schedule of `planning.step_work` played through on its four
+queues. Torch-free.
 
-Units go through the queues as in the engine: a unit's upload waits for its slot and for the last step's update of it, its compute for
-the upload, its gradient's way down for the compute, and its update for the end of the step (with clipping) or for the gradient alone.
-So a phase takes as long as its slowest queue, and what is exposed at both ends of a step comes out of the play.
+Units go through the queues as in the engine: a unit's upload waits for its slot and for the last step's update of it,
+its compute for the upload, its gradient's way down for the compute, and its update for the end of the step (with
+clipping) or for the gradient alone. So a phase takes as long as its slowest queue, and what is exposed at both ends of
+a step comes out of the play.
 
 The host device's queues share the same processors and memory, so there all that they do adds up.
 
@@ -22,7 +24,8 @@ from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Bound, StepPrediction
 
-# The first step finds nothing updated, the second is like all later ones; one more, because queues may need a step to settle.
+# The first step finds nothing updated, the second is like all later ones; one more, because queues may need a step to
+# settle.
 _NUM_PLAYED = 3
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of attention's backward, scores computed again, in units of its forward."""
@@ -33,8 +36,9 @@ Parts = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """One unit's turn in a pass. `download_s` is what d2h does after it; `gradient` says that this is the unit's gradient. `unit` counts
-    from the embedding (0) to the head. A `resident` unit has a slot of its own in the ring's place."""
+    """One unit's turn in a pass. `download_s` is what d2h does after it; `gradient` says that this is the unit's
+    gradient. `unit` counts from the embedding (0) to the head. A `resident` unit has a slot of its own in the ring's
+    place."""
 
     unit: int
     ring: Ring
@@ -47,8 +51,8 @@ class Visit:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """A step as it was played. `ramp_s` is from its start to the first layer's start, `tail_s` from the last work to its end; both are
-    in `exposed_s`, in which compute has nothing to do."""
+    """A step as it was played. `ramp_s` is from its start to the first layer's start, `tail_s` from the last work to
+    its end; both are in `exposed_s`, in which compute has nothing to do."""
 
     step_s: float = 0.0
     compute_s: float = 0.0
@@ -74,8 +78,8 @@ class _Queues:
 
 
 def play(visits: Sequence[Visit], updates: Sequence[tuple[int, float]], *, updates_in_backward: bool) -> Timeline:
-    """Play the visits of one step again and again, and return the last step. `updates` are (unit, seconds) in the order of forward;
-    a unit may come twice, and what is read first waits for the first."""
+    """Play the visits of one step again and again, and return the last step. `updates` are (unit, seconds) in the order
+    of forward; a unit may come twice, and what is read first waits for the first."""
     queues, timeline = _Queues(), Timeline()
     in_backward: dict[int, float] = {}
     for unit, seconds in updates if updates_in_backward else ():
@@ -91,8 +95,8 @@ def play(visits: Sequence[Visit], updates: Sequence[tuple[int, float]], *, updat
 
 
 def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues: _Queues) -> Timeline:
-    """One step from where the last one has ended; its queues are idle then, but for the optimizer's. `in_backward` are the seconds of
-    updates that come as soon as a unit's gradient has landed."""
+    """One step from where the last one has ended; its queues are idle then, but for the optimizer's. `in_backward` are
+    the seconds of updates that come as soon as a unit's gradient has landed."""
     start = h2d = compute = d2h = queues.now
     slots: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
     gradients: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
@@ -127,9 +131,9 @@ def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """What each queue has to do in a step, had it the machine to itself. `layer_forward` and `layer_backward` are one layer's compute by
-    part, `head` and `embedding` likewise; the rest is by unit. The last `product_layers`, whose products stay, take `layer_kept` in
-    backward."""
+    """What each queue has to do in a step, had it the machine to itself. `layer_forward` and `layer_backward` are one
+    layer's compute by part, `head` and `embedding` likewise; the rest is by unit. The last `product_layers`, whose
+    products stay, take `layer_kept` in backward."""
 
     layer_forward: Parts
     layer_backward: Parts
@@ -168,9 +172,11 @@ class Seconds:
         }
         embedding = {"embedding": work.embedding.gradient_bytes / width.elementwise_bytes_per_s}
         for parts, launch_s in (
-            (forward, rates.forward_launch_s), (backward, rates.backward_launch_s), (kept, rates.backward_launch_s),
+            (forward, rates.forward_launch_s),
+            (backward, rates.backward_launch_s),
+            (kept, rates.backward_launch_s),
             (embedding, rates.ends_launch_s),
-        ):  # fmt: skip
+        ):
             launches_s = launch_s * work.num_micro_batches
             # A device of its own works while the host starts what comes next.
             hidden_s = 0.0 if rates.launches_add else sum(parts.values())
@@ -195,9 +201,12 @@ class Seconds:
         backward = sum(visit.ring == "layer" and visit.gradient for visit in self.visits)
         kept = min(self.product_layers, backward)
         for parts, times in (
-            (self.layer_forward, forward), (self.layer_backward, backward - kept), (self.layer_kept, kept), (self.head, 1),
+            (self.layer_forward, forward),
+            (self.layer_backward, backward - kept),
+            (self.layer_kept, kept),
+            (self.head, 1),
             (self.embedding, sum(visit.unit == 0 and visit.gradient for visit in self.visits)),
-        ):  # fmt: skip
+        ):
             for name, seconds in parts.items():
                 total[name] = total.get(name, 0.0) + times * seconds
         return total
@@ -227,33 +236,48 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
         Visit(unit=0, ring="edge", upload_s=rows_up_s, compute_s=0.0),
         *(
             Visit(
-                unit=index, ring="layer", upload_s=unit.upload_bytes / up, compute_s=forward_s,
-                download_s=unit.offload_bytes / down, resident=unit.resident,
+                unit=index,
+                ring="layer",
+                upload_s=unit.upload_bytes / up,
+                compute_s=forward_s,
+                download_s=unit.offload_bytes / down,
+                resident=unit.resident,
             )
             for index, unit in numbered
         ),
         Visit(
-            unit=head, ring="edge", upload_s=work.head_traffic.upload_bytes / up, compute_s=head_s,
-            download_s=work.head_traffic.download_bytes / down, gradient=True,
+            unit=head,
+            ring="edge",
+            upload_s=work.head_traffic.upload_bytes / up,
+            compute_s=head_s,
+            download_s=work.head_traffic.download_bytes / down,
+            gradient=True,
         ),
         *(
             Visit(
-                unit=index, ring="layer",
+                unit=index,
+                ring="layer",
                 upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up,
                 compute_s=kept_s if index >= first_kept else backward_s,
-                download_s=unit.download_bytes / down, gradient=True, resident=unit.resident,
+                download_s=unit.download_bytes / down,
+                gradient=True,
+                resident=unit.resident,
             )
             for index, unit in reversed(numbered)
             if index >= work.first_trained
         ),
         *(
             Visit(
-                unit=0, ring="edge", upload_s=rows_up_s, compute_s=embedding_s,
-                download_s=rows_down_s + rows.clear_host_bytes / rates.zero_bytes_per_s, gradient=True,
+                unit=0,
+                ring="edge",
+                upload_s=rows_up_s,
+                compute_s=embedding_s,
+                download_s=rows_down_s + rows.clear_host_bytes / rates.zero_bytes_per_s,
+                gradient=True,
             )
             for _ in range(work.first_trained == 0)
         ),
-    )  # fmt: skip
+    )
 
 
 def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...]:
@@ -277,8 +301,10 @@ def predict_step(
     seconds = Seconds.of(work, rates)
     queues = seconds.busy()
     parts = seconds.compute() | {
-        "upload": queues["h2d"], "download": queues["d2h"], "adamw": queues["host memory"],
-    }  # fmt: skip
+        "upload": queues["h2d"],
+        "download": queues["d2h"],
+        "adamw": queues["host memory"],
+    }
     # Python starts all work of a step before it waits, and holds up the thread that launches kernels meanwhile.
     submit_s = rates.submit_s * (20 * len(work.layers) + 2 * (len(work.layers) + 1) * work.num_micro_batches)
     if shares_processors:
@@ -302,8 +328,9 @@ def predict_step(
 
 
 def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bool) -> float:
-    """Return the seconds of a pass forward over the tokens of a step, for their log-probabilities: nothing is kept for a backward, nothing
-    comes down, and no weight has changed since it was last on the device. `shares_processors` as in `predict_step`."""
+    """Return the seconds of a pass forward over the tokens of a step, for their log-probabilities: nothing is kept for
+    a backward, nothing comes down, and no weight has changed since it was last on the device. `shares_processors` as in
+    `predict_step`."""
     seconds, width = Seconds.of(work, rates), rates.at(work.hidden_size)
     gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
     head_s = work.head.forward_flops / gemm + work.head.forward_bytes / width.head_bytes_per_s

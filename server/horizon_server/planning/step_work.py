@@ -1,7 +1,8 @@
-"""What the schedule does in one optimizer step, counted: operations, bytes of memory traffic, bytes over the link. Torch-free.
+"""What the schedule does in one optimizer step, counted: operations, bytes of memory traffic, bytes over the link.
+Torch-free.
 
-What is not known before the data is prepared is taken at its upper end: all tokens are trained on, each row is one document as long
-as `sequence_length`, no two tokens are the same.
+What is not known before the data is prepared is taken at its upper end: all tokens are trained on, each row is one
+document as long as `sequence_length`, no two tokens are the same.
 
 Units: floating-point operations, bytes. D = hidden size, T = tokens of a step.
 Source: docs/engine.md, "One step of training", and docs/architecture.md, "How fast a job will be".
@@ -25,17 +26,21 @@ _FP32 = 4
 _FORWARD_SHARE = 1 / 3
 """Of a model's own operations; backward is twice that, and recomputes the layers' forward besides."""
 
-# Of one logit in bf16: itself, in fp32 through softmax, loss and gradient, and back. Fused, it becomes its own gradient in place.
+# Of one logit in bf16: itself, in fp32 through softmax, loss and gradient, and back. Fused, it becomes its own gradient
+# in place.
 LOGIT_BYTES, FUSED_LOGIT_BYTES = 44.0, 8.2
 # Of every gradient a cuda device takes the norm and rounds a copy to bf16, half of it in the shadow of compute.
 _NORM_AND_CAST_BYTES: Mapping[DeviceKind, int] = {"host": 0, "cuda": 5}
-# Of one embedding row's element per micro-batch: its gradient is cleared, written, rounded and added up, in units of the element.
+# Of one embedding row's element per micro-batch: its gradient is cleared, written, rounded and added up, in units of
+# the element.
 _ROW_GRADIENT_PASSES = 9
 
 
-# Of a weight's element while its norms are computed, besides reading it: written in fp32, the adapter's product added, squared.
+# Of a weight's element while its norms are computed, besides reading it: written in fp32, the adapter's product added,
+# squared.
 _NORM_BYTES = 4 * _FP32
-# Of an output of a map with magnitudes: both products read, scaled, added up, and added to the output; then their gradients.
+# Of an output of a map with magnitudes: both products read, scaled, added up, and added to the output; then their
+# gradients.
 _SCALED_ACCESSES, _SCALED_BACKWARD_ACCESSES = 11, 14
 
 
@@ -45,11 +50,11 @@ class EngineFacts:
     `TODAY` has those that are made.
 
     `fused` layers and `fused_head`
-    read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32 gradient
-    themselves. `sends_rows`: the optimizer updates the embedding rows in use first, and their gradients travel as rows.
-    `two_pass_head`: the head runs forward for the log-probabilities before it runs for the gradients, as objectives need.
-    `keeps_embedding`: table, moments and gradient of the embedding are on the device. `skips_projection`: the recompute leaves out
-    the layer's last product, whose result no gradient needs.
+    read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32
+    gradient themselves. `sends_rows`: the optimizer updates the embedding rows in use first, and their gradients travel
+    as rows. `two_pass_head`: the head runs forward for the log-probabilities before it runs for the gradients, as
+    objectives need. `keeps_embedding`: table, moments and gradient of the embedding are on the device.
+    `skips_projection`: the recompute leaves out the layer's last product, whose result no gradient needs.
     """
 
     fused: bool = False
@@ -66,7 +71,8 @@ TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """One layer over all tokens of a step. `attention_flops` are those of one forward; `accumulate_bytes` are of all micro-batches."""
+    """One layer over all tokens of a step. `attention_flops` are those of one forward; `accumulate_bytes` are of all
+    micro-batches."""
 
     forward_flops: float
     recompute_flops: float
@@ -80,8 +86,8 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWork:
-    """The output projection and the loss over all tokens of a step, forward and backward. `forward_*` are one forward by itself, for the
-    log-probabilities."""
+    """The output projection and the loss over all tokens of a step, forward and backward. `forward_*` are one forward
+    by itself, for the log-probabilities."""
 
     flops: float
     elementwise_bytes: float
@@ -92,9 +98,9 @@ class HeadWork:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes` is the device
-    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory. What is
-    trained of a `resident` unit goes up once a step."""
+    """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes`
+    is the device memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves
+    through host memory. What is trained of a `resident` unit goes up once a step."""
 
     upload_bytes: float
     download_bytes: float
@@ -106,9 +112,10 @@ class UnitTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingTraffic:
-    """The rows in use on their way up and down, a tied table's whole gradient, the part of the host's gradient that is cleared for the
-    rows, and the device memory traffic of the rows' gradient.
-    `first_update_bytes` is what must be updated before the rows may go up, `last_update_bytes` the rest of the table."""
+    """The rows in use on their way up and down, a tied table's whole gradient, the part of the host's gradient that is
+    cleared for the rows, and the device memory traffic of the rows' gradient.
+    `first_update_bytes` is what must be updated before the rows may go up, `last_update_bytes` the rest of the
+    table."""
 
     rows_up_bytes: float
     rows_down_bytes: float
@@ -121,8 +128,8 @@ class EmbeddingTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an average layer. The last
-    `product_layers` recompute no products. Backward ends at the `first_trained` unit."""
+    """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an
+    average layer. The last `product_layers` recompute no products. Backward ends at the `first_trained` unit."""
 
     num_tokens: int
     hidden_size: int
@@ -214,7 +221,8 @@ class _Counter:
     @property
     def accumulate_bytes(self) -> float:
         """Device memory traffic of adding one weight's gradient to its fp32 sum, once per micro-batch or chunk."""
-        # A product that adds to its output hides a part of reading and writing it. Estimated: 3.5 of 8 bytes stay visible.
+        # A product that adds to its output hides a part of reading and writing it. Estimated: 3.5 of 8 bytes stay
+        # visible.
         return 3.5 if self.facts.accumulates_in_gemm else self.element + 2 * _FP32
 
     def layer(self) -> LayerWork:
@@ -234,7 +242,8 @@ class _Counter:
         forward += norm_bytes + _SCALED_ACCESSES * output_bytes
         recompute += norm_bytes + _SCALED_ACCESSES * output_bytes
         backward += _SCALED_BACKWARD_ACCESSES * output_bytes
-        # Where inputs are dropped, what a magnitude multiplies is a second product of the weight, with a gradient of its inputs.
+        # Where inputs are dropped, what a magnitude multiplies is a second product of the weight, with a gradient of
+        # its inputs.
         again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.recipe.adapter_dropout else 0.0
         return LayerWork(
             forward_flops=own_flops * _FORWARD_SHARE + again_flops,
@@ -322,8 +331,8 @@ class _Counter:
 def elementwise_bytes(model: ModelShape, element: int, *, fused: bool) -> tuple[float, float, float]:
     """Memory traffic of everything in a layer that is not a product, for one token: forward, recompute, backward.
 
-    Counted kernel by kernel on a layer with RMSNorm, rotary positions and SwiGLU in bf16, by hidden elements, elements of query and
-    key, and inner elements of the feed-forward part (of all experts that a token visits).
+    Counted kernel by kernel on a layer with RMSNorm, rotary positions and SwiGLU in bf16, by hidden elements, elements
+    of query and key, and inner elements of the feed-forward part (of all experts that a token visits).
     """
     hidden, experts, inner = model.hidden_size, model.experts, model.intermediate_size
     rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
@@ -334,7 +343,8 @@ def elementwise_bytes(model: ModelShape, element: int, *, fused: bool) -> tuple[
         forward = 24 * hidden + 4 * rotated + 6 * inner
         backward = 58 * hidden + 4 * rotated + 10 * inner
     else:
-        # Two norms of 8 kernels each 72, two residuals 12, the copy of the output 4; backward: norms 184, sums of gradients 37.
+        # Two norms of 8 kernels each 72, two residuals 12, the copy of the output 4; backward: norms 184, sums of
+        # gradients 37.
         forward = 88 * hidden + 20 * rotated + 10 * inner
         backward = 221 * hidden + 34 * rotated + 18 * inner
     scale = element / 2

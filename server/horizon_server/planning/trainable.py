@@ -1,4 +1,5 @@
-"""What of a model a job trains: its folder, with the store laid out for that, the same for the plan and for the worker. Torch-free."""
+"""What of a model a job trains: its folder, with the store laid out for that, the same for the plan and for the worker.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from horizon_server.store.layout import with_decay, with_trained
 
 
 def open_for_training(folder: Path, train: TrainSpec) -> ModelFolder:
-    """Open a model folder, laid out for a job: what is frozen has no moments and no gradient, and no `lo` half where it is in bfloat16.
+    """Open a model folder, laid out for a job: what is frozen has no moments and no gradient, and no `lo` half where it
+    is in bfloat16.
 
     Raises:
         InvalidModel: the folder cannot be trained from.
-        InvalidSpec: an expression of `train.trainable`, `train.lora.targets` or `train.lr_groups` fits no tensor or changes nothing, or
-            nothing is trained.
+        InvalidSpec: an expression of `train.trainable`, `train.lora.targets` or `train.lr_groups` fits no tensor or
+            changes nothing, or nothing is trained.
     """
     found = open_model_folder(folder)
     layout = with_decay(found.layout, train.decay)

@@ -1,6 +1,8 @@
-"""What computing takes beside what is stored: what autograd keeps of a layer, a logits chunk, an allocator's peak, a heap.
+"""What computing takes beside what is stored: what autograd keeps of a layer, a logits chunk, an allocator's peak, a
+heap.
 
-The formulas were counted on real layers, and what frameworks allocate by themselves is calibrated, and says so. Torch-free.
+The formulas were counted on real layers, and what frameworks allocate by themselves is calibrated, and says so.
+Torch-free.
 
 Units: bytes, unless a name says elements.
 """
@@ -15,19 +17,21 @@ from horizon_server.records.execution import DeviceKind
 from horizon_server.store.layout import PACKED_PIECE_ELEMENTS, StoreLayout
 
 CUBLAS_BYTES = 2 * (32 << 20)
-"""cuBLAS's workspace, 32 MiB on Hopper for each handle: compute's thread and autograd's have one each. It is in torch's allocator."""
+"""cuBLAS's workspace, 32 MiB on Hopper for each handle: compute's thread and autograd's have one each. It is in torch's
+allocator."""
 
 EMBEDDING_GRADIENT_TOKENS = 1 << 14
 """Tokens whose gradients are added up into rows of the embedding at once: each time touches all rows in use."""
 
 _FP32 = 4
 _BF16 = 2
-# Calibrated on packed rows of 32,768 tokens of a small qwen3: what the heap keeps for each byte of a layer's backward, because freed blocks
-# do not fit later ones. Blocks above the second figure go back to the system.
+# Calibrated on packed rows of 32,768 tokens of a small qwen3: what the heap keeps for each byte of a layer's backward,
+# because freed blocks do not fit later ones. Blocks above the second figure go back to the system.
 _RETAINED_SHARE: Mapping[int, float] = {_FP32: 0.38, _BF16: 0.78}
 _KEPT_BLOCK_BYTES = 64 << 20
 
-# For each element of a hidden state: seven planes in fp32 and what the norm was given, less what goes before the last comes.
+# For each element of a hidden state: seven planes in fp32 and what the norm was given, less what goes before the last
+# comes.
 _NORM_BACKWARD_BYTES = 27
 TOKEN_BYTES = 5 * 8
 """Of a step's token on the device: its id, row, position, place and target."""
@@ -61,35 +65,40 @@ class CountedScores(Protocol):
 
 
 def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
-    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's logits near a size that suits the device."""
+    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's logits near a size that suits the
+    device."""
     return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_ELEMENTS[device_kind] // vocab_size))
 
 
 def unpacking_bytes(layout: StoreLayout) -> int:
-    """What turning a piece of a packed tensor into numbers takes: its codes as indices, their levels, their scales, the products."""
+    """What turning a piece of a packed tensor into numbers takes: its codes as indices, their levels, their scales, the
+    products."""
     packed = [tensor for _, tensor in layout.tensors() if tensor.packing != "none"]
     per_element = {"int8": _FP32, "nf4": 2 + 3 * _FP32}
     return max((min(t.num_elements, PACKED_PIECE_ELEMENTS) * per_element[t.packing] for t in packed), default=0)
 
 
 def chunk_bytes(model: ModelShape, tokens_per_step: int, element_bytes: int) -> int:
-    """A logits chunk on the host: the logits, which become their own gradient, and three hidden states that autograd keeps."""
+    """A logits chunk on the host: the logits, which become their own gradient, and three hidden states that autograd
+    keeps."""
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
     return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * element_bytes
 
 
 def call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
-    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row where it needs one."""
+    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row where it
+    needs one."""
     mask_bytes = (2 * element_bytes if model.softcaps_attention else 1) if model.needs_masks else 0
     per_token = 2 * model.head_dim * element_bytes + 8 + row_tokens * mask_bytes
     return tokens_per_step * per_token
 
 
 def layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
-    """What autograd keeps of one layer for one row, counted on Qwen3 (the normed q and k make it the largest of its kind).
+    """What autograd keeps of one layer for one row, counted on Qwen3 (the normed q and k make it the largest of its
+    kind).
 
-    Attention without masks keeps queries, keys, values, its output and a number per head. With a mask it sees T bytes more per token,
-    and repeats the keys for every head; a soft cap then makes it keep its scores, twice.
+    Attention without masks keeps queries, keys, values, its output and a number per head. With a mask it sees T bytes
+    more per token, and repeats the keys for every head; a soft cap then makes it keep its scores, twice.
     """
     query = model.num_attention_heads * model.head_dim
     key = model.num_key_value_heads * model.head_dim
@@ -106,7 +115,8 @@ def layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
 
 
 def norm_input_elements(model: ModelShape, row_tokens: int) -> int:
-    """What a layer that computes in bf16 keeps besides, counted on Qwen3: its norms compute in fp32 and keep their inputs in it."""
+    """What a layer that computes in bf16 keeps besides, counted on Qwen3: its norms compute in fp32 and keep their
+    inputs in it."""
     query = model.num_attention_heads * model.head_dim
     key = model.num_key_value_heads * model.head_dim
     return (3 * model.hidden_size + query + key) * row_tokens
@@ -115,8 +125,8 @@ def norm_input_elements(model: ModelShape, row_tokens: int) -> int:
 def _inner_saved_elements(model: ModelShape) -> int:
     """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
 
-    Every expert that a token visits keeps what a feed-forward part of its size would, its input and output, and where it went.
-    A model that has experts in some layers only is as large as its largest layer.
+    Every expert that a token visits keeps what a feed-forward part of its size would, its input and output, and where
+    it went. A model that has experts in some layers only is as large as its largest layer.
     """
     dense = 4 * model.intermediate_size
     experts = model.experts
@@ -147,14 +157,16 @@ def largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
 
 
 def cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
-    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name: a layer's backward, a logits chunk, or
-    the rows of the embedding. A test tracks the allocations of the real code in bf16 and compares; no GPU has confirmed it yet.
+    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name: a layer's backward, a
+    logits chunk, or the rows of the embedding. A test tracks the allocations of the real code in bf16 and compares; no
+    GPU has confirmed it yet.
     """
     vocabulary, hidden = model.vocab_size, model.hidden_size
     # Scores in fp32 and in bf16, and the gradients of both.
     scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
     layer_bytes = _cuda_layer_bytes(layout, model, row_tokens) + scores_bytes
-    # The logits, which become their own gradient, until the backward of the norm before them is over. The projection's goes to its slot.
+    # The logits, which become their own gradient, until the backward of the norm before them is over. The projection's
+    # goes to its slot.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(vocabulary, "cuda"))
     head_bytes = chunk_tokens * (vocabulary * _BF16 + hidden * _NORM_BACKWARD_BYTES)
     # Some tokens' gradients and those of all rows in use.
@@ -175,14 +187,15 @@ def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -
     if "qkv" in names:
         # Queries and keys are copies of their parts of one product, which stays.
         attention += _BF16 * (2 * query + key)
-    # Two norms, each with a copy of its input in fp32, its result in bf16 twice, the sum that it reads, and one gradient. One with a bias
-    # is a single operation of torch's, which makes no copies.
+    # Two norms, each with a copy of its input in fp32, its result in bf16 twice, the sum that it reads, and one
+    # gradient. One with a bias is a single operation of torch's, which makes no copies.
     norms = (9 if "norm.bias" in names or "ln_1.bias" in names else 18) * hidden
     scores = 8 * heads * row_tokens if model.softcaps_attention else 0
     planes = 6 if "gate" in names else 7
     moments = [norms + scores + _BF16 * planes * inner]
     if "post_feedforward" in names or "post_mlp" in names:
-        # The backward of a norm after the feed-forward part, in fp32, while that part has still to come; some have norms before it too.
+        # The backward of a norm after the feed-forward part, in fp32, while that part has still to come; some have
+        # norms before it too.
         moments.append((50 if "input_layernorm" in names else 40) * hidden + scores + _BF16 * 4 * inner)
     if model.softcaps_attention:
         # Probabilities, two gradients in fp32 and the cap's own result.
@@ -211,7 +224,8 @@ def heap_bytes(
     *,
     counted: CountedScores | None = None,
 ) -> int:
-    """The heap of a worker that computes on the host, calibrated against peak RSS. `counted` replaces the planes of scores.
+    """The heap of a worker that computes on the host, calibrated against peak RSS. `counted` replaces the planes of
+    scores.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
     add up instead of sharing their room: one layer's backward, one logits chunk, the embedding rows in both directions.
@@ -219,8 +233,8 @@ def heap_bytes(
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
     largest_weight = largest_weight_elements(layout, model)
-    # Scores that are kept have a gradient, and so has the softmax's input; where attention is written out in the model's class
-    # (no kernel fuses it on cuda either), the mask makes a copy as well.
+    # Scores that are kept have a gradient, and so has the softmax's input; where attention is written out in the
+    # model's class (no kernel fuses it on cuda either), the mask makes a copy as well.
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     small_elements = layer_saved_elements(model, row_tokens) + backward_elements
@@ -229,7 +243,8 @@ def heap_bytes(
         unfused_bytes = row_tokens * (counted.peak_per_pair * row_tokens + counted.small_per_token)
         unfused_elements = int(unfused_bytes) // _FP32
     layer_elements = small_elements + unfused_elements + largest_weight
-    # Logits, the gradient of their hidden states, and a block of rows in fp32; where weights are in bf16, the projection's gradient too.
+    # Logits, the gradient of their hidden states, and a block of rows in fp32; where weights are in bf16, the
+    # projection's gradient too.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
     head_bytes = chunk_tokens * (model.vocab_size + model.hidden_size) * element_bytes
     head_bytes += 3 * max(_BLOCK_ELEMENTS, model.vocab_size) * _FP32
@@ -252,7 +267,8 @@ def heap_bytes(
 
 
 def _block_elements(model: ModelShape, row_tokens: int) -> int:
-    """Scores of a block of queries in attention without masks that no kernel fuses, and what is computed of them in a backward."""
+    """Scores of a block of queries in attention without masks that no kernel fuses, and what is computed of them in a
+    backward."""
     if not model.attends_in_blocks:
         return 0
     return 5 * max(BLOCK_SCORES, BLOCK_QUERIES * model.num_attention_heads * row_tokens)

@@ -25,6 +25,6 @@ class AuditEntry:
     """A method such as JobService.CancelJob, or a command such as horizond user add."""
     resource: str
     outcome: str
-    """OK, or the reason of the error; UNKNOWN from before the change until it is known how it ended, so also where the daemon was killed
-    in between."""
+    """OK, or the reason of the error; UNKNOWN from before the change until it is known how it ended, so also where the
+    daemon was killed in between."""
     detail: str

@@ -22,7 +22,8 @@ EMPTY_SHA256 = hashlib.sha256().hexdigest()
 _MAX_SEGMENT_BYTES = 255
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PATH_RULE = (
-    f"a relative path with forward slashes, of at most {MAX_PATH_BYTES} bytes, without '.', '..', empty parts, backslashes or "
+    f"a relative path with forward slashes, of at most {MAX_PATH_BYTES} bytes, without '.', '..', empty parts, "
+    "backslashes or "
     "control characters"
 )
 
@@ -72,7 +73,8 @@ class BlobStatus:
 
 
 def check_ref(ref: BlobRef, *, max_bytes: int, field: str = "blob") -> None:
-    """Refuse what cannot name a content. Raises InvalidSpec for an impossible sha256 or size; TooLarge above `max_bytes`."""
+    """Refuse what cannot name a content. Raises InvalidSpec for an impossible sha256 or size; TooLarge above
+    `max_bytes`."""
     if problems := _ref_problems(ref, field):
         raise InvalidSpec(problems[0].description, violations=problems)
     if ref.size_bytes > max_bytes:

@@ -1,4 +1,5 @@
-"""How a job runs on a machine. The planner decides it once; ledger, forecast, worker and engine read it as it is. Torch-free."""
+"""How a job runs on a machine. The planner decides it once; ledger, forecast, worker and engine read it as it is.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from horizon_server.texts import size_text
 
 DeviceKind = Literal["host", "cuda"]
 ComputeDtype = Literal["float32", "bfloat16"]
-"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it is."""
+"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it
+is."""
 ActivationPlacement = Literal["device", "host"]
 
-# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its store's `hi` plane has.
+# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its
+# store's `hi` plane has.
 DEFAULT_COMPUTE_DTYPE: Mapping[DeviceKind, ComputeDtype] = {"host": "float32", "cuda": "bfloat16"}
 ELEMENT_BYTES: Mapping[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
 """Of a weight on its way up, a hidden state, and a gradient that has left the device."""
@@ -26,8 +29,9 @@ NUM_SLOTS = 2
 class Residency:
     """What stays on a device that has memory to spare, and what that buys.
 
-    The weights of `resident_layers` stay from step to step. The last `product_layers` keep the products of their forward for their
-    backward, up to `product_bytes`. `saved_share` is the predicted part of a step's time that it saves.
+    The weights of `resident_layers` stay from step to step. The last `product_layers` keep the products of their
+    forward for their backward, up to `product_bytes`. `saved_share` is the predicted part of a step's time that it
+    saves.
     """
 
     resident_layers: int = 0
@@ -57,8 +61,9 @@ NOTHING_STAYS = Residency()
 class Execution:
     """On what a job computes, in which numbers, and where things are meanwhile. None of it is part of the job's spec.
 
-    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens` (also what dropout and noise
-    draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in which order sums are made.
+    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens` (also what
+    dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in which order sums are
+    made.
     """
 
     device_kind: DeviceKind = "host"
@@ -78,8 +83,8 @@ class Execution:
     activation_placement: ActivationPlacement = "device"
     """Where layer inputs wait for backward."""
     micro_batch_tokens: int = 0
-    """Where the model keeps documents apart, they are computed up to this many tokens at a time, whatever row they are in; 0 computes row
-    by row."""
+    """Where the model keeps documents apart, they are computed up to this many tokens at a time, whatever row they are
+    in; 0 computes row by row."""
     residency: Residency = NOTHING_STAYS
     num_weight_slots: int = NUM_SLOTS
     num_gradient_slots: int = NUM_SLOTS

@@ -27,7 +27,8 @@ class JobState(StrEnum):
 
 
 class StopRequest(StrEnum):
-    """Why an attempt is to end before its job is done: one word in the job's record, in the order to its worker, and in the worker."""
+    """Why an attempt is to end before its job is done: one word in the job's record, in the order to its worker, and in
+    the worker."""
 
     NOTHING = ""
     CANCEL = "cancel"
@@ -186,12 +187,14 @@ class JobRecord:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end of a job on the device: from its last steps' pace, before the first step from the plan's prediction."""
+        """Seconds to the end of a job on the device: from its last steps' pace, before the first step from the plan's
+        prediction."""
         return self.remaining_device_s if self.job_state in RESIDENT else None
 
     @property
     def remaining_device_s(self) -> float | None:
-        """Seconds of a device's time that the job still needs; None while nothing is known of its steps' number or time."""
+        """Seconds of a device's time that the job still needs; None while nothing is known of its steps' number or
+        time."""
         if self.last_step is not None:
             return self.last_step.eta_s
         num_steps = self.num_steps or (self.plan and self.plan.num_steps) or self.spec.most_steps

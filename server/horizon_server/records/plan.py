@@ -14,8 +14,8 @@ Bound = Literal["compute", "h2d", "d2h", "host memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """A machine that a plan is asked about: its GPU by name, and 10^9 bytes per second of host memory and link. None leaves the link to
-    the GPU's data sheet, and host memory without a limit."""
+    """A machine that a plan is asked about: its GPU by name, and 10^9 bytes per second of host memory and link. None
+    leaves the link to the GPU's data sheet, and host memory without a limit."""
 
     gpu: str
     host_gbps: float
@@ -25,12 +25,13 @@ class PlannedMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """What a step is expected to take. `bound` is the queue that limits it; `total_s` is the whole job, where its steps are known, with the
-    pass before the first one.
+    """What a step is expected to take. `bound` is the queue that limits it; `total_s` is the whole job, where its steps
+    are known, with the pass before the first one.
 
-    `peak_flops_per_s` is the device's matrix product, which model FLOPs utilisation refers to; `model_flops_per_s` is what a step is
-    worth in its time. `parts_s` are seconds by kind of work, which overlap; `ramp` and `tail`, in which compute waits at a step's ends,
-    are parts of `exposed`. `machine` is what the rates belong to, and `measured` whether they were measured or estimated.
+    `peak_flops_per_s` is the device's matrix product, which model FLOPs utilisation refers to; `model_flops_per_s` is
+    what a step is worth in its time. `parts_s` are seconds by kind of work, which overlap; `ramp` and `tail`, in which
+    compute waits at a step's ends, are parts of `exposed`. `machine` is what the rates belong to, and `measured`
+    whether they were measured or estimated.
     """
 
     step_s: float
@@ -46,10 +47,12 @@ class StepPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePass:
-    """The pass over a job's data before its first step, for the log-probabilities of its starting weights, where its method needs them.
+    """The pass over a job's data before its first step, for the log-probabilities of its starting weights, where its
+    method needs them.
 
-    `num_tokens` are those of all documents, trained and evaluated; None where the data is not known. `tokens_estimated`: they are
-    estimated from the size of the files, as the data is not prepared. A job that finds the numbers of an earlier one has no pass.
+    `num_tokens` are those of all documents, trained and evaluated; None where the data is not known.
+    `tokens_estimated`: they are estimated from the size of the files, as the data is not prepared. A job that finds the
+    numbers of an earlier one has no pass.
     """
 
     tokens_per_second: float
@@ -62,7 +65,8 @@ class ReferencePass:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Bytes by component, such as weights and moments. The host's sum is the worker process's; the device's is its arena."""
+    """Bytes by component, such as weights and moments. The host's sum is the worker process's; the device's is its
+    arena."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
@@ -80,7 +84,8 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Ledger):
-    """What is decided of a job before its first step: its memory by component, how it runs, and what to expect of that."""
+    """What is decided of a job before its first step: its memory by component, how it runs, and what to expect of
+    that."""
 
     execution: Execution = Execution()
     host_limit_bytes: int

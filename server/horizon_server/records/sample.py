@@ -54,8 +54,8 @@ class SampleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFigures:
-    """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included, and 0 where they were
-    in memory already; `duration_s` is from there to the last token.
+    """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included,
+    and 0 where they were in memory already; `duration_s` is from there to the last token.
     """
 
     num_prompt_tokens: int
@@ -69,10 +69,11 @@ class SampleFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAdapter:
-    """An adapter to answer with: its folder, the digest of its base, and the book that knows the digest of the folder answered from.
+    """An adapter to answer with: its folder, the digest of its base, and the book that knows the digest of the folder
+    answered from.
 
-    With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's evaluations; otherwise it is merged
-    into the base.
+    With `spec`, that of the job, it is computed next to the base as the job kept it, as in the job's evaluations;
+    otherwise it is merged into the base.
     """
 
     folder: Path
@@ -83,8 +84,8 @@ class SampleAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One call of the child. `folder` holds the model; of an adapter, its base. `answers` is the folder whose generation_config.json says
-    where answers end: that of the checkpoint, or where it is None, `folder`.
+    """One call of the child. `folder` holds the model; of an adapter, its base. `answers` is the folder whose
+    generation_config.json says where answers end: that of the checkpoint, or where it is None, `folder`.
     """
 
     folder: Path

@@ -1,4 +1,5 @@
-"""How jobs share the node: who has used how much of it, what users and projects may take, and what a job is waiting for."""
+"""How jobs share the node: who has used how much of it, what users and projects may take, and what a job is waiting
+for."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Literal
 from horizon_server.records.times import UnixTime
 
 NodeMode = Literal["open", "cordoned", "drained"]
-"""open: jobs start; cordoned: resident jobs continue and none starts; drained: resident jobs are checkpointed and queued too."""
+"""open: jobs start; cordoned: resident jobs continue and none starts; drained: resident jobs are checkpointed and
+queued too."""
 
 Holder = Literal["user", "project"]
 """What a weight or a quota belongs to."""
@@ -18,8 +20,9 @@ Holder = Literal["user", "project"]
 class Outlook:
     """Where a job that has not ended stands: why it is there, and when it is expected to start and to end.
 
-    `share` is the part of its device's time that it has while the present jobs share it; 0 while it waits. Times are Unix seconds, None
-    where nothing is known of them. `place` is its place in the order in which waiting jobs are considered now, from 1; 0 for others.
+    `share` is the part of its device's time that it has while the present jobs share it; 0 while it waits. Times are
+    Unix seconds, None where nothing is known of them. `place` is its place in the order in which waiting jobs are
+    considered now, from 1; 0 for others.
     """
 
     why: str
@@ -83,7 +86,8 @@ class Allowance:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a user has used in a project over a time. `stored_bytes` is what they have stored now, under no project in particular."""
+    """What a user has used in a project over a time. `stored_bytes` is what they have stored now, under no project in
+    particular."""
 
     project: str
     user: str
@@ -96,7 +100,8 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCondition:
-    """What an admin has set the node to. A maintenance window drains the node from `window_start_s` to `window_end_s` (Unix seconds)."""
+    """What an admin has set the node to. A maintenance window drains the node from `window_start_s` to `window_end_s`
+    (Unix seconds)."""
 
     mode: NodeMode = "open"
     message: str = ""

@@ -9,9 +9,15 @@ UnixTime = Annotated[float, "Unix seconds"]
 
 # Records have the participle, the wire has the verb.
 _VERBS = {
-    "created": "create", "queued": "queue", "started": "start", "ended": "end", "added": "add", "expires": "expire",
-    "revoked": "revoke", "last_used": "last_use",
-}  # fmt: skip
+    "created": "create",
+    "queued": "queue",
+    "started": "start",
+    "ended": "end",
+    "added": "add",
+    "expires": "expire",
+    "revoked": "revoke",
+    "last_used": "last_use",
+}
 _PARTICIPLES = {verb: participle for participle, verb in _VERBS.items()}
 
 

@@ -1,1 +1,2 @@
-"""Who is served next: pure arithmetic over jobs, shares and quotas. No clock, no database, no process: callers give the time."""
+"""Who is served next: pure arithmetic over jobs, shares and quotas. No clock, no database, no process: callers give the
+time."""

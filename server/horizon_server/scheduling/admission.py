@@ -1,14 +1,17 @@
 """Which waiting jobs are loaded now, which resident ones make room for them, and why the others wait.
 
-The order: first the job of a user without a resident job who has waited longer than `max_wait_s` and used no device in that time,
-the longest wait first; then urgent jobs; then users without a resident job before those with one, because a user's second job gets
-no more of the device; then the lowest use by weight, priority, and place in the queue. So no user waits behind others for longer than
-`max_wait_s` and the time in which memory becomes free; among a user's own jobs priority decides, however long they wait.
+The order: first the job of a user without a resident job who has waited longer than `max_wait_s` and used no device in
+that time, the longest wait first; then urgent jobs; then users without a resident job before those with one, because a
+user's second job gets no more of the device; then the lowest use by weight, priority, and place in the queue. So no
+user waits behind others for longer than `max_wait_s` and the time in which memory becomes free; among a user's own jobs
+priority decides, however long they wait.
 
-The first job in this order that the free memory does not hold is the *next* one. Memory is kept for it: later jobs may pass only where
-that does not delay its predicted start (backfill), and resident jobs of users above their share may be displaced by it.
+The first job in this order that the free memory does not hold is the *next* one. Memory is kept for it: later jobs may
+pass only where that does not delay its predicted start (backfill), and resident jobs of users above their share may be
+displaced by it.
 
-Of the jobs that fit, only a few are loaded at a time, in this order: the next one begins when one of them has asked for its first turn.
+Of the jobs that fit, only a few are loaded at a time, in this order: the next one begins when one of them has asked for
+its first turn.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def decide(
 ) -> Decision:
     """Decides about all waiting jobs at once.
 
-    `ends` are predicted ends of resident jobs (Unix seconds); without them they are predicted from what the jobs still need and the
-    shares that they have now. Without `explain` there are no reasons, which a simulation does not read.
+    `ends` are predicted ends of resident jobs (Unix seconds); without them they are predicted from what the jobs still
+    need and the shares that they have now. Without `explain` there are no reasons, which a simulation does not read.
     """
     if not node.is_open:
         return Decision(why={job.job_id: node.closed_why for job in waiting} if explain else {})
@@ -102,7 +105,8 @@ def in_order(
 
 
 def displaceable_s(one: Resident, rules: Rules) -> float:
-    """When a residence is long enough for the job to be displaced, in itself and for the cost of unloading. Unix seconds."""
+    """When a residence is long enough for the job to be displaced, in itself and for the cost of unloading. Unix
+    seconds."""
     if one.unload_s is None:
         return math.inf
     return one.resident_since_s + max(rules.max_residence_s, one.unload_s / rules.most_unload_share)
@@ -152,8 +156,8 @@ def _being_loaded(number: int, whose: str = "") -> str:
 
 @dataclass(kw_only=True)
 class _Next:
-    """The first job that the free memory does not hold: when it is predicted to start, which resident jobs' memory it gets then, and how
-    much memory it leaves free."""
+    """The first job that the free memory does not hold: when it is predicted to start, which resident jobs' memory it
+    gets then, and how much memory it leaves free."""
 
     job: Job
     start_s: float
@@ -233,7 +237,8 @@ class _Round:
         return not message
 
     def _name_who_is_before(self, waiting: Sequence[Job]) -> None:
-        """Say of each job that a quota holds back whose turn comes first, where that is another waiting job of the same user."""
+        """Say of each job that a quota holds back whose turn comes first, where that is another waiting job of the same
+        user."""
         before: dict[_Holder, str] = {}
         held = [job for job in waiting if job.job_id in self._behind_quota]
         for job in in_order(held, self._residents, self._shares, self._rules, self._now_s):
@@ -255,7 +260,8 @@ class _Round:
     def _device_for(self, job: Job) -> str | None:
         """The device with the fewest resident jobs, of those the one with the least work ahead.
 
-        None where the processes of the jobs that share a device would leave the largest of them too little memory for its turn.
+        None where the processes of the jobs that share a device would leave the largest of them too little memory for
+        its turn.
         """
         load = {name: (0, 0.0, name, job.device_bytes) for name in self._node.devices if kind_of(name) == job.device}
         for one in self._residents:
@@ -294,7 +300,8 @@ class _Round:
     def _why_no_device(self, job: Job) -> str:
         process = size_text(self._node.process_bytes)
         return (
-            f"waiting for device memory: each job that shares a GPU keeps {process} of it, and the largest needs the rest; "
+            f"waiting for device memory: each job that shares a GPU keeps {process} of it, and the largest needs the "
+            "rest; "
             "a job that ends frees some"
         )
 
@@ -349,9 +356,11 @@ class _Round:
         return self._parts[key]
 
     def _givers(self, job: Job) -> list[Resident]:
-        """The resident jobs that the job may displace once their residence is long enough, the furthest above its share first.
+        """The resident jobs that the job may displace once their residence is long enough, the furthest above its share
+        first.
 
-        The job must still be considered first when those wait again, with their users' other jobs: otherwise they would swap back.
+        The job must still be considered first when those wait again, with their users' other jobs: otherwise they would
+        swap back.
         """
         excess = self._excess()
         above = [
@@ -381,7 +390,8 @@ class _Round:
         return givers
 
     def _excess(self) -> dict[_Holder, float]:
-        """What each user has used relative to what the weights give, among the users who have jobs here; 1 is exactly the share."""
+        """What each user has used relative to what the weights give, among the users who have jobs here; 1 is exactly
+        the share."""
         users = sorted({_holder(job) for job in (*self._waiting, *self._residents)})
         uses = {user: self._shares.use_of(*user, self._now_s) for user in users}
         used_s = sum(uses.values())
@@ -397,7 +407,8 @@ class _Round:
         return result
 
     def _displaced_by(self, job: Job, givers: Sequence[Resident]) -> list[Resident]:
-        """The resident jobs to displace now: none where that does not make enough room, or where enough is being freed already."""
+        """The resident jobs to displace now: none where that does not make enough room, or where enough is being freed
+        already."""
         free_bytes = self._free_bytes + sum(one.host_bytes for one in self._residents if one.is_stopping)
         chosen = []
         for one in givers:
@@ -422,7 +433,10 @@ class _Round:
         elif len(stopping) == len(first.freed_by):
             how = f"{names} {'are' if plural else 'is'} stopping and {'free' if plural else 'frees'} it"
         elif first.start_s == math.inf:
-            how = f"{names} {'hold' if plural else 'holds'} it, and when {'they end' if plural else 'it ends'} is not known yet"
+            how = (
+                f"{names} {'hold' if plural else 'holds'} it, and when {'they end' if plural else 'it ends'} is not "
+                "known yet"
+            )
         else:
             how = f"{names} {'free' if plural else 'frees'} it at about {time_text(first.start_s, self._now_s)}"
         return f"{self._needs(first.job)}; {how}"
@@ -430,7 +444,10 @@ class _Round:
     def _why_behind(self, job: Job, first: _Next) -> str:
         if job.host_bytes > self._free_bytes:
             return f"{self._needs(job)}; job {first.job.job_id} is next"
-        behind = f"waiting behind job {first.job.job_id}, which is next and waits for {size_text(first.job.host_bytes)} of host memory"
+        behind = (
+            f"waiting behind job {first.job.job_id}, which is next and waits for "
+            f"{size_text(first.job.host_bytes)} of host memory"
+        )
         if first.start_s == math.inf:
             return f"{behind}; when that starts is not known yet, so no other job may pass it"
         if job.remaining_s is None:

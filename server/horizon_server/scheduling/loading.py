@@ -20,8 +20,9 @@ class LoadTimes:
     def add(self, num_bytes: int, duration_s: float) -> None:
         """Learn from a job that took `duration_s` to load `num_bytes`.
 
-        A fixed part (a process and its libraries, data to prepare) and one that grows with the bytes: the median of the slopes between
-        all pairs, and the median of what is left (Theil and Sen), which one job with much data to prepare does not bend.
+        A fixed part (a process and its libraries, data to prepare) and one that grows with the bytes: the median of the
+        slopes between all pairs, and the median of what is left (Theil and Sen), which one job with much data to
+        prepare does not bend.
         """
         self._seen.append((num_bytes, duration_s))
         slopes = [

@@ -1,4 +1,5 @@
-"""What keeps a user or project from taking more: the limit, what is used of it, and what would free it. "" where nothing does."""
+"""What keeps a user or project from taking more: the limit, what is used of it, and what would free it. "" where
+nothing does."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def why_not_resident(
 ) -> str:
     """Why a job of the holder may not be loaded next to the holder's own resident jobs.
 
-    `residents` are the holder's only, `device_s` the device seconds that the holder has used in the last 7 days, `ends` when resident
-    jobs are predicted to end.
+    `residents` are the holder's only, `device_s` the device seconds that the holder has used in the last 7 days, `ends`
+    when resident jobs are predicted to end.
     """
     quota, name = allowance.quota, _name(allowance)
     if quota.max_resident_jobs is not None and len(residents) >= quota.max_resident_jobs:
@@ -66,7 +67,10 @@ def why_not_resident(
         return f"{used}; {_freed_by(allowance, residents, now_s, ends or {})}"
     host_bytes = sum(one.host_bytes for one in residents)
     if quota.max_host_bytes is not None and host_bytes + job.host_bytes > quota.max_host_bytes:
-        used = f"quota: {size_text(host_bytes)} of {size_text(quota.max_host_bytes)} host memory of {name} (--max-host-memory)"
+        used = (
+            f"quota: {size_text(host_bytes)} of {size_text(quota.max_host_bytes)} host memory of {name} "
+            "(--max-host-memory)"
+        )
         used = f"{used}, and this job needs {size_text(job.host_bytes)}"
         fitting = residents if job.host_bytes <= quota.max_host_bytes else ()
         return f"{used}; {_freed_by(allowance, fitting, now_s, ends or {})}"

@@ -16,14 +16,16 @@ LEAST_USE_S = 1e-6
 class Shares:
     """The decayed use of each project and user, and their weights.
 
-    A use is kept as of the time of its last charge and decayed when it is read, so that a charge costs the same whatever the number of
-    users. A clock that goes backwards decays nothing: a use is never read as of a time before its last charge.
+    A use is kept as of the time of its last charge and decayed when it is read, so that a charge costs the same
+    whatever the number of users. A clock that goes backwards decays nothing: a use is never read as of a time before
+    its last charge.
     """
 
     def __init__(self, half_life_s: float, uses: Iterable[ShareUse] = (), allowances: Iterable[Allowance] = ()) -> None:
         assert half_life_s > 0, half_life_s
         self._half_life_s = half_life_s
-        # By (project, user), and by (project, "") for the whole project: device seconds and the time that they are decayed to.
+        # By (project, user), and by (project, "") for the whole project: device seconds and the time that they are
+        # decayed to.
         self._uses: dict[tuple[str, str], tuple[float, float]] = {}
         self._weights: dict[tuple[Holder, str], float] = {}
         for use in sorted(uses, key=lambda use: use.as_of_s):
@@ -42,7 +44,8 @@ class Shares:
             self._uses[key] = (used_s * self._left(now_s - as_of_s) + device_s, max(now_s, as_of_s))
 
     def rank(self, project: str, user: str, now_s: float) -> tuple[float, float]:
-        """Decayed use by weight of the project and of the user in it: the lowest is served first, and who has used nothing before all."""
+        """Decayed use by weight of the project and of the user in it: the lowest is served first, and who has used
+        nothing before all."""
         of_project = self._use((project, ""), now_s) / self.weight_of("project", project)
         return of_project, self._use((project, user), now_s) / self.weight_of("user", user)
 
@@ -59,7 +62,8 @@ class Shares:
         return self._uses.get((project, user), (0.0, 0.0))[1]
 
     def uses(self, now_s: float) -> list[ShareUse]:
-        """All uses that are left by now, to be stored: each as of its last charge, so that nothing is lost in storing them."""
+        """All uses that are left by now, to be stored: each as of its last charge, so that nothing is lost in storing
+        them."""
         return [
             ShareUse(project=project, user=user, device_s=device_s, as_of_s=as_of_s)
             for (project, user), (device_s, as_of_s) in sorted(self._uses.items())

@@ -1,4 +1,5 @@
-"""When jobs are expected to start and to end: the same decisions and turns as the daemon's, played forward without new jobs."""
+"""When jobs are expected to start and to end: the same decisions and turns as the daemon's, played forward without new
+jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from horizon_server.scheduling.state import Job, Node, Resident, Rules
 from horizon_server.scheduling.texts import ITS_SHARE, span_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, next_turn, steady_shares
 
-# A turn far in the future may be long: its length is this part of the time since the start, so that days take as many turns as hours.
+# A turn far in the future may be long: its length is this part of the time since the start, so that days take as many
+# turns as hours.
 TURN_PART = 1 / 500
 # So does the time between decisions that no end of a job causes: residences become long enough, and shares change.
 CHECK_PART = 1 / 50
@@ -29,7 +31,8 @@ NEAR_S = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """When a job is expected to be loaded and to end (Unix seconds); None where that depends on a job of unknown length."""
+    """When a job is expected to be loaded and to end (Unix seconds); None where that depends on a job of unknown
+    length."""
 
     start_s: float | None = None
     end_s: float | None = None
@@ -44,7 +47,8 @@ def simulate(
     now_s: float,
     held: Held,
 ) -> dict[str, Estimate]:
-    """Estimates for all jobs, by id, as if no other job were submitted and each needed what is predicted. `shares` stays as it is."""
+    """Estimates for all jobs, by id, as if no other job were submitted and each needed what is predicted. `shares`
+    stays as it is."""
     return _Simulation(waiting, residents, node, shares, rules, now_s, held).run()
 
 
@@ -59,7 +63,8 @@ def outlooks(
     *,
     asked: str = "",
 ) -> dict[str, Outlook]:
-    """Where each waiting and resident job stands, by id. Of the waiting job `asked` the share is the one that it starts with."""
+    """Where each waiting and resident job stands, by id. Of the waiting job `asked` the share is the one that it starts
+    with."""
     simulation = _Simulation(waiting, residents, node, shares, rules, now_s, held)
     estimates = simulation.run()
     decision = decide(waiting, residents, node, shares, rules, now_s, held, ends=simulation.released_s)
@@ -91,7 +96,8 @@ def outlooks(
 
 
 def _pause_text(estimate: Estimate, node: Node, now_s: float) -> str:
-    """What a maintenance window ahead means for a job; nothing where the job ends before, or that is not known and the window is far."""
+    """What a maintenance window ahead means for a job; nothing where the job ends before, or that is not known and the
+    window is far."""
     window = node.window
     if window is None or window.start_s <= now_s:  # while it lasts, the reasons themselves say so
         return ""
@@ -121,7 +127,8 @@ def _why_resident(job: Resident, jobs: Sequence[Resident], parts: Mapping[str, f
 
 
 class _Simulation:
-    """The node at `_time_s`. Events: a turn ends on a device, a job is loaded, a job's memory is free, or decisions are due."""
+    """The node at `_time_s`. Events: a turn ends on a device, a job is loaded, a job's memory is free, or decisions are
+    due."""
 
     def __init__(
         self,
@@ -144,7 +151,8 @@ class _Simulation:
         self._turns: dict[str, tuple[str, float, int] | None] = dict.fromkeys(node.devices)
         self._events: list[tuple[float, int, str, str]] = []
         self._num_events = 0
-        # Whether these are queued again once they have stopped is not known here: a user may have paused or cancelled them.
+        # Whether these are queued again once they have stopped is not known here: a user may have paused or cancelled
+        # them.
         self._leaving = {one.job_id for one in residents if one.is_stopping}
         self.first_shares: dict[str, float] = {}
         """The share of its device that each job has right after its start."""
@@ -209,7 +217,8 @@ class _Simulation:
             self._grant_if_idle(one.device)
 
     def _check(self) -> None:
-        """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits for memory."""
+        """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits
+        for memory."""
         self._decide()
         if self._waiting and self._residents:
             pause_s = self._rules.max_residence_s / CHECKS_PER_RESIDENCE

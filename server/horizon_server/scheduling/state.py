@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 class Job:
     """A job that waits or is resident.
 
-    `since_s` is when it began to wait: for memory since it was queued, for the device since it last gave it back. `order` is its place
-    in the queue, the smaller the older. `device` is the kind that it needs while it waits (host or cuda), and the one it is on once it
-    is resident (host, cuda:0). `remaining_s` are the device seconds that it still needs by prediction, None where unknown.
+    `since_s` is when it began to wait: for memory since it was queued, for the device since it last gave it back.
+    `order` is its place in the queue, the smaller the older. `device` is the kind that it needs while it waits (host or
+    cuda), and the one it is on once it is resident (host, cuda:0). `remaining_s` are the device seconds that it still
+    needs by prediction, None where unknown.
     """
 
     job_id: str
@@ -41,7 +42,8 @@ class Resident(Job):
     is_loading: bool = False
     """Whether it is being prepared, or its worker has not asked for its first turn yet."""
     waits_to_prepare: bool = False
-    """Whether another job's data is prepared first; it uses no processor meanwhile, and goes on only where one more may be loaded."""
+    """Whether another job's data is prepared first; it uses no processor meanwhile, and goes on only where one more may
+    be loaded."""
     is_stopping: bool = False
     """Whether its memory is being freed already."""
 
@@ -85,15 +87,18 @@ class Rules:
     time_slice_s: float = 60.0
     max_residence_s: float = 4 * 3600.0
     max_wait_s: float = 24 * 3600.0
-    """A user who has waited this long for memory, with no resident job and without using a device, is served before all others, whatever
-    was used before. It is the user who waits: otherwise many old jobs of one user would turn shares into first come, first served."""
+    """A user who has waited this long for memory, with no resident job and without using a device, is served before all
+    others, whatever was used before. It is the user who waits: otherwise many old jobs of one user would turn shares
+    into first come, first served."""
     max_loading_jobs: int | None = None
-    """Jobs that are loaded at the same time: imports, reading and preparing take processors outside of any turn. None: any number."""
+    """Jobs that are loaded at the same time: imports, reading and preparing take processors outside of any turn. None:
+    any number."""
     max_loading_jobs_of_user: int | None = None
     max_resident_jobs: int | None = None
     """Resident jobs of a user for whom no admin has set another number."""
     most_unload_share: float = 0.05
-    """A resident job is displaced only where unloading and loading it again takes less than this part of its residence."""
+    """A resident job is displaced only where unloading and loading it again takes less than this part of its
+    residence."""
 
 
 @dataclass(frozen=True, kw_only=True)

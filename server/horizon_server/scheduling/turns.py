@@ -18,13 +18,13 @@ URGENT_PRIORITY = 100
 def next_turn(waiting: Sequence[Job], shares: Shares, now_s: float, *, rules: Rules) -> Job | None:
     """The job that gets the device now, of those that wait for it.
 
-    First a job that has waited longer than MAX_TURN_WAIT_SLICES * len(waiting) * time_slice_s, the longest wait first. Then an urgent
-    one, by priority. Then the project with the lowest decayed use by weight, in it the user with the lowest, of the user's jobs the one
-    with the highest priority, and of those the one that has waited longest. Projects and users with the same use: the one whose job has
-    waited longest.
+    First a job that has waited longer than MAX_TURN_WAIT_SLICES * len(waiting) * time_slice_s, the longest wait first.
+    Then an urgent one, by priority. Then the project with the lowest decayed use by weight, in it the user with the
+    lowest, of the user's jobs the one with the highest priority, and of those the one that has waited longest. Projects
+    and users with the same use: the one whose job has waited longest.
 
-    A job that waits among n jobs therefore gets the device after at most (MAX_TURN_WAIT_SLICES + 1) * n turns of a time slice and a step:
-    the n - 1 others can have waited longer only once.
+    A job that waits among n jobs therefore gets the device after at most (MAX_TURN_WAIT_SLICES + 1) * n turns of a time
+    slice and a step: the n - 1 others can have waited longer only once.
     """
     if not waiting:
         return None
@@ -55,8 +55,8 @@ def next_turn(waiting: Sequence[Job], shares: Shares, now_s: float, *, rules: Ru
 def steady_shares(jobs: Iterable[Job], shares: Shares) -> dict[str, float]:
     """The part of the device's time that each job has in the long run while exactly these share it, by job id.
 
-    Projects divide the time by weight, the users of a project their part of it, and a user's part goes to the user's jobs of the
-    highest priority in equal parts. The others have 0: they get turns only once they have waited too long.
+    Projects divide the time by weight, the users of a project their part of it, and a user's part goes to the user's
+    jobs of the highest priority in equal parts. The others have 0: they get turns only once they have waited too long.
     """
     jobs = list(jobs)
     if any(job.priority > URGENT_PRIORITY for job in jobs):

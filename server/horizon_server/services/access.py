@@ -1,8 +1,8 @@
 """Who may do what: the one place where that is decided, for gRPC, REST, event streams, the page and the metrics.
 
-Owners decide about what is theirs. A job is in a project: its members see it, its admins may change it too. A dataset or model is
-visible beyond its owner where they shared it. Over all of that are the roles of users (an admin may do everything, a viewer sees
-everything) and the scopes of tokens, which only take away.
+Owners decide about what is theirs. A job is in a project: its members see it, its admins may change it too. A dataset
+or model is visible beyond its owner where they shared it. Over all of that are the roles of users (an admin may do
+everything, a viewer sees everything) and the scopes of tokens, which only take away.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def require_change(
 def require_sample(principal: Principal, owner: str, what: str, *, project: str = "") -> None:
     """Allow having prompts answered by a checkpoint of a job of `owner`: who may see it and may use the node.
 
-    Raises NotFound when the caller may not even see the job, NotAllowed for viewers and for tokens that allow no changes.
+    Raises NotFound when the caller may not even see the job, NotAllowed for viewers and for tokens that allow no
+    changes.
     """
     require_visible(principal, owner, what, project=project)
     # Nothing is changed, but memory and processors of the node are used.
@@ -83,7 +84,8 @@ def require_submit(principal: Principal, project: str) -> None:
 
 
 def require_project(principal: Principal, project: str) -> None:
-    """Allow naming a project to charge: the caller's own, or one that they are a member or admin of. Raises NotAllowed."""
+    """Allow naming a project to charge: the caller's own, or one that they are a member or admin of. Raises
+    NotAllowed."""
     role = principal.memberships.get(project)
     if role in ("member", "admin") or principal.role == "admin" or (role is None and project == principal.project):
         return
@@ -100,10 +102,12 @@ def require_scope(principal: Principal, need: Need) -> None:
         return
     if principal.scope == "metrics":
         raise NotAllowed(
-            f"token {principal.token_id} has the scope metrics, which allows only GET /metrics; use a token of another scope"
+            f"token {principal.token_id} has the scope metrics, which allows only GET /metrics; use a token of another "
+            "scope"
         )
     raise NotAllowed(
-        f"token {principal.token_id} has the scope {principal.scope}, which allows no changes; use a token of scope full"
+        f"token {principal.token_id} has the scope {principal.scope}, which allows no changes; use a token of scope "
+        "full"
     )
 
 

@@ -26,9 +26,11 @@ MAX_LABEL = 63
 # A write for each call would cost more than the call.
 _USED_EVERY_S = 60.0
 
-# Half of the database's readers (`db.database.NUM_READERS`): two users at their bound still leave every other one a turn.
+# Half of the database's readers (`db.database.NUM_READERS`): two users at their bound still leave every other one a
+# turn.
 AT_ONCE = 2
-# Of these `AT_ONCE` run and the others wait. Fifty scripts that poll every second stay far below it: a read takes milliseconds.
+# Of these `AT_ONCE` run and the others wait. Fifty scripts that poll every second stay far below it: a read takes
+# milliseconds.
 MAX_CALLS = 64
 
 
@@ -42,7 +44,8 @@ class Accounts(AccountStore):
         self._valid_read_s = float("-inf")
 
     async def add_user(self, name: str, *, role: str = "user", project: str | None = None) -> User:
-        """Create a user; the project defaults to one of the user's own. Raises BadSetting for malformed values, or AlreadyExists."""
+        """Create a user; the project defaults to one of the user's own. Raises BadSetting for malformed values, or
+        AlreadyExists."""
         _check_name("user name", name)
         _check_name("project", project or name)
         _check_choice("role", role, ROLES)
@@ -56,12 +59,14 @@ class Accounts(AccountStore):
         return await self.change_user(name, self._clock(), role=role)
 
     async def disable(self, name: str, *, is_disabled: bool) -> User:
-        """Accept no token of a user any more, or accept them again; open streams end within seconds. Raises NotFound."""
+        """Accept no token of a user any more, or accept them again; open streams end within seconds. Raises
+        NotFound."""
         now_s = self._clock()
         return await self.change_user(name, now_s, disabled_s=now_s if is_disabled else None)
 
     async def add_member(self, project: str, user: str, role: str) -> ProjectMember:
-        """Add a user to a project, or give them another role there. Raises BadSetting; NotFound when there is no such user or project."""
+        """Add a user to a project, or give them another role there. Raises BadSetting; NotFound when there is no such
+        user or project."""
         _check_choice("role", role, PROJECT_ROLES)
         await self.require_project(project)
         return await self.set_member(ProjectMember(project=project, user=user, role=role, added_s=self._clock()))
@@ -74,7 +79,8 @@ class Accounts(AccountStore):
             near = difflib.get_close_matches(project, known, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise NotFound(
-                f"project {project} does not exist{hint}; an administrator creates it on the node: horizond project add {project}"
+                f"project {project} does not exist{hint}; an administrator creates it on the node: horizond project "
+                f"add {project}"
             )
 
     async def create_token(
@@ -103,11 +109,13 @@ class Accounts(AccountStore):
         return token, secret
 
     async def revoke_token(self, token_id: str) -> Token:
-        """Revoke a token: calls with it are refused from now on, and open streams end within seconds. Raises NotFound."""
+        """Revoke a token: calls with it are refused from now on, and open streams end within seconds. Raises
+        NotFound."""
         return await self.revoke(token_id, self._clock())
 
     async def authenticate(self, secret: str) -> Principal:
-        """Return who presents `secret`. Raises Unauthenticated when it is unknown, expired or revoked, or its user disabled."""
+        """Return who presents `secret`. Raises Unauthenticated when it is unknown, expired or revoked, or its user
+        disabled."""
         # A caller chooses the length of what is hashed here, before anything is known of them.
         found = await self.find(_hash(secret)) if secret and len(secret) <= _MAX_TOKEN_LENGTH else None
         if found is None:
@@ -136,11 +144,15 @@ class Accounts(AccountStore):
         if token.has_ended(self._clock()):
             return f"token {token.token_id} has expired; ask an admin for a new one"
         if user.disabled_s is not None:
-            return f"user {user.name} is disabled; ask an admin to enable the account: horizond user set {user.name} --enable"
+            return (
+                f"user {user.name} is disabled; ask an admin to enable the account: horizond user set {user.name} "
+                "--enable"
+            )
         return ""
 
     async def user_of(self, secret: str) -> str | None:
-        """Return whose valid token `secret` was a moment ago. It costs no query, so that guesses are cheap to refuse."""
+        """Return whose valid token `secret` was a moment ago. It costs no query, so that guesses are cheap to
+        refuse."""
         if self._clock() - self._valid_read_s >= VALID_READ_EVERY_S:
             # Before the query: of callers that come meanwhile, each would make one of its own.
             self._valid_read_s = self._clock()
@@ -170,7 +182,8 @@ class _User:
 
 
 class UserTurns:
-    """Limits how many calls of one user run, so that others do not wait long for theirs. Thread: belongs to one event loop."""
+    """Limits how many calls of one user run, so that others do not wait long for theirs. Thread: belongs to one event
+    loop."""
 
     def __init__(self, *, at_once: int = AT_ONCE, max_calls: int = MAX_CALLS) -> None:
         self._at_once = at_once
@@ -179,7 +192,8 @@ class UserTurns:
 
     @asynccontextmanager
     async def of(self, name: str) -> AsyncIterator[None]:
-        """Hold one turn of that user for the block. Raises TooManyCalls when too many of their calls are under way already."""
+        """Hold one turn of that user for the block. Raises TooManyCalls when too many of their calls are under way
+        already."""
         user = self._users.setdefault(name, _User(asyncio.Semaphore(self._at_once)))
         if user.num_calls >= self._max_calls:
             raise TooManyCalls(

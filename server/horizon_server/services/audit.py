@@ -46,10 +46,16 @@ class Audit(AuditStore):
         """Write that `caller` is about to change `resource`, and return the entry for `end`."""
         return await self.write(
             AuditEntry(
-                time_s=self._clock(), user=caller.name, token_id=caller.token_id, origin=origin, action=action, resource=resource,
-                outcome=UNKNOWN, detail=detail,
+                time_s=self._clock(),
+                user=caller.name,
+                token_id=caller.token_id,
+                origin=origin,
+                action=action,
+                resource=resource,
+                outcome=UNKNOWN,
+                detail=detail,
             )
-        )  # fmt: skip
+        )
 
     async def end(self, entry: AuditEntry) -> None:
         """Write how a change ended that has begun with an entry."""
@@ -72,7 +78,8 @@ class Audit(AuditStore):
             await self.write(entry)
 
     async def write(self, entry: AuditEntry) -> AuditEntry:
-        """Write an entry and return it with its number, which is 0 where the database cannot be written: the log then has it."""
+        """Write an entry and return it with its number, which is 0 where the database cannot be written: the log then
+        has it."""
         number = await self._reported(self.insert(entry), entry)
         return replace(entry, number=number or 0)
 
@@ -90,7 +97,8 @@ class Audit(AuditStore):
 
 
 def command_account() -> tuple[str, str]:
-    """Return the system account that runs this command, and its origin, which names who logged in where sudo has changed the account."""
+    """Return the system account that runs this command, and its origin, which names who logged in where sudo has
+    changed the account."""
     account = _account(os.getuid())
     try:
         login_uid = int(Path("/proc/self/loginuid").read_text("ascii"))

@@ -1,4 +1,5 @@
-"""What callers can do with their own account: see who they are, make and revoke tokens, form projects, share datasets and models."""
+"""What callers can do with their own account: see who they are, make and revoke tokens, form projects, share datasets
+and models."""
 
 from __future__ import annotations
 
@@ -39,14 +40,16 @@ class IdentityService:
         """Create a token of the caller's own and return it with its secret. A lifetime of None is the default, 90 days.
 
         Raises:
-            NotAllowed: when the caller's token allows no changes; for the scope metrics, when their role does not see everything.
+            NotAllowed: when the caller's token allows no changes; for the scope metrics, when their role does not see
+                everything.
             QuotaExceeded: when they have too many tokens.
         """
         require_scope(principal, "change")
         # It shows the series of all users.
         if scope == "metrics" and not principal.sees_all:
             raise NotAllowed(
-                f"{principal.name} has the role {principal.role}; a token of scope metrics shows the jobs of all users, "
+                f"{principal.name} has the role {principal.role}; a token of scope metrics shows the jobs of all "
+                "users, "
                 "so only an admin or a viewer may create one"
             )
         longest_s = self.max_token_days * DAY_S
@@ -74,7 +77,8 @@ class IdentityService:
         return (await self.accounts.tokens(user))[::-1]
 
     async def revoke_token(self, principal: Principal, token_id: str) -> Token:
-        """Revoke a token of the caller's own, or for admins of anybody. Open streams with it end within seconds. Raises NotFound."""
+        """Revoke a token of the caller's own, or for admins of anybody. Open streams with it end within seconds. Raises
+        NotFound."""
         require_scope(principal, "change")
         absent = NotFound(f"token {token_id!r:.80} does not exist, or is not yours; see: horizon token list")
         if not token_id.isascii():
@@ -88,7 +92,8 @@ class IdentityService:
         return await self.accounts.revoke_token(token_id)
 
     async def projects(self, principal: Principal) -> list[Project]:
-        """Return the projects that the caller is in, with their members, by name; all projects for admins and viewers."""
+        """Return the projects that the caller is in, with their members, by name; all projects for admins and
+        viewers."""
         own = {principal.project, *principal.memberships}
         names = await self.accounts.projects() if principal.sees_all else sorted(own)
         # Who else is in the project that a user is charged to, only its members see.

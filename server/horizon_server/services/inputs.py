@@ -31,7 +31,8 @@ class NodeResources:
         self._model_roots = [root.resolve() for root in model_roots]
 
     async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
-        """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
+        """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not
+        finished."""
         return self._files(await self._datasets.get_ready(principal, name))
 
     async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, EvalSets]:
@@ -46,7 +47,8 @@ class NodeResources:
         return await self.model_of(job), self._files(dataset), eval_sets
 
     async def model_of(self, job: JobRecord) -> Path:
-        """Return the model folder of a job: of an adapter that it starts with, the base. Raises NotFound when its start is gone."""
+        """Return the model folder of a job: of an adapter that it starts with, the base. Raises NotFound when its start
+        is gone."""
         # `model` gives the path of a folder of the node as its id.
         model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
         if job.spec.init_from is None:
@@ -55,13 +57,14 @@ class NodeResources:
         if not await asyncio.to_thread(start.is_dir):
             # As after a restore: no backup has them.
             raise NotFound(
-                f"the weights that job {job.job_id} started from ({job.spec.init_from}) are gone; submit it again, or start another "
-                f"job from its own checkpoint, if it has one (init_from: {job.job_id}@last)"
+                f"the weights that job {job.job_id} started from ({job.spec.init_from}) are gone; submit it again, or "
+                f"start another job from its own checkpoint, if it has one (init_from: {job.job_id}@last)"
             )
         return model if await asyncio.to_thread(is_adapter_folder, start) else start
 
     async def adapter(self, principal: Principal, name: str) -> Path:
-        """Return the folder of a READY adapter. Raises NotFound when there is none for the caller, InvalidSpec when it is a model."""
+        """Return the folder of a READY adapter. Raises NotFound when there is none for the caller, InvalidSpec when it
+        is a model."""
         record = await self._models.get_ready(principal, name)
         if record.architecture != PEFT_LORA:
             raise InvalidSpec.of(
@@ -93,7 +96,8 @@ class NodeResources:
         if not any(folder.is_relative_to(root) for root in self._model_roots):
             roots = ", ".join(map(str, self._model_roots)) or "none"
             raise NotAllowed(
-                f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an admin"
+                f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an "
+                "admin"
             )
         if not (folder / CONFIG_FILE).is_file():
             raise NotFound(f"model folder {name} holds no {CONFIG_FILE}")

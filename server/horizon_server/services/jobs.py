@@ -1,4 +1,5 @@
-"""What callers can do with jobs: submit, list, stop, resume, watch, read logs and checkpoints. Authorises every call."""
+"""What callers can do with jobs: submit, list, stop, resume, watch, read logs and checkpoints. Authorises every
+call."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ class JobService:
     async def plan(
         self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
     ) -> tuple[JobSpec, Plan]:
-        """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is asked about.
+        """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is
+        asked about.
 
         Raises what `Proposals.of` does.
         """
@@ -133,7 +135,8 @@ class JobService:
             return proposal.spec, await proposal.warned(self.quotas, principal.name)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
-        """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
+        """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of
+        others."""
         absent = NotFound.named("job", key)
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
@@ -165,7 +168,8 @@ class JobService:
     async def list(
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
     ) -> tuple[Jobs, str]:
-        """Return a page of the jobs that the caller may see, newest first, and the token of the next page (empty on the last)."""
+        """Return a page of the jobs that the caller may see, newest first, and the token of the next page (empty on the
+        last)."""
         size = page_limit(page_size)
         owner = None if principal.sees_all else principal.name
         before = 0
@@ -185,7 +189,8 @@ class JobService:
         return [self._with_outlook(principal, job) for _, job in rows[:size]], token
 
     async def queue(self, principal: Principal) -> Jobs:
-        """Return the jobs on the device and then the first of the queue in the order in which they are considered, of all users."""
+        """Return the jobs on the device and then the first of the queue in the order in which they are considered, of
+        all users."""
         # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
         store = self.journal.store
         residents, queued = await store.in_states(sorted(RESIDENT)), await store.queued(MAX_PAGE_SIZE)
@@ -200,7 +205,8 @@ class JobService:
         return [*(self._with_outlook(principal, job) for job in residents), *placed, *others]
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
-        """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another user."""
+        """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another
+        user."""
         job = await self._change(principal, key)
         if job.job_state in ENDED:
             return job
@@ -218,13 +224,15 @@ class JobService:
     async def resume(self, principal: Principal, key: str) -> JobRecord:
         """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint.
 
-        Raises WrongJobState for others, and QuotaExceeded when the user or the project has as many queued jobs as an admin allows.
+        Raises WrongJobState for others, and QuotaExceeded when the user or the project has as many queued jobs as an
+        admin allows.
         """
         job = await self._change(principal, key)
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
         await self.quotas.require_room(job.owner, job.project)
-        # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of the queue.
+        # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of
+        # the queue.
         job = await self.journal.move(
             job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True, **FORGOTTEN
         )
@@ -236,13 +244,15 @@ class JobService:
 
         An admin may set it above 100, for a job of anybody: such a job is served before all shares.
 
-        Raises InvalidSpec when it is out of range, NotAllowed when only an admin may set it, WrongJobState when the job has ended.
+        Raises InvalidSpec when it is out of range, NotAllowed when only an admin may set it, WrongJobState when the job
+        has ended.
         """
         job = await self._change(principal, key)
         if not -MAX_PRIORITY <= priority <= MAX_URGENT_PRIORITY:
             raise InvalidSpec.of(
                 "priority",
-                f"priority is {priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, or up to {MAX_URGENT_PRIORITY} for admins",
+                f"priority is {priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, or up to "
+                f"{MAX_URGENT_PRIORITY} for admins",
             )
         if priority > MAX_PRIORITY and principal.role != "admin":
             raise NotAllowed(
@@ -258,7 +268,8 @@ class JobService:
         return await self.get(principal, job.job_id)
 
     async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncGenerator[JobEvent, None]:
-        """Yield a job's events from a number on, to the last one of an ended job. Raises Draining when the daemon shuts down."""
+        """Yield a job's events from a number on, to the last one of an ended job. Raises Draining when the daemon shuts
+        down."""
         job = await self.get(principal, key)
         async for event in self.journal.follow(job.job_id, after_sequence):
             yield event
@@ -270,7 +281,8 @@ class JobService:
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
     ) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt ends. Raises InvalidSpec."""
+        """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt ends. Raises
+        InvalidSpec."""
         if not 0 <= offset <= _MAX_OFFSET:
             raise InvalidSpec.of("offset", f"offset is {offset}; it must be from 0 to {_MAX_OFFSET}")
         job = await self.get(principal, key)
@@ -291,7 +303,8 @@ class JobService:
 
     @asynccontextmanager
     async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> AsyncIterator[Path]:
-        """Give the path of one file of a checkpoint, which is not removed until the end of the block, nor soon after it.
+        """Give the path of one file of a checkpoint, which is not removed until the end of the block, nor soon after
+        it.
 
         Raises NotFound when the checkpoint or the file does not exist.
         """
@@ -301,17 +314,20 @@ class JobService:
             yield await asyncio.to_thread(checkpoints.file, step, path)
 
     async def base_of(self, job: JobRecord) -> Path:
-        """Return the folder of the model that a job's adapters are for. Raises NotFound when it is not on the node any more."""
+        """Return the folder of the model that a job's adapters are for. Raises NotFound when it is not on the node any
+        more."""
         folder = await self.resources.model_of(job)
         if not await asyncio.to_thread(folder.is_dir):
             raise NotFound(
-                f"the model {job.spec.model} that the adapter of job {job.job_id} is for is not on the node any more; pull the adapter, "
+                f"the model {job.spec.model} that the adapter of job {job.job_id} is for is not on the node any more; "
+                "pull the adapter, "
                 "and merge it with PEFT (merge_and_unload)"
             )
         return folder
 
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
-        """Remove one checkpoint. Raises as `require_checkpoint_deletable` does, and NotFound when there is none of that step."""
+        """Remove one checkpoint. Raises as `require_checkpoint_deletable` does, and NotFound when there is none of that
+        step."""
         job = await self.get(principal, key)
         checkpoints = self.folders.checkpoints(job.job_id)
         await self.require_checkpoint_deletable(principal, job, step)
@@ -343,7 +359,8 @@ class JobService:
         await self._change(principal, job.job_id)
         if job.job_state not in ENDED:
             raise InUse(
-                f"job {job.job_id} is {job.job_state}; only a job that has ended can be deleted: horizon job cancel {job.job_id}"
+                f"job {job.job_id} is {job.job_state}; only a job that has ended can be deleted: horizon job cancel "
+                f"{job.job_id}"
             )
         checkpoints = self.folders.checkpoints(job.job_id)
         self.leases.require_unread(checkpoints, await asyncio.to_thread(checkpoints.steps))
@@ -359,7 +376,8 @@ class JobService:
         await self.finish_deletion(job.job_id)
 
     async def finish_deletion(self, job_id: str) -> None:
-        """Remove what is left of a job that is marked as being deleted. Raises InUse, and takes the mark off, when it is read again."""
+        """Remove what is left of a job that is marked as being deleted. Raises InUse, and takes the mark off, when it
+        is read again."""
         checkpoints = self.folders.checkpoints(job_id)
         for step in await asyncio.to_thread(checkpoints.steps):
             self.leases.drop_idle(checkpoints, step)
@@ -397,7 +415,8 @@ class JobService:
         outlook = self.scheduler.outlook(job.job_id) if is_queued or job.job_state in RESIDENT else None
         if outlook is None:
             return job
-        # One record for all who ask until the queue is looked at again: what is sent of a record is made once, and kept with it.
+        # One record for all who ask until the queue is looked at again: what is sent of a record is made once, and kept
+        # with it.
         shown: dict[bool, tuple[Outlook, JobRecord]] = vars(job).setdefault(_SHOWN, {})
         is_owner = principal.name == job.owner
         if is_owner not in shown or shown[is_owner][0] != outlook:
@@ -422,8 +441,8 @@ class JobService:
                 if now is None or now.job_state not in RESIDENT:
                     raise
                 job = now  # it was loaded while this call was on its way
-        # Without an attempt the daemon that ran it has died and the job is not settled yet: the recovery then carries out what is
-        # stored here.
+        # Without an attempt the daemon that ran it has died and the job is not settled yet: the recovery then carries
+        # out what is stored here.
         attempt = self.scheduler.attempt(job.job_id)
         with contextlib.suppress(WrongJobState):  # it may end while this call is on its way
             if attempt is not None:

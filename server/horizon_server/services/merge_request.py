@@ -1,4 +1,5 @@
-"""What the child that merges an adapter is asked for. A module of its own: the daemon imports it, and the child's loads torch."""
+"""What the child that merges an adapter is asked for. A module of its own: the daemon imports it, and the child's loads
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from horizon_server.store.merging import ExportDtype
 class MergeRequest:
     """The model `target` of `base`, which `base_model` names, and `adapter`.
 
-    `digests` is the book of digests; `kept_as` is how the job kept its base in memory, and `merge_base` whether those values are used.
+    `digests` is the book of digests; `kept_as` is how the job kept its base in memory, and `merge_base` whether those
+    values are used.
     """
 
     base: Path

@@ -1,4 +1,5 @@
-"""Merged models of checkpoints of adapters: made by a child process next to the adapter, as the folder merged/ of the checkpoint."""
+"""Merged models of checkpoints of adapters: made by a child process next to the adapter, as the folder merged/ of the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ _LIMITS = Limits(memory_bytes=4 * 2**30, oom_score_adj=1000)
 
 
 class Merges:
-    """Merges adapters: one checkpoint at a time on the node, and callers take turns. Thread: belongs to one event loop."""
+    """Merges adapters: one checkpoint at a time on the node, and callers take turns. Thread: belongs to one event
+    loop."""
 
     def __init__(self, jobs: JobService, *, quotas: Quotas, environment: Mapping[str, str]) -> None:
         self._jobs, self._quotas = jobs, quotas
@@ -55,17 +57,19 @@ class Merges:
     async def merge(
         self, principal: Principal, key: str, step: int, *, dtype: str = "", base: str = "", remove: bool = False
     ) -> AsyncGenerator[MergeProgress | CheckpointRecord, None]:
-        """Add the merged model to a checkpoint of adapters, or with `remove` take it away: yield the progress, then the checkpoint.
+        """Add the merged model to a checkpoint of adapters, or with `remove` take it away: yield the progress, then the
+        checkpoint.
 
-        Where `dtype` and `base` are empty, a merged model that is there already decides, else the job's own `checkpoint.dtype` and
-        `checkpoint.merge_base`. A merged model that was made with what is asked for stays as it is; another one is replaced, once the new
-        one is complete. Closing the generator ends the child, and leaves what was there; so does a refusal.
+        Where `dtype` and `base` are empty, a merged model that is there already decides, else the job's own
+        `checkpoint.dtype` and `checkpoint.merge_base`. A merged model that was made with what is asked for stays as it
+        is; another one is replaced, once the new one is complete. Closing the generator ends the child, and leaves what
+        was there; so does a refusal.
 
         Raises:
             NotFound: when the caller has no such job, it has no such checkpoint, or its base model is gone.
             NotAllowed: when the caller may not change the job.
-            InvalidSpec: when the checkpoint is not one of adapters, there is nothing to remove, or the checkpoint was written merged with
-                another `dtype` or `base`.
+            InvalidSpec: when the checkpoint is not one of adapters, there is nothing to remove, or the checkpoint was
+                written merged with another `dtype` or `base`.
             InvalidModel: when the base is not the one that the adapter was trained on.
             QuotaExceeded: when the job's owner, or their project, would store more than an admin allows.
             DiskFull: when the node has no space for the merged model.
@@ -83,7 +87,8 @@ class Merges:
             if adapter_part(manifest.files) is None:
                 raise InvalidSpec.of(
                     "job_id",
-                    f"the checkpoint of step {step} of job {job.job_id} holds a whole model, not an adapter; pull it as it is",
+                    f"the checkpoint of step {step} of job {job.job_id} holds a whole model, not an adapter; pull it "
+                    "as it is",
                 )
             merged = model_part(manifest.files)
             if remove:
@@ -100,7 +105,8 @@ class Merges:
         if merged == "":
             raise InvalidSpec.of(
                 "remove",
-                f"the checkpoint of step {step} of job {job.job_id} was written merged (checkpoint.export); only what horizon "
+                f"the checkpoint of step {step} of job {job.job_id} was written merged (checkpoint.export); only what "
+                "horizon "
                 "checkpoint merge or export: both has added can be removed",
             )
         self._jobs.leases.require_unread(checkpoints, [step])
@@ -108,7 +114,8 @@ class Merges:
         await asyncio.to_thread(checkpoints.remove_merged, step)
 
     async def _is_other(self, job: JobRecord, merged: Path, step: int, dtype: Any, base: str) -> bool:
-        """Whether the merged model in this folder was made with other options than those that are given. Raises InvalidSpec."""
+        """Whether the merged model in this folder was made with other options than those that are given. Raises
+        InvalidSpec."""
         model = await self._jobs.base_of(job) if dtype == "source" else None
         differs = await asyncio.to_thread(
             _difference, merged, dtype, base, kept_as=job.spec.train.lora.base, model=model
@@ -117,15 +124,17 @@ class Merges:
             name, has = differs
             raise InvalidSpec.of(
                 name,
-                f"{name} is {dtype if name == 'dtype' else base}, and the checkpoint of step {step} of job {job.job_id} was written merged "
-                f"(checkpoint.export) with {name} {has}; leave {name} out to have that model",
+                f"{name} is {dtype if name == 'dtype' else base}, and the checkpoint of step {step} of job "
+                f"{job.job_id} was written merged (checkpoint.export) with {name} {has}; leave {name} out to have that "
+                "model",
             )
         return differs is not None
 
     async def _merged(
         self, job: JobRecord, checkpoints: CheckpointFolder, step: int, manifest: Manifest, dtype: Any, merge_base: Any
     ) -> AsyncGenerator[MergeProgress, None]:
-        """Make the merged model. One that is there stays until the new one is complete, and gives it what is not asked for."""
+        """Make the merged model. One that is there stays until the new one is complete, and gives it what is not asked
+        for."""
         assert manifest.base is not None, "a checkpoint of adapters names its base"
         base = await self._jobs.base_of(job)
         folder, part = checkpoints.of_step(step), adapter_part(manifest.files)
@@ -154,7 +163,8 @@ class Merges:
         files: dict[str, FileRecord] = {}
         try:
             with await self._jobs.leases.take(checkpoints, step):
-                # Before anything is read, it says that a model is about to be made: a caller may have nowhere to put it.
+                # Before anything is read, it says that a model is about to be made: a caller may have nowhere to put
+                # it.
                 yield MergeProgress(done_bytes=0, total_bytes=base_bytes)
                 async with contextlib.aclosing(self._task.stream(to_plain(request))) as lines:
                     async for line in lines:

@@ -1,10 +1,11 @@
-"""What a model folder must be before a job may use it: a decoder with safetensors weights that belong to its config, and no code.
+"""What a model folder must be before a job may use it: a decoder with safetensors weights that belong to its config,
+and no code.
 
-Checks names alone when a folder is announced, the config where the announcement carries it, so that nothing is sent in vain, and headers
-when the folder has arrived. Never opens a pickle and never runs what it finds. Blocking.
+Checks names alone when a folder is announced, the config where the announcement carries it, so that nothing is sent in
+vain, and headers when the folder has arrived. Never opens a pickle and never runs what it finds. Blocking.
 
-Run as a module it is the child that checks a folder: configs and headers are other people's bytes, and what makes their parsers take time
-or memory ends that process and no other.
+Run as a module it is the child that checks a folder: configs and headers are other people's bytes, and what makes their
+parsers take time or memory ends that process and no other.
 """
 
 from __future__ import annotations
@@ -29,26 +30,65 @@ from horizon_server.store.safetensors_files import TensorHeader, read_safetensor
 _MAX_TOKENIZER_CONFIG_BYTES = 64 * 2**20
 _DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")
 _BASE_CLASS = "Model"
-"""A base model is saved without an output projection of its own: where the embedding is tied to it, nothing is missing."""
-_ENCODER_TYPES = frozenset((
-    "albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert",
-    "electra", "ernie", "esm", "eurobert", "flaubert", "funnel", "ibert", "layoutlm", "longformer", "luke",
-    "megatron-bert", "mobilebert", "modernbert", "mpnet", "mra", "nezha", "nomic_bert", "nystromformer", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "splinter", "squeezebert", "xlm", "xlm-roberta",
-    "xlm-roberta-xl", "xmod", "yoso",
-))  # fmt: skip
+"""A base model is saved without an output projection of its own: where the embedding is tied to it, nothing is
+missing."""
+_ENCODER_TYPES = frozenset(
+    (
+        "albert",
+        "bert",
+        "big_bird",
+        "camembert",
+        "convbert",
+        "data2vec-text",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "esm",
+        "eurobert",
+        "flaubert",
+        "funnel",
+        "ibert",
+        "layoutlm",
+        "longformer",
+        "luke",
+        "megatron-bert",
+        "mobilebert",
+        "modernbert",
+        "mpnet",
+        "mra",
+        "nezha",
+        "nomic_bert",
+        "nystromformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "splinter",
+        "squeezebert",
+        "xlm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+        "yoso",
+    )
+)
 """Architectures whose base class reads text in both directions, unless their config says is_decoder."""
 
 
 class ModelFacts(TypedDict):
-    """What a checked folder says of itself. `architecture` is the model_type of its config, or that it is an adapter."""
+    """What a checked folder says of itself. `architecture` is the model_type of its config, or that it is an
+    adapter."""
 
     architecture: str
     num_parameters: int
 
 
 def check_names(files: Sequence[BlobFile]) -> None:
-    """Refuse a folder by the names of its files. Raises InvalidModel for pickles, code, and a lack of config or weights."""
+    """Refuse a folder by the names of its files. Raises InvalidModel for pickles, code, and a lack of config or
+    weights."""
     problems = [
         FieldViolation(field=f"files[{i}].path", description=f"{file.path} {problem}")
         for i, file in enumerate(files)
@@ -71,7 +111,8 @@ def check_names(files: Sequence[BlobFile]) -> None:
 
 
 def check_config(config: Mapping[str, Any]) -> str:
-    """Refuse what config.json alone rules out; returns its model_type. Raises InvalidModel with the field and what is wrong with it."""
+    """Refuse what config.json alone rules out; returns its model_type. Raises InvalidModel with the field and what is
+    wrong with it."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
         raise InvalidModel(f"{CONFIG_FILE} has no model_type; push a folder written by save_pretrained")
@@ -82,14 +123,16 @@ def check_config(config: Mapping[str, Any]) -> str:
         )
     if config.get("quantization_config"):
         raise InvalidModel(
-            f"{CONFIG_FILE} has a quantization_config; quantised weights cannot be trained: push the model in bf16 or fp32"
+            f"{CONFIG_FILE} has a quantization_config; quantised weights cannot be trained: push the model in bf16 or "
+            "fp32"
         )
     named = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     is_encoder = model_type in _ENCODER_TYPES and not config.get("is_decoder")
     known = _DECODER_CLASSES if is_encoder else (*_DECODER_CLASSES, _BASE_CLASS)
     if named and not any(name.endswith(known) for name in named):
         raise InvalidModel(
-            f"{CONFIG_FILE} names {named[0]!r:.80}; only decoder-only language models (...ForCausalLM) can be trained here"
+            f"{CONFIG_FILE} names {named[0]!r:.80}; only decoder-only language models (...ForCausalLM) can be trained "
+            "here"
         )
     return model_type
 
@@ -139,12 +182,14 @@ def _refuse_quantised(headers: Mapping[str, TensorHeader]) -> None:
     odd = next((name for name in headers if name not in shapes and name.endswith(".weight")), None)
     if odd is not None:
         raise InvalidModel(
-            f"{odd} has dtype {headers[odd].dtype}; only BF16, F16 and F32 weights can be trained: push the model unquantised"
+            f"{odd} has dtype {headers[odd].dtype}; only BF16, F16 and F32 weights can be trained: push the model "
+            "unquantised"
         )
 
 
 def work(request: Any, _: EventWriter) -> ModelFacts | str:
-    """Return what a folder says, with the digest of its weights put into the book; or with `digest_only` that digest."""
+    """Return what a folder says, with the digest of its weights put into the book; or with `digest_only` that
+    digest."""
     folder, book = Path(request["folder"]), DigestBook(Path(request["digests"]))
     if request["digest_only"]:
         return book.digest(folder)

@@ -1,4 +1,5 @@
-"""What daemons do with model folders in processes of their own: check them, read them for their digest, and try their class.
+"""What daemons do with model folders in processes of their own: check them, read them for their digest, and try their
+class.
 
 No folder can crash or stop the daemon, and none of these processes can take memory or time without a limit.
 """
@@ -24,7 +25,8 @@ log = structlog.get_logger(__name__)
 LIMITS = Limits(memory_bytes=2 * 2**30, cpu_s=60, file_bytes=2**20, wall_s=300.0, oom_score_adj=1000)
 # Reading every byte for the digest comes on top: a slow disk, and a processor without instructions for sha256.
 _LEAST_READ_BYTES_PER_S, _LEAST_HASHED_BYTES_PER_S = 20e6, 100e6
-# A trial loads torch and builds the model without storage: seconds, and less than a gigabyte for the largest models published.
+# A trial loads torch and builds the model without storage: seconds, and less than a gigabyte for the largest models
+# published.
 TRIAL_LIMITS = Limits(memory_bytes=8 * 2**30, cpu_s=120, file_bytes=2**20, wall_s=300.0, oom_score_adj=1000)
 _TOO_MUCH = (
     "config.json and the headers of its weights take more {what} to read than those of any model; "
@@ -33,10 +35,11 @@ _TOO_MUCH = (
 
 
 async def check_model(folder: Path, *, digests: Path, limits: Limits = LIMITS) -> ModelFacts:
-    """Return what `model_check.check_folder` returns, from a process of its own; cancelling ends it. The digest goes to the book `digests`.
+    """Return what `model_check.check_folder` returns, from a process of its own; cancelling ends it. The digest goes to
+    the book `digests`.
 
-    Raises: InvalidModel as `check_folder`, and where the folder crashes its reader or takes too much time or memory; WorkerDied where
-    the child was killed, which says nothing about the folder.
+    Raises: InvalidModel as `check_folder`, and where the folder crashes its reader or takes too much time or memory;
+    WorkerDied where the child was killed, which says nothing about the folder.
     """
     request = {"folder": str(folder), "digests": str(digests), "digest_only": False}
     found: ModelFacts = await _read(request, "the model check", await _with_reading(folder, limits))
@@ -44,18 +47,22 @@ async def check_model(folder: Path, *, digests: Path, limits: Limits = LIMITS) -
 
 
 async def model_digest(folder: Path, *, digests: Path) -> str:
-    """Return the digest of a model folder, which goes to the book `digests`; cancelling ends the reading. Raises as `check_model` does."""
+    """Return the digest of a model folder, which goes to the book `digests`; cancelling ends the reading. Raises as
+    `check_model` does."""
     request = {"folder": str(folder), "digests": str(digests), "digest_only": True}
     return str(await _read(request, "the reading of a model", await _with_reading(folder, LIMITS)))
 
 
 async def try_model(folder: Path, *, environment: Mapping[str, str]) -> None:
-    """Build the class of a model folder without storage and run it on a few tokens, as a job does before it loads a weight.
+    """Build the class of a model folder without storage and run it on a few tokens, as a job does before it loads a
+    weight.
 
-    A process that fails otherwise than by a refusal says nothing about the folder; the job's worker will try again, with its reason.
+    A process that fails otherwise than by a refusal says nothing about the folder; the job's worker will try again,
+    with its reason.
 
     Raises:
-        InvalidModel: the class is not one that can be trained layer by layer, or the folder is not what its config says.
+        InvalidModel: the class is not one that can be trained layer by layer, or the folder is not what its config
+            says.
     """
     task = ChildTask(
         module="horizon_server.worker.measure",
@@ -81,7 +88,8 @@ async def _read(request: Mapping[str, Any], who: str, limits: Limits) -> Any:
             Stalled: InvalidModel(_TOO_MUCH.format(what="time")),
             OutOfMemory: InvalidModel(_TOO_MUCH.format(what="memory")),
             WorkerCrashed: InvalidModel(
-                "the model folder could not be read: the reader crashed. The files are probably damaged; create them again"
+                "the model folder could not be read: the reader crashed. The files are probably damaged; create them "
+                "again"
             ),
         },
     )

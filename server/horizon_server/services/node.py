@@ -70,9 +70,15 @@ class NodeFacts:
     """Answers what the node is and how busy it is."""
 
     def __init__(
-        self, store: JobStore, lifecycle: Lifecycle, scheduler: Scheduler, *, state_dir: Path,
-        accelerators: tuple[Accelerator, ...], share_half_life_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        store: JobStore,
+        lifecycle: Lifecycle,
+        scheduler: Scheduler,
+        *,
+        state_dir: Path,
+        accelerators: tuple[Accelerator, ...],
+        share_half_life_s: float,
+    ) -> None:
         self._store = store
         self._lifecycle = lifecycle
         self._scheduler = scheduler
@@ -116,7 +122,8 @@ class NodeFacts:
         )
 
     def _machine_figures(self) -> _MachineFigures:
-        """Return the figures of at most a second ago: each takes reading a dozen files, and pages of status ask all the time."""
+        """Return the figures of at most a second ago: each takes reading a dozen files, and pages of status ask all the
+        time."""
         now_s = time.monotonic()
         if self._machine is None or now_s - self._machine.read_s > _FIGURES_HOLD_S:
             self._machine = _MachineFigures(

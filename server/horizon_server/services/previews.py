@@ -1,4 +1,5 @@
-"""Rows of a dataset as a model would see them, rendered in a child process: the daemon never runs a template that came with a model."""
+"""Rows of a dataset as a model would see them, rendered in a child process: the daemon never runs a template that came
+with a model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _MEMORY_BYTES = 4 * 2**30
 
 
 class Previews:
-    """Renders previews: two at once, and one of each user, so that a single user's templates do not keep others waiting.
+    """Renders previews: two at once, and one of each user, so that a single user's templates do not keep others
+    waiting.
 
     Thread: belongs to one event loop. A caller who hangs up ends the child.
     """
@@ -46,7 +48,8 @@ class Previews:
                 ),
                 WorkerCrashed: InvalidModel("rendering these rows crashes; is the chat template right?"),
                 OutOfMemory: InvalidModel(
-                    f"rendering these rows takes more than {_MEMORY_BYTES // 2**30} GiB of memory; ask for fewer rows, or correct the "
+                    f"rendering these rows takes more than {_MEMORY_BYTES // 2**30} GiB of memory; ask for fewer rows, "
+                    "or correct the "
                     "model's chat template"
                 ),
             },

@@ -92,13 +92,14 @@ class Proposals:
     async def of(
         self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
     ) -> AsyncIterator[Proposal]:
-        """Give the proposal, for this node or for a machine that is asked about, and one of the caller's turns until the block ends.
+        """Give the proposal, for this node or for a machine that is asked about, and one of the caller's turns until
+        the block ends.
 
         Raises:
             NotAllowed: when the project is not the caller's.
             NotFound: when model or datasets do not exist for the caller, or the checkpoint that `init_from` names.
-            InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method does not learn
-                from data of such a kind; and what the model or the machine cannot do.
+            InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method
+                does not learn from data of such a kind; and what the model or the machine cannot do.
             QuotaExceeded: when the job alone needs more memory than a quota allows.
             InUse: while the digest of a model is made that an adapter is compared with.
         """
@@ -138,7 +139,8 @@ class Proposals:
         return await asyncio.to_thread(partial(self.planner.plan_elsewhere, spec, folder, machine, data=size))
 
     async def _data(self, principal: Principal, spec: JobSpec) -> _Data:
-        """Return the datasets that the job names. Raises NotFound, and InvalidSpec where its method does not learn from such data."""
+        """Return the datasets that the job names. Raises NotFound, and InvalidSpec where its method does not learn from
+        such data."""
         trained = await self.resources.dataset(principal, spec.dataset)
         named = {**({EVAL_SET: spec.eval_dataset} if spec.eval_dataset else {}), **spec.eval.sets}
         evaluated = {name: await self.resources.dataset(principal, given) for name, given in named.items()}
@@ -147,8 +149,8 @@ class Proposals:
         return _Data(trained=trained, evaluated=evaluated)
 
     async def _start(self, principal: Principal, spec: JobSpec, model_id: str, folder: Path) -> Start | None:
-        """Return what `init_from` names, which anyone may use who may download it; an adapter that names its base is compared with the
-        model. Raises NotFound, InvalidSpec, and InUse while the model's digest is made.
+        """Return what `init_from` names, which anyone may use who may download it; an adapter that names its base is
+        compared with the model. Raises NotFound, InvalidSpec, and InUse while the model's digest is made.
         """
         start = await self._named_start(principal, spec, model_id)
         wanted = "" if start is None else await asyncio.to_thread(start.base_sha256)

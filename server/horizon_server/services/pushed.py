@@ -1,7 +1,8 @@
-"""Datasets and models from announcement to READY: who may see them, which of them a job means, when they may be removed.
+"""Datasets and models from announcement to READY: who may see them, which of them a job means, when they may be
+removed.
 
-Contents arrive through `services.uploads`. What both kinds have in common is in `PushedService`; each kind adds what an announcement must
-hold, how its files are checked, and what else there is to remove.
+Contents arrive through `services.uploads`. What both kinds have in common is in `PushedService`; each kind adds what an
+announcement must hold, how its files are checked, and what else there is to remove.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ DIGEST_WAIT_S = 15.0
 
 
 def page_limit(page_size: int) -> int:
-    """Return how many items a page may have: the default for 0, and never more than the maximum. Raises InvalidSpec below 0."""
+    """Return how many items a page may have: the default for 0, and never more than the maximum. Raises InvalidSpec
+    below 0."""
     if page_size < 0:
         raise InvalidSpec.of("page_size", f"page_size is {page_size}; it must be 0 or more")
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
@@ -107,7 +109,8 @@ class PushedService(ABC, Generic[RecordT]):
         """Remove what a resource has besides its contents: after it was deleted, or when its check has failed."""
 
     async def finalize(self, principal: Principal, resource_id: str) -> RecordT:
-        """Check the files and make the resource READY. A caller who hangs up may ask again and joins the check under way.
+        """Check the files and make the resource READY. A caller who hangs up may ask again and joins the check under
+        way.
 
         Raises:
             InvalidUpload: when files have not arrived.
@@ -124,7 +127,8 @@ class PushedService(ABC, Generic[RecordT]):
 
         Raises NotFound when there is none that they may see; InvalidSpec when several users have one of that name.
         """
-        # Names of other users are left out before anything is counted: an answer must not depend on what the caller may not see.
+        # Names of other users are left out before anything is counted: an answer must not depend on what the caller may
+        # not see.
         visible = [
             _as_seen(principal, record)
             for record in await self._store.find(key)
@@ -141,7 +145,8 @@ class PushedService(ABC, Generic[RecordT]):
         return found[0]
 
     async def get_ready(self, principal: Principal, key: str) -> RecordT:
-        """Return what `key` means to the caller, as `get` does. Raises NotFound also when its upload is not finished."""
+        """Return what `key` means to the caller, as `get` does. Raises NotFound also when its upload is not
+        finished."""
         record = await self.get(principal, key)
         if not record.ready:
             raise NotFound(f"{self._kind} {key} is not ready: its upload was not finished; push it again")
@@ -159,7 +164,8 @@ class PushedService(ABC, Generic[RecordT]):
         return await self._store.share(record.id, project, granted_by=principal.name, now_s=time.time())
 
     async def unshare(self, principal: Principal, key: str, project: str) -> RecordT:
-        """Take back what `share` allowed; return the resource. Jobs that were submitted with it keep it. Raises NotFound, NotAllowed."""
+        """Take back what `share` allowed; return the resource. Jobs that were submitted with it keep it. Raises
+        NotFound, NotAllowed."""
         record = await self.get_for_change(principal, key)
         return await self._store.unshare(record.id, project)
 
@@ -197,7 +203,10 @@ class PushedService(ABC, Generic[RecordT]):
             if not mine:
                 free = f"wait for {its} end"
             elif others:
-                free = f"cancel {', '.join(mine)}, and wait for the end of the other {'one' if others == 1 else f'{others}'}"
+                free = (
+                    f"cancel {', '.join(mine)}, and wait for the end of the other "
+                    f"{'one' if others == 1 else f'{others}'}"
+                )
             else:
                 free = f"cancel {', '.join(mine)}, or wait for {its} end"
             raise InUse(f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; {free}")
@@ -265,7 +274,8 @@ class PushedService(ABC, Generic[RecordT]):
         return ready
 
     async def _remove(self, record: RecordT) -> None:
-        # The record first: a crash in between leaves files that the next sweep finds, never a READY resource without files.
+        # The record first: a crash in between leaves files that the next sweep finds, never a READY resource without
+        # files.
         await self._store.delete(record.id)
         await self._clean_up(record)
         await self._drop_contents(record, keep=())
@@ -349,13 +359,15 @@ class DatasetService(PushedService[DatasetRecord]):
         return freed + await in_thread(lambda: size_of(self.prepared_root / record.digest))
 
     async def orphaned_tokens(self) -> list[Path]:
-        """Return the folders of tokens without a dataset: a daemon that was killed while it deleted a dataset has left them."""
+        """Return the folders of tokens without a dataset: a daemon that was killed while it deleted a dataset has left
+        them."""
         root = self.prepared_root
         folders = await in_thread(lambda: list(root.iterdir()) if root.is_dir() else [])
         return [folder for folder in folders if not await self._store.has_ready(folder.name)]
 
     async def sweep(self, max_age_s: float) -> int:
-        """Remove announcements older than that which were never finalized, and tokens without a dataset; return how many of the first."""
+        """Remove announcements older than that which were never finalized, and tokens without a dataset; return how
+        many of the first."""
         removed = await super().sweep(max_age_s)
         for folder in await self.orphaned_tokens():
             await self._remove_prepared(folder.name)
@@ -367,7 +379,8 @@ class DatasetService(PushedService[DatasetRecord]):
             await self._remove_prepared(record.digest)
 
     async def _remove_prepared(self, content: str) -> None:
-        # Datasets of equal content share their tokens, of all users. No job can be using them: a dataset that one needs stays.
+        # Datasets of equal content share their tokens, of all users. No job can be using them: a dataset that one needs
+        # stays.
         if not await self._store.has_ready(content):
             await in_thread(lambda: remove_prepared(self.prepared_root, content))
 
@@ -398,7 +411,8 @@ class ModelService(PushedService[ModelRecord]):
         quotas: Quotas,
         trial: ModelTrial | None,
     ) -> None:
-        """`digests` is the book of the digests of models. `trial` builds the class of a checked model; None checks its files alone."""
+        """`digests` is the book of the digests of models. `trial` builds the class of a checked model; None checks its
+        files alone."""
         super().__init__(store, uploads, max_bytes=max_bytes, users_of=users_of, quotas=quotas)
         self._root, self._trial, self._digests = root, trial, digests
         self._reading = SharedCalls[str]()
@@ -412,7 +426,8 @@ class ModelService(PushedService[ModelRecord]):
 
         Raises:
             InvalidSpec, TooLarge: for an announcement that cannot be fulfilled.
-            InvalidModel: for a folder that its names or its config already rule out: pickles, code, no weights, an encoder.
+            InvalidModel: for a folder that its names or its config already rule out: pickles, code, no weights, an
+                encoder.
             AlreadyExists: when the name is taken by other content.
             QuotaExceeded: when the user or the project would store more than an admin allows.
         """
@@ -442,7 +457,8 @@ class ModelService(PushedService[ModelRecord]):
         return self._root / model_id
 
     async def digest_of(self, principal: Principal, folder: Path) -> str:
-        """Return the digest of a model folder, made when it was pushed; of a folder of the node, when it is first asked for.
+        """Return the digest of a model folder, made when it was pushed; of a folder of the node, when it is first asked
+        for.
 
         Raises:
             InUse: while the folder's weights are being read for it, which continues without the caller.
@@ -475,7 +491,8 @@ class ModelService(PushedService[ModelRecord]):
         )
 
     async def sweep(self, max_age_s: float) -> int:
-        """Remove announcements older than that which were never finalized; move folders without a record to the trash. Return how many."""
+        """Remove announcements older than that which were never finalized; move folders without a record to the trash.
+        Return how many."""
         removed = await super().sweep(max_age_s)
         known = await self._store.ids()
         return removed + await in_thread(lambda: remove_unreferenced(self._root, known, self._uploads.store.trash))

@@ -1,6 +1,8 @@
-"""What users and projects may take, and how much of it they have: set by an admin, checked when something is submitted or pushed.
+"""What users and projects may take, and how much of it they have: set by an admin, checked when something is submitted
+or pushed.
 
-The quotas of resident jobs, host memory and device hours hold jobs back when they are admitted; that is the scheduler's part.
+The quotas of resident jobs, host memory and device hours hold jobs back when they are admitted; that is the scheduler's
+part.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Allowances(SharingStore):
         await self.set_allowance(Allowance(holder="project", name=name))
 
     async def change(self, holder: Holder, name: str, changes: Mapping[str, Any], weight: float | None) -> Allowance:
-        """Set the weight, unless it is None, and those limits that `changes` names, where None removes one. Return the allowance.
+        """Set the weight, unless it is None, and those limits that `changes` names, where None removes one. Return the
+        allowance.
 
         Raises BadSetting for a malformed name or a value out of range.
         """
@@ -68,7 +71,8 @@ def _check_name(holder: Holder, name: str) -> None:
 
 
 class Quotas:
-    """Checks quotas, and counts what is used of them. Thread: belongs to one event loop; checkpoint folders are read in threads."""
+    """Checks quotas, and counts what is used of them. Thread: belongs to one event loop; checkpoint folders are read in
+    threads."""
 
     def __init__(self, sharing: SharingStore, jobs: JobStore, folders: JobFolders) -> None:
         self._sharing = sharing
@@ -82,15 +86,16 @@ class Quotas:
         return [found.get(key, Allowance(holder=key[0], name=key[1])) for key in keys]
 
     async def admit_job(self, user: str, project: str, plan: Plan) -> AdmitJob:
-        """Return what refuses a job where too many are queued. Raises QuotaExceeded when the job alone is larger than a quota."""
+        """Return what refuses a job where too many are queued. Raises QuotaExceeded when the job alone is larger than a
+        quota."""
         allowances = await self.of(user, project)
         for allowance in allowances:
             limit = allowance.quota.max_host_bytes
             if limit is not None and plan.host_total_bytes > limit:
                 raise QuotaExceeded(
-                    f"the job needs {size_text(plan.host_total_bytes)} of host memory and {allowance.holder} {allowance.name} "
-                    f"may have {size_text(limit)}; choose a smaller model, or ask an admin for more: horizond "
-                    f"{allowance.holder} set {allowance.name} --max-host-memory SIZE"
+                    f"the job needs {size_text(plan.host_total_bytes)} of host memory and {allowance.holder} "
+                    f"{allowance.name} may have {size_text(limit)}; choose a smaller model, or ask an admin for more: "
+                    f"horizond {allowance.holder} set {allowance.name} --max-host-memory SIZE"
                 )
 
         return lambda of_user, of_project: _check_queued(allowances, (of_user, of_project))
@@ -100,7 +105,8 @@ class Quotas:
         _check_queued(await self.of(user, project), await self._jobs.queued_ids(user, project))
 
     async def admit_push(self, principal: Principal, num_bytes: int) -> tuple[AdmitPush | None, Collection[str]]:
-        """Return what refuses a push of that many bytes where too many are stored, and the users whose bytes it needs."""
+        """Return what refuses a push of that many bytes where too many are stored, and the users whose bytes it
+        needs."""
         allowances = [
             a for a in await self.of(principal.name, principal.project) if a.quota.max_stored_bytes is not None
         ]

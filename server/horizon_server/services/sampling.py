@@ -1,4 +1,5 @@
-"""Answers to prompts from a job's checkpoint, computed in a child process: the daemon never loads torch, nor runs a model's template."""
+"""Answers to prompts from a job's checkpoint, computed in a child process: the daemon never loads torch, nor runs a
+model's template."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Samples:
         Raises:
             NotFound: when the caller has no such job, or it has no such checkpoint.
             NotAllowed: when the caller may see the job and use nothing of the node.
-            InvalidSpec: for prompts or options out of range, InvalidData for a prompt that cannot be rendered; they name the field.
+            InvalidSpec: for prompts or options out of range, InvalidData for a prompt that cannot be rendered; they
+                name the field.
             InvalidModel: when the architecture's cache cannot be used; it is named.
             DoesNotFit: when running jobs leave too little memory.
             Stalled: when it takes longer than the limit.
@@ -102,8 +104,8 @@ class Samples:
     ) -> tuple[Path, SampleAdapter | None, str]:
         """Return the model folder that answers, with an adapter to put on it, and both in words.
 
-        Where a job has kept its base in fewer bits, that base answers: a merged model is rounded once more, or is on other values.
-        Otherwise it is the checkpoint's own model where it has one.
+        Where a job has kept its base in fewer bits, that base answers: a merged model is rounded once more, or is on
+        other values. Otherwise it is the checkpoint's own model where it has one.
         """
         manifest, folder = await asyncio.to_thread(checkpoints.manifest, step), checkpoints.of_step(step)
         model, part = model_part(manifest.files), adapter_part(manifest.files)

@@ -1,5 +1,5 @@
-"""The child that answers prompts: one on the node. It stays for a while when it has answered, so that the next call for the same model need
-not load it again; its memory goes to whoever needs it first."""
+"""The child that answers prompts: one on the node. It stays for a while when it has answered, so that the next call for
+the same model need not load it again; its memory goes to whoever needs it first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class _Idle:
 
 
 class SamplingChild:
-    """Starts the child, asks it, and ends it. `busy_bytes` is the host memory of a call that runs, which the queue must leave to it.
+    """Starts the child, asks it, and ends it. `busy_bytes` is the host memory of a call that runs, which the queue must
+    leave to it.
 
     Thread: belongs to one event loop. One call at a time; the others may come whenever they like.
     """
@@ -67,7 +68,8 @@ class SamplingChild:
         limit_s: float = LIMIT_S,
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """`free_bytes` is what jobs leave of the host's memory, all but the one of that id; `keep_s` how long an idle child stays."""
+        """`free_bytes` is what jobs leave of the host's memory, all but the one of that id; `keep_s` how long an idle
+        child stays."""
         self._limit_s, self.busy_bytes = limit_s, 0
         self._environment, self._free_bytes = environment, free_bytes
         self._keep_s, self._look_every_s = keep_s, look_every_s
@@ -130,8 +132,9 @@ class SamplingChild:
             free = max(0, self._free_bytes(""))
             if memory.total > free:
                 raise DoesNotFit(
-                    f"answering with this checkpoint takes {size_text(memory.total)} of host memory (weights {size_text(memory.planes)}), "
-                    f"and the node's jobs leave {size_text(free)}; sample again when they have ended, or pull the checkpoint"
+                    f"answering with this checkpoint takes {size_text(memory.total)} of host memory (weights "
+                    f"{size_text(memory.planes)}), and the node's jobs leave {size_text(free)}; sample again when they "
+                    "have ended, or pull the checkpoint"
                 )
             self.busy_bytes = memory.total
             return None
@@ -150,7 +153,8 @@ class SamplingChild:
             ),
             meanings={
                 Stalled: Stalled(
-                    f"the prompts were not answered within {self._limit_s:g} s; send fewer at a time, or lower max_tokens"
+                    f"the prompts were not answered within {self._limit_s:g} s; send fewer at a time, or lower "
+                    "max_tokens"
                 ),
                 OutOfMemory: DoesNotFit(
                     "answering these prompts takes more memory than planned; send fewer or shorter ones"

@@ -1,4 +1,5 @@
-"""What callers can ask and set of how the node is shared: usage, quotas, the node's condition, and when a job would run."""
+"""What callers can ask and set of how the node is shared: usage, quotas, the node's condition, and when a job would
+run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class SharingService:
         return [rows[key] for key in sorted(rows) if may_see(principal, key[1])]
 
     async def quota(self, principal: Principal) -> list[tuple[Allowance, QuotaUse]]:
-        """Return what the caller may take, what their own project and the others that they submit to may, and how much of it is used."""
+        """Return what the caller may take, what their own project and the others that they submit to may, and how much
+        of it is used."""
         others = sorted(name for name, role in principal.memberships.items() if role != "viewer")
         projects = list(dict.fromkeys([principal.project, *others]))
         async with self.jobs.turns.of(principal.name):
@@ -68,7 +70,8 @@ class SharingService:
 
         Raises:
             NotAllowed: when the caller is not an admin, or their token allows no changes.
-            InvalidSpec: when the message is too long or not printable, or the window has no length, only one end, or has passed already.
+            InvalidSpec: when the message is too long or not printable, or the window has no length, only one end, or
+                has passed already.
         """
         require_admin(principal, "cordon or drain the node")
         if len(condition.message) > MAX_MESSAGE_LENGTH:
@@ -77,7 +80,8 @@ class SharingService:
         if not condition.message.isprintable():
             raise InvalidSpec.of(
                 "message",
-                f"message is {condition.message!r:.80}; it is shown on all terminals, so it must be one line of printable letters",
+                f"message is {condition.message!r:.80}; it is shown on all terminals, so it must be one line of "
+                "printable letters",
             )
         start_s, end_s = condition.window_start_s, condition.window_end_s
         if (start_s is None) != (end_s is None):
@@ -89,7 +93,8 @@ class SharingService:
         if end_s is not None and end_s <= now_s:
             raise InvalidSpec.of(
                 "window_end_time",
-                f"the window has ended already (window_end_time is {time_text(end_s, now_s)}); give one that ends in the future",
+                f"the window has ended already (window_end_time is {time_text(end_s, now_s)}); give one that ends in "
+                "the future",
             )
         await self.store.set_condition(condition)
         self.scheduler.wake()

@@ -1,4 +1,5 @@
-"""What a job with `init_from` starts with: the weights or the adapter of another job's checkpoint, or a pushed adapter."""
+"""What a job with `init_from` starts with: the weights or the adapter of another job's checkpoint, or a pushed
+adapter."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ class PushedAdapter:
         compared = (
             "; the digest of the model that it was trained on is that of this job's model"
             if says_base
-            else "; it does not say which weights it was trained on, so it was compared with the model by names and shapes only"
+            else "; it does not say which weights it was trained on, so it was compared with the model by names and "
+            "shapes only"
         )
         return f"starts with the adapter {self.name}{compared}"
 
     def base_sha256(self) -> str:
-        """Return the digest of the model that it was trained on; empty where it does not say. Blocking. Raises InvalidModel."""
+        """Return the digest of the model that it was trained on; empty where it does not say. Blocking. Raises
+        InvalidModel."""
         return read_base_sha256(self.folder)
 
     def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> Plan:
@@ -68,15 +71,20 @@ class CheckpointStart:
     def text(self) -> str:
         """What the job reports of its start."""
         what = "adapter" if self.is_adapter else "weights"
-        return f"starts with the {what} of the checkpoint of step {self.step} of job {self.source.job_id} ({self.source.spec.name})"
+        return (
+            f"starts with the {what} of the checkpoint of step {self.step} of job {self.source.job_id} "
+            f"({self.source.spec.name})"
+        )
 
     def base_sha256(self) -> str:
-        """Return the digest of the model that an adapter is for; empty for weights of a model itself. Blocking. Raises NotFound."""
+        """Return the digest of the model that an adapter is for; empty for weights of a model itself. Blocking. Raises
+        NotFound."""
         base = self.checkpoints.manifest(self.step).base if self.is_adapter else None
         return "" if base is None else base.sha256
 
     def plan(self, planner: Planner, spec: JobSpec, model: Path, *, data: DataSize | None) -> Plan:
-        """Return the job's plan, with the numbers of the files that it starts from. Blocking. Raises InvalidSpec, InvalidModel."""
+        """Return the job's plan, with the numbers of the files that it starts from. Blocking. Raises InvalidSpec,
+        InvalidModel."""
         with self.checkpoints.reading(self.step):
             folder = self.checkpoints.of_step(self.step) / self.part
             if not self.is_adapter:
@@ -97,7 +105,8 @@ def require_lora(spec: JobSpec) -> None:
     if spec.train.trainable != LORA:
         raise InvalidSpec.of(
             "init_from",
-            f"init_from: {spec.init_from} is without an @, so it names a pushed adapter, and this job trains none; set train.trainable: "
+            f"init_from: {spec.init_from} is without an @, so it names a pushed adapter, and this job trains none; set "
+            "train.trainable: "
             "lora, or name a checkpoint: JOB@last",
         )
 
@@ -127,7 +136,8 @@ async def start_at(
     if source.model_id != model_id:
         raise InvalidSpec.of(
             "init_from",
-            f"init_from: job {source.job_id} has trained the model {source.spec.model}, which is not the model {spec.model} of this "
+            f"init_from: job {source.job_id} has trained the model {source.spec.model}, which is not the model "
+            f"{spec.model} of this "
             "job; a job starts from a checkpoint of its own model",
         )
     step, files = found[0].step, [file.path for file in found[0].files]
@@ -137,7 +147,8 @@ async def start_at(
     if adapter is not None and model is None:
         raise InvalidSpec.of(
             "init_from",
-            f"init_from: the checkpoint of step {step} of job {source.job_id} holds an adapter, and this job trains the model itself; "
-            f"merge it first (horizon checkpoint merge {source.job_id}@{step}), or set train.trainable: lora",
+            f"init_from: the checkpoint of step {step} of job {source.job_id} holds an adapter, and this job trains "
+            f"the model itself; merge it first (horizon checkpoint merge {source.job_id}@{step}), or set "
+            "train.trainable: lora",
         )
     return CheckpointStart(source=source, step=step, checkpoints=checkpoints, part=model or "", is_adapter=False)

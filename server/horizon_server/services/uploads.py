@@ -36,7 +36,8 @@ class Uploads:
         self._collecting = asyncio.Lock()
 
     async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
-        """Return how far each content is that `owner` still has to send. Raises InvalidSpec or TooLarge for impossible ones."""
+        """Return how far each content is that `owner` still has to send. Raises InvalidSpec or TooLarge for impossible
+        ones."""
         if len(refs) > MAX_REFS:
             raise TooLarge(f"{len(refs)} contents are asked for; ask for at most {MAX_REFS} in one call")
         for i, ref in enumerate(refs):
@@ -89,8 +90,8 @@ class Uploads:
         try:
             if len(blobs) > MAX_WHOLE_BLOBS or num_bytes > MAX_WHOLE_BYTES:
                 raise TooLarge(
-                    f"{len(blobs)} contents with {num_bytes} bytes are sent in one call; send at most {MAX_WHOLE_BLOBS} contents with "
-                    f"{MAX_WHOLE_BYTES} bytes in all, and larger ones with WriteBlob"
+                    f"{len(blobs)} contents with {num_bytes} bytes are sent in one call; send at most "
+                    f"{MAX_WHOLE_BLOBS} contents with {MAX_WHOLE_BYTES} bytes in all, and larger ones with WriteBlob"
                 )
             for i, whole in enumerate(blobs):
                 check_ref(whole.blob, max_bytes=self._max_blob_bytes, field=f"blobs[{i}].blob")
@@ -104,18 +105,21 @@ class Uploads:
             self._on_upload(num_bytes, result)
 
     async def require_all(self, owner: str, files: Sequence[BlobFile]) -> None:
-        """Let pass when `owner` has sent every file. Raises InvalidUpload with one violation per file that is not there."""
+        """Let pass when `owner` has sent every file. Raises InvalidUpload with one violation per file that is not
+        there."""
         ready = await self._references.of_ready(owner, {file.sha256 for file in files})
         statuses = {file.ref: await self._status(owner, file.ref, ready) for file in files}
         absent = [(i, file) for i, file in enumerate(files) if not statuses[file.ref].complete]
         if not absent:
             return
         raise InvalidUpload(
-            f"{len(absent)} of {len(files)} files have not arrived whole, {absent[0][1].path} among them; send them, then finalize again",
+            f"{len(absent)} of {len(files)} files have not arrived whole, {absent[0][1].path} among them; send them, "
+            "then finalize again",
             violations=[
                 FieldViolation(
                     field=f"files[{i}]",
-                    description=f"{file.path}: {statuses[file.ref].committed_bytes} of {file.size_bytes} bytes have arrived",
+                    description=f"{file.path}: {statuses[file.ref].committed_bytes} of {file.size_bytes} bytes have "
+                    "arrived",
                 )
                 for i, file in absent
             ],
@@ -144,7 +148,8 @@ class Uploads:
             return expired, await self.store.unreferenced(referenced, expired=expired)
 
     async def sweep(self, max_age_s: float) -> int:
-        """Remove partial uploads older than that, then move every content that nothing refers to to the trash; return how many files."""
+        """Remove partial uploads older than that, then move every content that nothing refers to to the trash; return
+        how many files."""
         async with self._collecting:
             expired = await self.store.expire(max_age_s)
             return expired + await self.store.sweep(await self._references.of_all())

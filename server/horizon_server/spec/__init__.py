@@ -1,7 +1,9 @@
-"""The job spec: what a user may ask for. Type, range, default and description of each field are written here and nowhere else.
+"""The job spec: what a user may ask for. Type, range, default and description of each field are written here and
+nowhere else.
 
-`parse_job_spec` turns plain data (YAML, JSON, or a request converted by `api.grpc`) into a frozen `JobSpec` and refuses unknown keys, wrong
-types and values out of range, all of them at once. `job_schema` is the same knowledge as JSON Schema; the client ships it as data.
+`parse_job_spec` turns plain data (YAML, JSON, or a request converted by `api.grpc`) into a frozen `JobSpec` and refuses
+unknown keys, wrong types and values out of range, all of them at once. `job_schema` is the same knowledge as JSON
+Schema; the client ships it as data.
 """
 
 from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, GenerateSpec

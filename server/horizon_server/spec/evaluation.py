@@ -33,7 +33,8 @@ class GenerateSpec(Section):
         default=16,
         ge=1,
         le=MAX_EVAL_PROMPTS,
-        description="How many of the set's rows, from its first on. A row's prompt is its chat up to the last trained answer.",
+        description="How many of the set's rows, from its first on. A row's prompt is its chat up to the last trained "
+        "answer.",
     )
     max_new_tokens: int = Field(
         default=256, ge=1, le=MAX_ANSWER_TOKENS, description="An answer ends after this number of tokens."
@@ -42,9 +43,9 @@ class GenerateSpec(Section):
         default=None,
         min_length=1,
         max_length=MAX_EXPRESSION_CHARS,
-        description="Regular expression that finds the final answer in a text: the first group of its last match, without white space "
-        "around it and commas between digits. exact_match is the share of prompts for which that of the generated answer is that of the "
-        "data's. Null compares nothing.",
+        description="Regular expression that finds the final answer in a text: the first group of its last match, "
+        "without white space around it and commas between digits. exact_match is the share of prompts for which that "
+        "of the generated answer is that of the data's. Null compares nothing.",
     )
 
     @field_validator("answer")
@@ -62,8 +63,8 @@ class EvalSpec(Section):
         default=0,
         ge=0,
         le=MAX_STEPS,
-        description="End the job with success after this number of evaluations in a row whose figure (best_by) was not better than the "
-        "best before; 0 trains to the end.",
+        description="End the job with success after this number of evaluations in a row whose figure (best_by) was not "
+        "better than the best before; 0 trains to the end.",
     )
     min_delta: float = Field(
         default=0.0, ge=0, le=1e9, description="By how much a figure must be better than the best to count as better."
@@ -72,7 +73,8 @@ class EvalSpec(Section):
         default={},
         max_length=MAX_EVAL_SETS,
         json_schema_extra={RULE: f"a mapping of up to {MAX_EVAL_SETS} names to datasets, each {NAME_RULE}"},
-        description="More pushed datasets to evaluate on, by the names that their figures have. The client also takes local files here.",
+        description="More pushed datasets to evaluate on, by the names that their figures have. The client also takes "
+        "local files here.",
     )
     generate: GenerateSpec | None = Field(
         default=None, description="Have the model answer prompts of a set at each evaluation; null does not."
@@ -80,8 +82,8 @@ class EvalSpec(Section):
     best_by: str = Field(
         default=LOSS,
         max_length=80,
-        description="The figure by which a checkpoint is the best and patience counts: loss (that of the set eval, or else of the first by "
-        "name), SET.loss, SET.accuracy "
+        description="The figure by which a checkpoint is the best and patience counts: loss (that of the set eval, or "
+        "else of the first by name), SET.loss, SET.accuracy "
         "or SET.exact_match. For a loss, lower is better; for the others, higher.",
     )
 
@@ -130,8 +132,8 @@ def problem_with_evaluation(given: EvalSpec, *, has_main_set: bool, trains_on_pr
     if generate is not None and trains_on_prompts:
         return WrongField(
             "generate",
-            "needs rows with a prompt and an answer, and this job trains on every token of a row; use method: sft and train.train_on: "
-            "assistant or last-assistant",
+            "needs rows with a prompt and an answer, and this job trains on every token of a row; use method: sft and "
+            "train.train_on: assistant or last-assistant",
         )
     if given.best_by == LOSS:
         return None
@@ -145,6 +147,7 @@ def problem_with_evaluation(given: EvalSpec, *, has_main_set: bool, trains_on_pr
     if figure == EXACT_MATCH and (generate is None or generate.answer is None or generate.set != name):
         return WrongField(
             "best_by",
-            f"is {given.best_by!r}, but no exact match of that set is measured; set eval.generate with set: {name} and an answer",
+            f"is {given.best_by!r}, but no exact match of that set is measured; set eval.generate with set: {name} and "
+            "an answer",
         )
     return None

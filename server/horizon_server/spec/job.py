@@ -36,13 +36,14 @@ class CheckpointSpec(Section):
         default=60.0,
         ge=0,
         le=525_600,
-        description="Also write one when this time has passed since the last one, unless writing would then take more than 5 % of "
-        "the time; 0 writes none by the clock.",
+        description="Also write one when this time has passed since the last one, unless writing would then take more "
+        "than 5 % of the time; 0 writes none by the clock.",
     )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(
         default=True,
-        description="Also keep the best checkpoint by the figure that eval.best_by names, the evaluation loss by default.",
+        description="Also keep the best checkpoint by the figure that eval.best_by names, the evaluation loss by "
+        "default.",
     )
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
@@ -50,29 +51,33 @@ class CheckpointSpec(Section):
     )
     export: Literal["adapter", "merged", "both"] = Field(
         default="adapter",
-        description="What a checkpoint of a job with train.trainable: lora holds. adapter: the adapter, as a PEFT folder, and not the "
-        "frozen model; merged: the model with the adapter merged into it, in dtype; both: the adapter, and the merged model in merged/.",
+        description="What a checkpoint of a job with train.trainable: lora holds. adapter: the adapter, as a PEFT "
+        "folder, and not the frozen model; merged: the model with the adapter merged into it, in dtype; both: the "
+        "adapter, and the merged model in merged/.",
     )
     merge_base: Literal["trained", "source"] = Field(
         default="trained",
-        description="What an adapter is merged into where train.lora.base is int8 or nf4. trained: the rounded base that it was trained "
-        "on, so that the merged model is the one that was evaluated; source: the model folder's own weights, as PEFT merges.",
+        description="What an adapter is merged into where train.lora.base is int8 or nf4. trained: the rounded base "
+        "that it was trained on, so that the merged model is the one that was evaluated; source: the model folder's "
+        "own weights, as PEFT merges.",
     )
     keep_days: float | None = Field(
         default=None,
         gt=0,
         le=36_500,
-        description="Days after the job's end until its checkpoints are deleted; null keeps them. A warning comes before.",
+        description="Days after the job's end until its checkpoints are deleted; null keeps them. A warning comes "
+        "before.",
     )
     keep_optimizer: Literal["last", "all"] = Field(
         default="last",
-        description="Once the job has succeeded, last removes the optimizer's state (8 to 10 of 12 bytes per parameter) from all "
-        "checkpoints but the newest and the best; all keeps it.",
+        description="Once the job has succeeded, last removes the optimizer's state (8 to 10 of 12 bytes per "
+        "parameter) from all checkpoints but the newest and the best; all keeps it.",
     )
 
 
 class LimitsSpec(Section):
-    """When the job ends with success, checkpointed, before all its steps are done. The learning rate's schedule does not change."""
+    """When the job ends with success, checkpointed, before all its steps are done. The learning rate's schedule does
+    not change."""
 
     max_hours: float | None = Field(
         default=None,
@@ -95,9 +100,9 @@ class JobSpec(Section):
     init_from: str | None = Field(
         default=None,
         pattern=rf"^{NAME}(@(last|best|[0-9]{{1,9}}))?$",
-        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP; or, in a "
-        "job that trains adapters, with a pushed adapter, by its name. The optimizer, the schedule and the data are this job's own. Null "
-        "starts with the weights of model.",
+        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or "
+        "JOB@STEP; or, in a job that trains adapters, with a pushed adapter, by its name. The optimizer, the schedule "
+        "and the data are this job's own. Null starts with the weights of model.",
         json_schema_extra={
             RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id, or the name of a pushed adapter"
         },
@@ -114,8 +119,9 @@ class JobSpec(Section):
     )
     method: Method = Field(
         default="sft",
-        description="sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn from pairs of a "
-        "chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from recorded samples with advantages.",
+        description="sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn "
+        "from pairs of a chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from "
+        "recorded samples with advantages.",
     )
     train: Annotated[TrainSpec, absent_as_empty] = TrainSpec()
     eval_every_steps: int = Field(
@@ -152,11 +158,13 @@ class JobSpec(Section):
     @classmethod
     def _options_of_the_method(cls, options: Section, info: ValidationInfo) -> Section:
         assert info.field_name is not None
-        # The method is absent where it was refused itself. Defaults are let through: a spec that comes back from a job has them all.
+        # The method is absent where it was refused itself. Defaults are let through: a spec that comes back from a job
+        # has them all.
         method, section = info.data.get("method", info.field_name), info.field_name
         if method != section and options != type(options)():
             raise ValueError(
-                f"has options of method {section}, and the job's method is {method}; remove {section} or set method: {section}"
+                f"has options of method {section}, and the job's method is {method}; remove {section} or set method: "
+                f"{section}"
             )
         if isinstance(options, DpoSpec) and options.label_smoothing and options.loss != "sigmoid":
             raise WrongField(
@@ -189,7 +197,8 @@ class JobSpec(Section):
         if train.train_on != "assistant":
             raise WrongField(
                 "train_on",
-                f"is for method sft; with method {method} the answers are trained and their prompts are not; leave it out",
+                f"is for method sft; with method {method} the answers are trained and their prompts are not; leave it "
+                "out",
             )
         return train
 
@@ -218,7 +227,8 @@ class JobSpec(Section):
         if checkpoint.export != "adapter" and train is not None and train.trainable != LORA:
             raise WrongField(
                 "export",
-                f"is {checkpoint.export}, which is for adapters, and this job trains none; its checkpoints hold the whole model anyway: "
+                f"is {checkpoint.export}, which is for adapters, and this job trains none; its checkpoints hold the "
+                "whole model anyway: "
                 "leave export out, or set train.trainable: lora",
             )
         return checkpoint
@@ -232,7 +242,8 @@ class JobSpec(Section):
 
     @property
     def eval_sets(self) -> tuple[str, ...]:
-        """The names of the sets that evaluations are on: the one named eval, where there is one, then the others by name."""
+        """The names of the sets that evaluations are on: the one named eval, where there is one, then the others by
+        name."""
         has_main_set = self.eval_dataset is not None or self.eval_fraction > 0
         return (*((EVAL_SET,) if has_main_set else ()), *sorted(self.eval.sets))
 
@@ -258,7 +269,8 @@ class JobSpec(Section):
         return self.model_dump(mode="json")
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that were given, without defaults: the same for every version, whichever fields it has besides."""
+        """Return the fields that were given, without defaults: the same for every version, whichever fields it has
+        besides."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def in_project(self, project: str) -> JobSpec:
@@ -267,12 +279,15 @@ class JobSpec(Section):
 
 
 def check_kinds(spec: JobSpec, kind: str, of_sets: Mapping[str, str]) -> None:
-    """Check the kinds (text, preference, kto or samples) of a job's data and of its eval sets, by their names in the spec.
+    """Check the kinds (text, preference, kto or samples) of a job's data and of its eval sets, by their names in the
+    spec.
 
-    Text can be evaluated in jobs of every method; only there tokens have an accuracy, and only there prompts are answered.
+    Text can be evaluated in jobs of every method; only there tokens have an accuracy, and only there prompts are
+    answered.
 
     Raises:
-        InvalidSpec: the method does not learn from data of such a kind, or a figure is asked for that the set does not have.
+        InvalidSpec: the method does not learn from data of such a kind, or a figure is asked for that the set does not
+            have.
     """
     check_kind(spec.method, kind, spec.dataset)
     kinds = {name: of_sets.get(name, kind) for name in spec.eval_sets}
@@ -286,7 +301,10 @@ def check_kinds(spec: JobSpec, kind: str, of_sets: Mapping[str, str]) -> None:
         )
         raise InvalidSpec.of("eval.generate.set", problem)
     if figure == ACCURACY and kinds[judged] != "text":
-        problem = f"eval.best_by is {spec.eval.best_by!r}, and data of kind {kinds[judged]} has no accuracy; use {judged}.loss"
+        problem = (
+            f"eval.best_by is {spec.eval.best_by!r}, and data of kind {kinds[judged]} has no accuracy; use "
+            f"{judged}.loss"
+        )
         raise InvalidSpec.of("eval.best_by", problem)
 
 

@@ -1,7 +1,8 @@
 """The section `train.lora`: adapters of low rank next to a frozen model.
 
-For an adapted weight W of a layer, y = x W' becomes y = x W' + scale * dropout(x) A' B' (LoRA, arXiv 2106.09685). With `dora` the adapted
-weight V = W + scale * B A is used as m V / |V|: m are trained magnitudes, |V| the norms of its rows (DoRA, arXiv 2402.09353).
+For an adapted weight W of a layer, y = x W' becomes y = x W' + scale * dropout(x) A' B' (LoRA, arXiv 2106.09685). With
+`dora` the adapted weight V = W + scale * B A is used as m V / |V|: m are trained magnitudes, |V| the norms of its rows
+(DoRA, arXiv 2402.09353).
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ BaseFormat = Literal["source", "int8", "nf4"]
 
 
 class LoraSpec(Section):
-    """The adapters A and B that `train.trainable: lora` trains next to a frozen model; A begins random, from train.seed, B at zero."""
+    """The adapters A and B that `train.trainable: lora` trains next to a frozen model; A begins random, from
+    train.seed, B at zero."""
 
     rank: int = Field(
         default=16,
         ge=1,
         le=MAX_RANK,
-        description="Rows of A and columns of B. An adapter of a map from I to O numbers has rank * (I + O) trained parameters, which take "
-        "12 to 16 bytes each; the frozen model takes 2 bytes of host memory a parameter where it is in bfloat16, else 4.",
+        description="Rows of A and columns of B. An adapter of a map from I to O numbers has rank * (I + O) trained "
+        "parameters, which take 12 to 16 bytes each; the frozen model takes 2 bytes of host memory a parameter where "
+        "it is in bfloat16, else 4.",
     )
     alpha: float = Field(
         default=32.0,
@@ -40,8 +43,8 @@ class LoraSpec(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of an adapter's inputs that is set to zero in training, at random and for each adapter; the others are scaled "
-        "up. Evaluations are without it.",
+        description="Share of an adapter's inputs that is set to zero in training, at random and for each adapter; the "
+        "others are scaled up. Evaluations are without it.",
     )
     targets: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)], ...], list_as_tuple, text_as_list
@@ -49,27 +52,31 @@ class LoraSpec(Section):
         default=ALL_LINEAR,
         min_length=1,
         max_length=MAX_EXPRESSIONS,
-        description="Which weights have adapters: all-linear, or regular expressions that are found in the names of the layers' matrices, "
-        "each adding some or, after a !, taking some away: [q_proj, v_proj]. all-linear is every linear map of the layers but routers and "
-        "the experts of a mixture; the plan names what is left out.",
+        description="Which weights have adapters: all-linear, or regular expressions that are found in the names of "
+        "the layers' matrices, each adding some or, after a !, taking some away: [q_proj, v_proj]. all-linear is every "
+        "linear map of the layers but routers and the experts of a mixture; the plan names what is left out.",
         json_schema_extra={
-            RULE: f"all-linear, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
+            RULE: f"all-linear, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to "
+            f"{MAX_EXPRESSION_CHARS} characters"
         },
     )
     rslora: bool = Field(
         default=False,
-        description="Scale by alpha / sqrt(rank), so that high ranks learn as fast as low ones (rsLoRA, arXiv 2312.03732).",
+        description="Scale by alpha / sqrt(rank), so that high ranks learn as fast as low ones (rsLoRA, arXiv "
+        "2312.03732).",
     )
     dora: bool = Field(
         default=False,
-        description="Train the length of each output's weights apart from their direction: one more trained number for each output of an "
-        "adapted map (DoRA, arXiv 2402.09353). Often better at low ranks, and slower than plain LoRA.",
+        description="Train the length of each output's weights apart from their direction: one more trained number for "
+        "each output of an adapted map (DoRA, arXiv 2402.09353). Often better at low ranks, and slower than plain "
+        "LoRA.",
     )
     base: BaseFormat = Field(
         default="source",
-        description="How the frozen matrices of the layers are kept in host memory and sent to the device, which turns them into numbers "
-        "again. source: as in the model folder; int8: 1 byte a parameter, a scale for each row; nf4: 4 bits and 8 for every 64, as QLoRA. "
-        "Both round the model that the adapters are trained on; embedding, head, norms and routers stay as they are.",
+        description="How the frozen matrices of the layers are kept in host memory and sent to the device, which turns "
+        "them into numbers again. source: as in the model folder; int8: 1 byte a parameter, a scale for each row; nf4: "
+        "4 bits and 8 for every 64, as QLoRA. Both round the model that the adapters are trained on; embedding, head, "
+        "norms and routers stay as they are.",
     )
 
     @property

@@ -38,7 +38,8 @@ class DpoSpec(Section):
 
 
 class IpoSpec(Section):
-    """Options of `method: ipo`, identity preference optimisation. The defaults are those of TRL's DPOConfig with loss_type ipo."""
+    """Options of `method: ipo`, identity preference optimisation. The defaults are those of TRL's DPOConfig with
+    loss_type ipo."""
 
     beta: Beta = Field(
         default=0.1, description="Margins are pulled to 1 / (2 beta). It is tau in the paper, and beta in TRL."
@@ -53,13 +54,14 @@ class OrpoSpec(Section):
 
     penalty: Weight = Field(
         default=0.1,
-        description="Weight of the odds ratio next to the chosen answers' loss. It is lambda in the paper, beta in TRL.",
+        description="Weight of the odds ratio next to the chosen answers' loss. It is lambda in the paper, beta in "
+        "TRL.",
     )
 
 
 class SimpoSpec(Section):
-    """Options of `method: simpo`, simple preference optimisation. gamma has the default of TRL's CPOConfig; its beta of 0.1 is for
-    sums over tokens, so beta has the paper's instead."""
+    """Options of `method: simpo`, simple preference optimisation. gamma has the default of TRL's CPOConfig; its beta of
+    0.1 is for sums over tokens, so beta has the paper's instead."""
 
     beta: Beta = Field(default=2.0, description="Factor of the difference of average log-probabilities.")
     gamma: float = Field(default=0.5, ge=0, le=1000, description="Margin that beta times the difference is to reach.")
@@ -78,18 +80,19 @@ class KtoSpec(Section):
     desirable_weight: Weight = Field(default=1.0, description="Weight of answers that are labelled good.")
     undesirable_weight: Weight = Field(
         default=1.0,
-        description="Weight of answers that are labelled bad. With fewer good ones than bad ones, raise desirable_weight so that both "
-        "sides weigh about the same.",
+        description="Weight of answers that are labelled bad. With fewer good ones than bad ones, raise "
+        "desirable_weight so that both sides weigh about the same.",
     )
 
 
 class PolicySpec(Section):
-    """Options of `method: policy`, a policy gradient on recorded samples with advantages. The defaults are those of TRL's GRPOConfig."""
+    """Options of `method: policy`, a policy gradient on recorded samples with advantages. The defaults are those of
+    TRL's GRPOConfig."""
 
     clip: bool = Field(
         default=True,
-        description="Clip the ratio to the policy that sampled, as PPO and GRPO do. false: plain importance sampling, without clip_low and "
-        "clip_high.",
+        description="Clip the ratio to the policy that sampled, as PPO and GRPO do. false: plain importance sampling, "
+        "without clip_low and clip_high.",
     )
     clip_low: float = Field(default=0.2, ge=0, le=1, description="The ratio counts down to 1 - clip_low.")
     clip_high: float = Field(
@@ -99,13 +102,13 @@ class PolicySpec(Section):
         default=0.0,
         ge=0,
         le=1000,
-        description="Weight of the KL divergence from the starting weights. Above 0 their log-probabilities are computed before the first "
-        "step.",
+        description="Weight of the KL divergence from the starting weights. Above 0 their log-probabilities are "
+        "computed before the first step.",
     )
     mean: Literal["tokens", "documents"] = Field(
         default="tokens",
-        description="tokens: every token of a step weighs the same (DAPO); documents: every sample weighs the same, whatever its length "
-        "(GRPO).",
+        description="tokens: every token of a step weighs the same (DAPO); documents: every sample weighs the same, "
+        "whatever its length (GRPO).",
     )
 
 
@@ -122,7 +125,8 @@ class MethodFacts:
 
     @property
     def has_objective(self) -> bool:
-        """Whether its loss is a function of the tokens' log-probabilities; else it is cross-entropy, which needs no second pass."""
+        """Whether its loss is a function of the tokens' log-probabilities; else it is cross-entropy, which needs no
+        second pass."""
         return self.options is not None
 
 
@@ -141,7 +145,8 @@ METHODS: dict[str, MethodFacts] = {
 
 
 def check_kind(method: str, kind: str, dataset: str = "") -> None:
-    """Check that a method learns from data of that kind (text, preference, kto or samples). `dataset` is its name for the message.
+    """Check that a method learns from data of that kind (text, preference, kto or samples). `dataset` is its name for
+    the message.
 
     Raises:
         InvalidSpec: it does not; the message says which methods do, and which data the method needs.
@@ -152,7 +157,7 @@ def check_kind(method: str, kind: str, dataset: str = "") -> None:
     methods = [name for name, facts in METHODS.items() if facts.data == kind]
     found = f"dataset {dataset}" if dataset else "the dataset"
     problem = (
-        f"{method}, which learns from data of kind {wanted}, and {found} is of kind {kind}; set method to {' or '.join(methods)}, "
-        f"or use a dataset of kind {wanted}"
+        f"{method}, which learns from data of kind {wanted}, and {found} is of kind {kind}; set method to "
+        f"{' or '.join(methods)}, or use a dataset of kind {wanted}"
     )
     raise InvalidSpec.of("method", f"method is {problem}")

@@ -39,7 +39,8 @@ CompileChoice = Literal["auto", "on", "off"]
 
 
 class LrGroup(Section):
-    """Tensors whose learning rate is the schedule's times `scale`: those whose name the regular expression `match` is found in."""
+    """Tensors whose learning rate is the schedule's times `scale`: those whose name the regular expression `match` is
+    found in."""
 
     match: str = Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)
     scale: float = Field(gt=0, le=MAX_LR_SCALE)
@@ -65,15 +66,16 @@ class TrainSpec(Section):
     )
     packing: Annotated[Literal["auto", "true", "false"], boolean_as_text] = Field(
         default="auto",
-        description="Put several documents in one row. auto: where a trial shows that the model keeps them apart; true: refuse the job "
-        "otherwise; false: one document per row.",
+        description="Put several documents in one row. auto: where a trial shows that the model keeps them apart; "
+        "true: refuse the job otherwise; false: one document per row.",
         json_schema_extra={"enum": ["auto", True, False, "true", "false"]},  # YAML's booleans are accepted as well
     )
     learning_rate: float = Field(default=1e-5, ge=0, le=10, description="Peak learning rate.")
     lr_schedule: LrSchedule = Field(
         default="cosine",
-        description="Shape of the learning rate after the warmup. constant: stays; linear, cosine: falls to 0; cosine_with_min_lr: falls "
-        "to min_lr_ratio; wsd (warmup, stable, decay): stays, and falls to min_lr_ratio at the end. All as in transformers.",
+        description="Shape of the learning rate after the warmup. constant: stays; linear, cosine: falls to 0; "
+        "cosine_with_min_lr: falls to min_lr_ratio; wsd (warmup, stable, decay): stays, and falls to min_lr_ratio at "
+        "the end. All as in transformers.",
     )
     warmup_steps: int = Field(
         default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0 (wsd: from min_lr_ratio)."
@@ -88,13 +90,14 @@ class TrainSpec(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Share of all steps, the last ones, in which the learning rate falls along half a cosine. For lr_schedule wsd only.",
+        description="Share of all steps, the last ones, in which the learning rate falls along half a cosine. For "
+        "lr_schedule wsd only.",
     )
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
     decay: Literal["trainer", "matrices", "all"] = Field(
         default="trainer",
-        description="What weight_decay applies to. trainer: all but biases and norms, as the Hugging Face Trainer; matrices: weight "
-        "matrices but no embedding; all: every parameter.",
+        description="What weight_decay applies to. trainer: all but biases and norms, as the Hugging Face Trainer; "
+        "matrices: weight matrices but no embedding; all: every parameter.",
     )
     betas: Annotated[tuple[Beta, Beta], list_as_tuple] = Field(
         default=(0.9, 0.999), description="Adam's decay rates of the first and second moment."
@@ -104,7 +107,8 @@ class TrainSpec(Section):
         default=1.0,
         gt=0,
         le=1e9,
-        description="Clip gradients to this global norm; null turns clipping off and saves the memory of the gradient planes.",
+        description="Clip gradients to this global norm; null turns clipping off and saves the memory of the gradient "
+        "planes.",
     )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order, dropout and noise.")
     train_on: Literal["assistant", "last-assistant", "all"] = Field(
@@ -112,15 +116,16 @@ class TrainSpec(Section):
     )
     compute_dtype: ComputeDtypeChoice = Field(
         default="auto",
-        description="What layers are computed in; master weights, moments and sums of gradients are fp32 in any case. auto: float32 on "
-        "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is "
-        "about twice as fast on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
+        description="What layers are computed in; master weights, moments and sums of gradients are fp32 in any case. "
+        "auto: float32 on the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. "
+        "bfloat16 on the host is about twice as fast on CPUs with AMX and slower on CPUs without bf16 instructions. "
+        "float32 is for the host only.",
     )
     compile: Annotated[CompileChoice, switch_as_text] = Field(
         default="auto",
-        description="Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain from it, for layers "
-        "that a trial finds equal within rounding and faster; on: in any job, which is refused where a layer cannot be compiled; off: "
-        "never. Jobs with matmul: fp8 are never compiled.",
+        description="Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain "
+        "from it, for layers that a trial finds equal within rounding and faster; on: in any job, which is refused "
+        "where a layer cannot be compiled; off: never. Jobs with matmul: fp8 are never compiled.",
         json_schema_extra={"enum": ["auto", "on", "off", True, False]},  # YAML reads on and off as booleans
     )
     max_skipped_steps: int = Field(
@@ -134,30 +139,33 @@ class TrainSpec(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of each target that is spread evenly over the vocabulary, in training; as torch's cross_entropy. Steps report "
-        "the smoothed loss, evaluations the loss without smoothing.",
+        description="Share of each target that is spread evenly over the vocabulary, in training; as torch's "
+        "cross_entropy. Steps report the smoothed loss, evaluations the loss without smoothing.",
     )
     lr_groups: Annotated[tuple[LrGroup, ...], list_as_tuple] = Field(
         default=(),
         max_length=MAX_EXPRESSIONS,
-        description="Learning rates of single tensors: [{match: embed_tokens, scale: 0.1}] gives the tensors in whose name the regular "
-        "expression is found a tenth of learning_rate, in weight decay too. The first group that fits counts; other tensors have scale 1.",
+        description="Learning rates of single tensors: [{match: embed_tokens, scale: 0.1}] gives the tensors in whose "
+        "name the regular expression is found a tenth of learning_rate, in weight decay too. The first group that fits "
+        "counts; other tensors have scale 1.",
         json_schema_extra={
-            RULE: f"a list of up to {MAX_EXPRESSIONS} groups, each with match (a regular expression of 1 to {MAX_EXPRESSION_CHARS} "
-            f"characters) and scale (a number above 0 up to {MAX_LR_SCALE}; what is not to be trained is left out of train.trainable)"
+            RULE: f"a list of up to {MAX_EXPRESSIONS} groups, each with match (a regular expression of 1 to "
+            f"{MAX_EXPRESSION_CHARS} characters) and scale (a number above 0 up to {MAX_LR_SCALE}; what is not to be "
+            "trained is left out of train.trainable)"
         },
     )
     neftune_noise_alpha: float = Field(
         default=0.0,
         ge=0,
         le=1000,
-        description="NEFTune: noise on the embeddings in training, uniform and at most alpha / sqrt(L * D) for a document of L tokens and "
-        "embeddings of D numbers. 5 to 15 are usual; 0 is none.",
+        description="NEFTune: noise on the embeddings in training, uniform and at most alpha / sqrt(L * D) for a "
+        "document of L tokens and embeddings of D numbers. 5 to 15 are usual; 0 is none.",
     )
     matmul: Matmul = Field(
         default="bf16",
-        description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "
-        "faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it.",
+        description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with "
+        "a scale per row, faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates "
+        "it.",
     )
 
     trainable: Annotated[
@@ -166,13 +174,14 @@ class TrainSpec(Section):
         default=EVERYTHING,
         min_length=1,
         max_length=MAX_EXPRESSIONS,
-        description="What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular expressions "
-        "that are found in tensors' names, each adding tensors or, after a !, taking some away: [layers\\.1[0-9]\\., norm] trains layers "
-        "10 to 19 and all norms, [!embed_tokens] all but the embedding. What is frozen takes 2 bytes of host memory a parameter where the "
-        "model has it in bfloat16, else 4, instead of 12 to 16, and no gradient of it is computed. What comes before the first trained "
-        "tensor has no backward.",
+        description="What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or "
+        "regular expressions that are found in tensors' names, each adding tensors or, after a !, taking some away: "
+        "[layers\\.1[0-9]\\., norm] trains layers 10 to 19 and all norms, [!embed_tokens] all but the embedding. What "
+        "is frozen takes 2 bytes of host memory a parameter where the model has it in bfloat16, else 4, instead of 12 "
+        "to 16, and no gradient of it is computed. What comes before the first trained tensor has no backward.",
         json_schema_extra={
-            RULE: f"all, lora, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
+            RULE: f"all, lora, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} "
+            "characters"
         },
     )
     lora: Annotated[LoraSpec, absent_as_empty] = LoraSpec()
@@ -226,7 +235,8 @@ class TrainSpec(Section):
         # Absent where it was refused itself.
         if schedule is not None and schedule not in users and share != cls.model_fields[info.field_name].default:
             raise ValueError(
-                f"is {share:g}, and lr_schedule {schedule} does not use it; leave it out or set train.lr_schedule to {' or '.join(users)}"
+                f"is {share:g}, and lr_schedule {schedule} does not use it; leave it out or set train.lr_schedule to "
+                f"{' or '.join(users)}"
             )
         return share
 

@@ -1,4 +1,5 @@
-"""A field of the job spec in words: which values it takes, and what is wrong with one that was given. Reads the JSON Schema alone."""
+"""A field of the job spec in words: which values it takes, and what is wrong with one that was given. Reads the JSON
+Schema alone."""
 
 from __future__ import annotations
 

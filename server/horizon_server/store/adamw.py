@@ -1,4 +1,5 @@
-"""The AdamW update of one unit of the host store, or of some rows of a table, in place, and the squared norm that clipping needs.
+"""The AdamW update of one unit of the host store, or of some rows of a table, in place, and the squared norm that
+clipping needs.
 
 The compiled kernel and the NumPy reference give the same bits for any number of threads.
 
@@ -48,7 +49,8 @@ class SquaredSum:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradient:
-    """The gradient of a table that few rows are used of: `values_RD` are those of the distinct `rows_R`, all other rows' are zero.
+    """The gradient of a table that few rows are used of: `values_RD` are those of the distinct `rows_R`, all other
+    rows' are zero.
 
     Shapes: R = rows with a gradient, D = width of the table. `values_RD` is fp32 or bf16.
     """
@@ -68,9 +70,9 @@ def update_unit(
 ) -> None:
     """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
 
-    Weight decay applies where the layout says so, and the learning rate is scaled as it says; padding is not touched. With `only`,
-    the unit's other tensors are not touched either: a tensor without a gradient is not decayed and keeps its moments, as in
-    torch.optim.AdamW.
+    Weight decay applies where the layout says so, and the learning rate is scaled as it says; padding is not touched.
+    With `only`, the unit's other tensors are not touched either: a tensor without a gradient is not decayed and keeps
+    its moments, as in torch.optim.AdamW.
 
     Shapes: grad [unit.trained_elements], fp32 or bf16; the store's own `grad` plane where it is None.
     """

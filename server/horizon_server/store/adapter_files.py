@@ -1,8 +1,9 @@
-"""Adapter folders as PEFT writes and reads them: adapter_model.safetensors and adapter_config.json. Torch-free; no pickle is ever read.
+"""Adapter folders as PEFT writes and reads them: adapter_model.safetensors and adapter_config.json. Torch-free; no
+pickle is ever read.
 
-A tensor `X.weight` of the model has the adapter `base_model.model.X.lora_A.weight` [rank, inputs] and `...lora_B.weight` [outputs, rank],
-with DoRA `...lora_magnitude_vector` [outputs] too. What a config asks for beyond LoRA, rsLoRA and DoRA is refused by name: leaving it out
-in silence would train or merge another model.
+A tensor `X.weight` of the model has the adapter `base_model.model.X.lora_A.weight` [rank, inputs] and
+`...lora_B.weight` [outputs, rank], with DoRA `...lora_magnitude_vector` [outputs] too. What a config asks for beyond
+LoRA, rsLoRA and DoRA is refused by name: leaving it out in silence would train or merge another model.
 
 Source: https://huggingface.co/docs/peft, checkpoint format.
 """
@@ -29,7 +30,8 @@ PEFT_LORA = "peft-lora"
 """What a pushed adapter has where a pushed model has its architecture."""
 
 BASE_SHA256_FILE = ADAPTER_BASE_FILE
-"""In a folder of an adapter that horizon has written: the `base_digest.model_digest` of the model that it was trained on."""
+"""In a folder of an adapter that horizon has written: the `base_digest.model_digest` of the model that it was trained
+on."""
 
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 MAX_ADAPTER_RANK = 4096
@@ -41,19 +43,41 @@ _DIGEST, _MAX_DIGEST_BYTES = re.compile("[0-9a-f]{64}"), 100
 _DTYPES = ("F32", "F16", "BF16")
 
 # Of these, any value says nothing about what the adapter computes.
-_INFORMATION = frozenset({
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode",
-    "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_core",
-    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_dora",
-    "use_rslora",
-})  # fmt: skip
+_INFORMATION = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    }
+)
 _MERGE_FIRST = "merge the adapter into its base with PEFT (merge_and_unload), and push the merged model instead"
 # Options of PEFT that change what is computed, with what to do about each; any other one that is set is refused too.
 _ADVICE: Mapping[str, str] = {
     "modules_to_save": "it trains whole modules besides the adapters; save an adapter without it",
     "rank_pattern": "the ranks of an adapter must all be r; save an adapter without it",
     "alpha_pattern": "the scales of an adapter must all be lora_alpha's; save an adapter without it",
-    "target_parameters": "adapters on parameters that are no linear maps, such as experts in one tensor, are not supported; train the "
+    "target_parameters": "adapters on parameters that are no linear maps, such as experts in one tensor, are not "
+    "supported; train the "
     f"experts themselves, without adapters (train.trainable: [experts]), or {_MERGE_FIRST}",
     "bias": "only none is supported; save an adapter that trains no biases",
 }
@@ -61,7 +85,8 @@ _ADVICE: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says of LoRA. `transposed` is PEFT's fan_in_fan_out: the base's weights are [inputs, outputs]."""
+    """What adapter_config.json says of LoRA. `transposed` is PEFT's fan_in_fan_out: the base's weights are [inputs,
+    outputs]."""
 
     rank: int
     alpha: float
@@ -78,7 +103,8 @@ class AdapterConfig:
 
 
 class AdapterHeaders(NamedTuple):
-    """The tensors of one adapted weight: A [rank, inputs], B [outputs, rank], and with DoRA its magnitudes [outputs]."""
+    """The tensors of one adapted weight: A [rank, inputs], B [outputs, rank], and with DoRA its magnitudes
+    [outputs]."""
 
     a: TensorHeader
     b: TensorHeader
@@ -123,7 +149,8 @@ class AdapterFolder:
             name = _base_tensor(module, shapes)
             if name is None:
                 raise InvalidModel(
-                    f": the adapter is for {module}, which the base model does not have; give the base that it was trained on",
+                    f": the adapter is for {module}, which the base model does not have; give the base that it was "
+                    "trained on",
                     file=self.path,
                 )
             wanted = headers.b.shape[0], headers.a.shape[1]
@@ -131,7 +158,8 @@ class AdapterFolder:
                 wanted = wanted[::-1]
             if shapes[name] != wanted:
                 raise InvalidModel(
-                    f": the adapter of {module} is for a weight of shape {list(wanted)}, the base's is {list(shapes[name])}; "
+                    f": the adapter of {module} is for a weight of shape {list(wanted)}, the base's is "
+                    f"{list(shapes[name])}; "
                     "give the base that it was trained on",
                     file=self.path,
                 )
@@ -140,7 +168,8 @@ class AdapterFolder:
 
 
 def read_base_sha256(folder: Path) -> str:
-    """The digest of the model that an adapter was trained on; empty where its folder does not say. Raises InvalidModel."""
+    """The digest of the model that an adapter was trained on; empty where its folder does not say. Raises
+    InvalidModel."""
     file = folder / BASE_SHA256_FILE
     if not file.is_file():
         return ""
@@ -190,12 +219,14 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
     """Read the config and the header of an adapter, with every check; no weight is read.
 
     Raises:
-        InvalidModel: a file is missing or malformed, or the config asks for what is not supported; the file and the option are named.
+        InvalidModel: a file is missing or malformed, or the config asks for what is not supported; the file and the
+            option are named.
     """
     config = _read_config(folder / ADAPTER_CONFIG_FILE)
     if not (folder / ADAPTER_FILE).is_file():
         raise InvalidModel(
-            f"has no {ADAPTER_FILE}; save the adapter as safetensors (save_pretrained writes them, a .bin file is a pickle and "
+            f"has no {ADAPTER_FILE}; save the adapter as safetensors (save_pretrained writes them, a .bin file is a "
+            "pickle and "
             "is never read)",
             file=folder,
         )
@@ -223,13 +254,14 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
         ranks = (a.shape[0], b.shape[1]) if len(a.shape) == len(b.shape) == 2 else ()
         if ranks != (config.rank, config.rank):
             raise InvalidModel(
-                f": the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}; with r {config.rank} they must be "
-                f"[{config.rank}, inputs] and [outputs, {config.rank}]",
+                f": the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}; with r {config.rank} they "
+                f"must be [{config.rank}, inputs] and [outputs, {config.rank}]",
                 file=a.file,
             )
         if found.magnitude is not None and found.magnitude.shape != (b.shape[0],):
             raise InvalidModel(
-                f": the magnitudes of {module} have shape {list(found.magnitude.shape)}; they must be [{b.shape[0]}], one for each "
+                f": the magnitudes of {module} have shape {list(found.magnitude.shape)}; they must be [{b.shape[0]}], "
+                "one for each "
                 "output of the map",
                 file=a.file,
             )
@@ -254,7 +286,8 @@ def _read_config(file: Path) -> AdapterConfig:
 
 
 def parse_adapter_config(plain: Mapping[str, Any], file: Path = Path(ADAPTER_CONFIG_FILE)) -> AdapterConfig:
-    """What the object in an adapter_config.json says; `file` names it in messages. Raises InvalidModel, which names the option."""
+    """What the object in an adapter_config.json says; `file` names it in messages. Raises InvalidModel, which names the
+    option."""
     if (kind := plain.get("peft_type")) != "LORA":
         raise InvalidModel(f": peft_type is {_shown(kind)}; only LORA is supported, so {_MERGE_FIRST}", file=file)
     for name, value in plain.items():
@@ -267,7 +300,8 @@ def parse_adapter_config(plain: Mapping[str, Any], file: Path = Path(ADAPTER_CON
     started = plain.get("init_lora_weights", True)
     if isinstance(started, str) and started not in ("gaussian", "orthogonal"):
         raise InvalidModel(
-            f": init_lora_weights is {_shown(started)}, which changes the base's weights; convert the adapter with PEFT "
+            f": init_lora_weights is {_shown(started)}, which changes the base's weights; convert the adapter with "
+            "PEFT "
             "(path_initial_model_for_weight_conversion), and push that",
             file=file,
         )
@@ -302,7 +336,8 @@ def _switch(plain: Mapping[str, Any], name: str, file: Path) -> bool:
 
 
 def _base_tensor(module: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The tensor of a module. A folder of a base class leaves out the first parts of the name that the module has in the whole model."""
+    """The tensor of a module. A folder of a base class leaves out the first parts of the name that the module has in
+    the whole model."""
     return _longest_end(module + _WEIGHT, shapes)
 
 

@@ -1,4 +1,5 @@
-"""Adapters merged with torch: into the weights of a store that only reads them, and for the files of a process that has torch anyway."""
+"""Adapters merged with torch: into the weights of a store that only reads them, and for the files of a process that has
+torch anyway."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def rounding_of(packing_of: Mapping[str, Packing]) -> Rounding | None:
 
 
 def merge_into(store: HostStore, adapter: AdapterFolder) -> None:
-    """Merge an adapter into the weights that it is for, in fp32; these must have both halves of the master in the store.
+    """Merge an adapter into the weights that it is for, in fp32; these must have both halves of the master in the
+    store.
 
     Raises:
         InvalidModel: the adapter is of another model, or not finite.

@@ -18,7 +18,8 @@ def rows_at_once(num_inputs: int) -> int:
 
 
 def adapted_norms(weight: Tensor, a_KI: Tensor | None, b_OK: Tensor | None, *, scale: float, norm_dim: int) -> Tensor:
-    """|W + scale * B A| of each output; without an adapter, |W|. A weight whose `norm_dim` is 0 is [I, O]. Shapes: [O], fp32.
+    """|W + scale * B A| of each output; without an adapter, |W|. A weight whose `norm_dim` is 0 is [I, O]. Shapes: [O],
+    fp32.
 
     The same bits for the same values, whatever calls it: a magnitude that begins as a norm is divided by just that.
     CUDA: launches on the current stream; a piece of the weight at a time is in memory in fp32.

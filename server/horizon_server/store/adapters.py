@@ -1,7 +1,7 @@
 """Adapters of low rank in a layout: small trained tensors in the unit of each weight that they adapt. Torch-free.
 
-For a weight `X.weight` of a map from I to O numbers they are `X.lora_A.weight` [rank, I] and `X.lora_B.weight` [O, rank], with DoRA
-`X.lora_magnitude_vector` [O] too: the names and orientation of PEFT.
+For a weight `X.weight` of a map from I to O numbers they are `X.lora_A.weight` [rank, I] and `X.lora_B.weight` [O,
+rank], with DoRA `X.lora_magnitude_vector` [O] too: the names and orientation of PEFT.
 
 Sources: LoRA (arXiv 2106.09685), DoRA (arXiv 2402.09353).
 """
@@ -35,10 +35,12 @@ def with_adapters(
     dora: bool = False,
     transposed: bool = False,
 ) -> StoreLayout:
-    """The layout with an adapter for each of `maps`, names of weights with the (inputs, outputs) of their maps, and all else frozen.
+    """The layout with an adapter for each of `maps`, names of weights with the (inputs, outputs) of their maps, and all
+    else frozen.
 
-    With `dora` each has magnitudes too; `transposed` says that weights are [inputs, outputs]. `is_bfloat16` tells which of the model's own
-    tensors bfloat16 holds exactly, and `packing_of` how they are packed; `decay` says whether weight decay applies to adapters.
+    With `dora` each has magnitudes too; `transposed` says that weights are [inputs, outputs]. `is_bfloat16` tells which
+    of the model's own tensors bfloat16 holds exactly, and `packing_of` how they are packed; `decay` says whether weight
+    decay applies to adapters.
 
     Raises:
         ValueError: there are no maps.
@@ -75,10 +77,11 @@ def with_adapters(
 
 
 def adapter_elements(layout: StoreLayout, *, drops: bool) -> int:
-    """What the adapters of a layer keep of one token for their backward, in the layer with the most, and the widest of their outputs.
+    """What the adapters of a layer keep of one token for their backward, in the layer with the most, and the widest of
+    their outputs.
 
-    The low-rank products before and after scaling; where inputs are dropped, those and their masks too; with magnitudes, what they
-    multiply: the outputs of map and adapter.
+    The low-rank products before and after scaling; where inputs are dropped, those and their masks too; with
+    magnitudes, what they multiply: the outputs of map and adapter.
     """
     most = 0
     for unit in layout.units:
@@ -92,7 +95,8 @@ def adapter_elements(layout: StoreLayout, *, drops: bool) -> int:
 
 
 def norm_bytes(layout: StoreLayout) -> int:
-    """What the norms of a layer's adapted weights take, in the layer with the most: each of them, and a piece of a weight in fp32."""
+    """What the norms of a layer's adapted weights take, in the layer with the most: each of them, and a piece of a
+    weight in fp32."""
     num_norms, piece = 0, 0
     for unit in layout.units:
         magnitudes = [tensor for tensor in unit.tensors if tensor.norm_dim is not None]
@@ -103,7 +107,8 @@ def norm_bytes(layout: StoreLayout) -> int:
 
 
 def first_norm_bytes(layout: StoreLayout) -> int:
-    """What the first norms of a packed weight take in host memory while the model is loaded: the largest weight as a whole, in fp32."""
+    """What the first norms of a packed weight take in host memory while the model is loaded: the largest weight as a
+    whole, in fp32."""
     adapted = [layout.find(tensor.adapts)[1] for _, tensor in layout.tensors() if tensor.norm_dim is not None]
     return 4 * max((weight.num_elements for weight in adapted if weight.packing != "none"), default=0)
 

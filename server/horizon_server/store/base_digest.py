@@ -1,7 +1,9 @@
-"""Digests that name weights by their content, wherever they are: of a model's config and every byte of its weights. Torch-free.
+"""Digests that name weights by their content, wherever they are: of a model's config and every byte of its weights.
+Torch-free.
 
-That of the frozen model of an adapter, and that of the weights that reference log-probabilities are of. How the tensors are divided into
-files does not matter, nor where they are in them, so that a model which was saved again in other files has the same digest.
+That of the frozen model of an adapter, and that of the weights that reference log-probabilities are of. How the tensors
+are divided into files does not matter, nor where they are in them, so that a model which was saved again in other files
+has the same digest.
 
 A folder is read once: the daemon's book of digests knows files by their inode, size and times.
 """
@@ -31,7 +33,8 @@ MAX_KNOWN = 10_000
 
 
 class DigestBook:
-    """Remembers the digests of model folders, in one small file each below `folder`. Thread: any; processes may share one book."""
+    """Remembers the digests of model folders, in one small file each below `folder`. Thread: any; processes may share
+    one book."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,7 +90,8 @@ class DigestBook:
 
 
 def model_digest(folder: Path) -> str:
-    """The sha256 of a model folder: of the names, dtypes, shapes and bytes of its tensors in the order of names, and of its config.
+    """The sha256 of a model folder: of the names, dtypes, shapes and bytes of its tensors in the order of names, and of
+    its config.
 
     Of config.json, the values count and not how they are written; what a program says there about itself does not.
 
@@ -102,7 +106,8 @@ INIT_ADAPTER = "the adapter of init_from"
 
 
 def check_base(adapter: str, wanted: str, found: str, *, model: str = "") -> None:
-    """Refuse a model as the base of an adapter: `wanted` is the digest of what it was trained on, `found` that of the model.
+    """Refuse a model as the base of an adapter: `wanted` is the digest of what it was trained on, `found` that of the
+    model.
 
     `adapter` and `model` are their names in the message.
 
@@ -112,14 +117,16 @@ def check_base(adapter: str, wanted: str, found: str, *, model: str = "") -> Non
     if found != wanted:
         named = f"the model {model}" if model else "the model"
         raise InvalidModel(
-            f"{named} is not the one that {adapter} was trained on: its digest is {found[:12]}, not {wanted[:12]}; restore the model's "
-            "files, or give the model that it was trained on; next to that one it can be merged (horizon checkpoint merge), and the "
-            "merged model used"
+            f"{named} is not the one that {adapter} was trained on: its digest is {found[:12]}, not {wanted[:12]}; "
+            "restore the model's "
+            "files, or give the model that it was trained on; next to that one it can be merged (horizon checkpoint "
+            "merge), and the merged model used"
         )
 
 
 def files_digest(folder: Path, names: Sequence[str]) -> str:
-    """The sha256 of the names and sha256 of these files of a folder, in this order. Raises OSError where one cannot be read."""
+    """The sha256 of the names and sha256 of these files of a folder, in this order. Raises OSError where one cannot be
+    read."""
     with ThreadPoolExecutor(max_workers=_NUM_THREADS) as pool:
         sums = list(pool.map(lambda name: file_digest(folder / name), names))
     digest = hashlib.sha256()
@@ -153,7 +160,8 @@ def _files(headers: Mapping[str, TensorHeader]) -> set[Path]:
 
 
 def _identity(model: Path, headers: Mapping[str, TensorHeader]) -> str:
-    """What names the files of a folder as they are now. A hard link has another folder, but the same inode, size and times."""
+    """What names the files of a folder as they are now. A hard link has another folder, but the same inode, size and
+    times."""
     if not (model / CONFIG_FILE).is_file():
         raise InvalidModel(f"holds no {CONFIG_FILE}; give a folder written by save_pretrained", file=model)
     names = sorted({CONFIG_FILE, *(file.name for file in _files(headers))})
@@ -164,8 +172,9 @@ def _named(files: Sequence[Path]) -> str:
     seen = []
     for file in files:
         stat = file.stat()
-        # Programs that copy onto a file may set the time of its content back, but not that of its last change (ctime). Each new link
-        # sets that too: a file with several links is a pushed content, which nobody writes, and is linked to by models and backups.
+        # Programs that copy onto a file may set the time of its content back, but not that of its last change (ctime).
+        # Each new link sets that too: a file with several links is a pushed content, which nobody writes, and is linked
+        # to by models and backups.
         changed_ns = stat.st_ctime_ns if stat.st_nlink == 1 else 0
         seen.append([file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, changed_ns])
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()

@@ -1,14 +1,17 @@
-"""Checkpoints: the store on disk, as a Hugging Face model folder plus, under trainer/, what training needs to continue bit by bit.
+"""Checkpoints: the store on disk, as a Hugging Face model folder plus, under trainer/, what training needs to continue
+bit by bit.
 
-A master weight is `hi` (bfloat16, rounded half up) and `lo`. What the model folder holds of it, and what is kept under trainer/ besides
-the moments, the trainer's state and the manifest:
+A master weight is `hi` (bfloat16, rounded half up) and `lo`. What the model folder holds of it, and what is kept under
+trainer/ besides the moments, the trainer's state and the manifest:
 
 * F32: the master itself, and nothing else;
-* BF16: the master rounded half to even, as torch rounds; in addition `lo`, and one bit per weight where `hi` was rounded the other way;
+* BF16: the master rounded half to even, as torch rounds; in addition `lo`, and one bit per weight where `hi` was
+  rounded the other way;
 * F16: the master rounded half to even, which training cannot use; in addition `hi` and `lo`.
 
-A checkpoint of a job that trains adapters holds these and their moments alone, as a PEFT folder in F32, and names the frozen model by its
-digest. With `export` merged or both it has that model with the adapters merged into it as well; `checkpoint_parts` says where.
+A checkpoint of a job that trains adapters holds these and their moments alone, as a PEFT folder in F32, and names the
+frozen model by its digest. With `export` merged or both it has that model with the adapters merged into it as well;
+`checkpoint_parts` says where.
 """
 
 from __future__ import annotations
@@ -88,11 +91,12 @@ _MODEL, _ROUNDING = "model", "rounding"
 _DTYPE_OF_PLANE = {"hi": "BF16", "lo": "I16", "exp_avg": "F32", "exp_avg_sq": "F32"}
 _STEMS = (_MODEL, _ROUNDING, *_DTYPE_OF_PLANE)
 
-# The space to ask for besides the bytes of tensors: a header's entry of one, and config, state, manifest and index together.
+# The space to ask for besides the bytes of tensors: a header's entry of one, and config, state, manifest and index
+# together.
 _ENTRY_BYTES = 200
 _SMALL_FILES_BYTES = 1 << 20
-# Of a tensor, converted at once. Each writer thread keeps the memory of one such piece: at 4 Mi elements a worker grew by 180 MiB, at this
-# size by 27, and writing takes as long.
+# Of a tensor, converted at once. Each writer thread keeps the memory of one such piece: at 4 Mi elements a worker grew
+# by 180 MiB, at this size by 27, and writing takes as long.
 _PIECE_ELEMENTS = 1 << 19
 # The `lo` of a weight halfway between two bfloat16 numbers.
 _TIE = -32768
@@ -102,9 +106,9 @@ _TIE = -32768
 class AdapterExport:
     """How the checkpoints of a job that trains adapters are written.
 
-    `base_sha256` gives the digest of the model, once it is needed. `module_prefix` is what the model's class has before the names of the
-    folder's tensors, such as `transformer.` where the folder was saved without it. `merge_base` says what adapters are merged into where
-    the store's frozen weights are packed.
+    `base_sha256` gives the digest of the model, once it is needed. `module_prefix` is what the model's class has before
+    the names of the folder's tensors, such as `transformer.` where the folder was saved without it. `merge_base` says
+    what adapters are merged into where the store's frozen weights are packed.
     """
 
     config: AdapterConfig
@@ -129,11 +133,12 @@ def save_checkpoint(
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
 
-    Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may update the
-    store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk. `adapter` is needed where the store has
-    adapters; the model that they are merged into is then `source`. `answer_ends` are tokens that end answers besides those that the
-    source's generation_config.json lists; the checkpoint's lists them too. `on_overflow` gets the name of each tensor that holds numbers
-    which are infinite in fp16, once; trainer/ has them as they are.
+    Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may
+    update the store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk. `adapter`
+    is needed where the store has adapters; the model that they are merged into is then `source`. `answer_ends` are
+    tokens that end answers besides those that the source's generation_config.json lists; the checkpoint's lists them
+    too. `on_overflow` gets the name of each tensor that holds numbers which are infinite in fp16, once; trainer/ has
+    them as they are.
 
     Raises:
         AlreadyExists: `target` is there already.
@@ -215,11 +220,12 @@ def load_checkpoint(
     """Restore every plane bit by bit, checking every file against the manifest on the way; returns the trainer's state.
 
     Names, shapes and sizes are checked before anything is written. When a checksum fails later on, the store's
-    contents are undefined and must not be trained on. Where the store has adapters, its frozen weights come from the model folder `base`,
-    whose digest `base_sha256` gives.
+    contents are undefined and must not be trained on. Where the store has adapters, its frozen weights come from the
+    model folder `base`, whose digest `base_sha256` gives.
 
     Raises:
-        InvalidModel: the folder is not a checkpoint, is truncated, belongs to another model, or a file's checksum fails; it is named.
+        InvalidModel: the folder is not a checkpoint, is truncated, belongs to another model, or a file's checksum
+            fails; it is named.
     """
     manifest = read_manifest(folder)
     if _has_adapters(store.layout) != (manifest.base is not None):
@@ -235,7 +241,8 @@ def load_checkpoint(
             raise InvalidModel("is missing from the checkpoint; use another checkpoint", file=folder / name)
         if (size_bytes := (folder / name).stat().st_size) != record.size_bytes:
             raise InvalidModel(
-                f"has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint",
+                f"has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another "
+                "checkpoint",
                 file=folder / name,
             )
     contents = _plan_reads(store, folder, manifest)

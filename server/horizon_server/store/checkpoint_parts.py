@@ -20,7 +20,8 @@ from horizon_server.store.model_files import CONFIG_FILE
 
 Export = Literal["adapter", "merged", "both"]
 MergeBase = Literal["trained", "source"]
-"""What an adapter is merged into: the base as it was trained on, which may be rounded to fewer bits, or the model folder's own weights."""
+"""What an adapter is merged into: the base as it was trained on, which may be rounded to fewer bits, or the model
+folder's own weights."""
 
 MERGED_FOLDER = "merged"
 NEW_MERGED_FOLDER = "merged.new"

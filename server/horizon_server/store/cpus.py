@@ -13,10 +13,11 @@ _LAUNCHING_CPUS = 4
 
 
 def update_threads(num_cpus: int, *, device_kind: str) -> int:
-    """Threads of the optimizer: all where the host computes, since the update then runs while nothing else can; fewer on cuda.
+    """Threads of the optimizer: all where the host computes, since the update then runs while nothing else can; fewer
+    on cuda.
 
-    There it runs during forward, and a launching thread that loses its core leaves the GPU idle for a time slice. The update is bound by
-    memory, which half of the cores saturate.
+    There it runs during forward, and a launching thread that loses its core leaves the GPU idle for a time slice. The
+    update is bound by memory, which half of the cores saturate.
     """
     return num_cpus if device_kind == "host" else max(num_cpus - _LAUNCHING_CPUS, (num_cpus + 1) // 2)
 

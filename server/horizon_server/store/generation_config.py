@@ -18,7 +18,8 @@ _MAX_BYTES = 1_000_000
 
 
 def listed_ends(folder: Path) -> tuple[int, ...]:
-    """The tokens that end answers by generation_config.json, or where that names none, by config.json. In their order."""
+    """The tokens that end answers by generation_config.json, or where that names none, by config.json. In their
+    order."""
     found: dict[int, None] = {}
     for name in (GENERATION_CONFIG_FILE, _CONFIG_FILE):
         config = _read_object(folder / name)
@@ -33,7 +34,8 @@ def listed_ends(folder: Path) -> tuple[int, ...]:
 
 
 def text_with_ends(folder: Path, ends: Collection[int]) -> str | None:
-    """The folder's generation_config.json with these tokens as ends of answers too. None: it lists all of them as it is."""
+    """The folder's generation_config.json with these tokens as ends of answers too. None: it lists all of them as it
+    is."""
     listed = listed_ends(folder)
     missing = [token for token in ends if token not in listed]
     if not missing:

@@ -1,12 +1,13 @@
-"""How far each trained unit of the host store is, in shared memory next to its planes: what a new worker continues from after a kill.
+"""How far each trained unit of the host store is, in shared memory next to its planes: what a new worker continues from
+after a kill.
 
-A unit's number is 2 * g once the update of generation g is done, and 2 * g - 1 while it is being done. Each optimizer step that updates
-is one generation. Next to the numbers are the last two states that the trainer kept, each with the generation whose weights it is of: the
-older one too, because a state is kept before the update that leads to it begins. So where all units agree on a whole generation that a
-state is of, both belong together, whenever the worker was killed.
+A unit's number is 2 * g once the update of generation g is done, and 2 * g - 1 while it is being done. Each optimizer
+step that updates is one generation. Next to the numbers are the last two states that the trainer kept, each with the
+generation whose weights it is of: the older one too, because a state is kept before the update that leads to it begins.
+So where all units agree on a whole generation that a state is of, both belong together, whenever the worker was killed.
 
-The kernel keeps what a killed process has written to shared memory, in the order in which it was written; every number is one store of
-eight bytes. A power cut is another matter: the memory is gone then.
+The kernel keeps what a killed process has written to shared memory, in the order in which it was written; every number
+is one store of eight bytes. A power cut is another matter: the memory is gone then.
 
 Thread: units from any thread, one thread at a time for each; the states from the trainer's.
 """
@@ -51,7 +52,8 @@ def lent_planes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]
 
 
 class Generations:
-    """The numbers and states of one store, in a memory file or, without a descriptor, in memory of this process alone."""
+    """The numbers and states of one store, in a memory file or, without a descriptor, in memory of this process
+    alone."""
 
     def __init__(self, layout: StoreLayout, fd: int | None) -> None:
         self._num_units, size_bytes = len(layout.units), plane_bytes(layout)

@@ -1,7 +1,9 @@
-"""A file that is written in parts, over several processes: what was kept is there after a crash, and the next process appends to it.
+"""A file that is written in parts, over several processes: what was kept is there after a crash, and the next process
+appends to it.
 
-Next to the file is a record of how much of it is whole: its facts (what it is about), a place in the caller's work, the number of bytes
-and their checksum. The record is replaced after the bytes are on disk, so that it never promises more than there is. Torch-free.
+Next to the file is a record of how much of it is whole: its facts (what it is about), a place in the caller's work, the
+number of bytes and their checksum. The record is replaced after the bytes are on disk, so that it never promises more
+than there is. Torch-free.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class GrowingFile:
     def __init__(self, path: Path, *, facts: str, header: bytes = b"", is_kept: bool = True) -> None:
         """Continue the file where its record has the same facts and checksum, else begin it again with `header`.
 
-        With `is_kept` False nothing is kept, and leaving removes the file: for a caller that has no place where it would be looked for.
+        With `is_kept` False nothing is kept, and leaving removes the file: for a caller that has no place where it
+        would be looked for.
 
         Raises:
             OSError: it cannot be opened or written.
@@ -68,7 +71,8 @@ class GrowingFile:
             self.remove()
 
     def append(self, data: bytes, *, place: int) -> None:
-        """Write at the end; `place` is how far the caller's work is with this. It is kept now and then. Raises OSError."""
+        """Write at the end; `place` is how far the caller's work is with this. It is kept now and then. Raises
+        OSError."""
         self._write(data)
         self._place = place
         if time.monotonic() >= self._last_kept_s + self._pause_s:
@@ -82,8 +86,11 @@ class GrowingFile:
         self._stream.flush()
         os.fsync(self._stream.fileno())
         record = {
-            "facts": self._facts, "place": self._place, "bytes": self._stream.tell(), "blake2b": self._digest.hexdigest(),
-        }  # fmt: skip
+            "facts": self._facts,
+            "place": self._place,
+            "bytes": self._stream.tell(),
+            "blake2b": self._digest.hexdigest(),
+        }
         replace_file(self._record, json.dumps(record) + "\n")
         self.place, self._last_kept_s = self._place, time.monotonic()
         self._pause_s = max(_LEAST_PAUSE_S, (self._last_kept_s - begin_s) / _MAX_SHARE)
@@ -141,7 +148,8 @@ class GrowingFile:
 
 
 def remove_others(folder: Path, names: set[str]) -> None:
-    """Remove the growing files in `folder` that have none of these names, with their records; and the folder, where none is left."""
+    """Remove the growing files in `folder` that have none of these names, with their records; and the folder, where
+    none is left."""
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
             if path.name.removesuffix(_RECORD_SUFFIX) not in names:

@@ -1,9 +1,10 @@
 """The host parameter store: every parameter's master weight and moments, in planes of host memory.
 
-The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`. Memory comes from memory files that the daemon creates and
-hands over by descriptor, or from the store's own.
+The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`. Memory comes from memory files that the daemon
+creates and hands over by descriptor, or from the store's own.
 
-Thread: all of it may be used from any thread; two threads must not write one unit at the same time, and nothing checks that.
+Thread: all of it may be used from any thread; two threads must not write one unit at the same time, and nothing checks
+that.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from horizon_server.store.generations import Generations
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
 _PLANE_DTYPES = {
-    "hi": torch.bfloat16, "lo": torch.int16, "packed": torch.uint8, "exp_avg": torch.float32, "exp_avg_sq": torch.float32,
-}  # fmt: skip
+    "hi": torch.bfloat16,
+    "lo": torch.int16,
+    "packed": torch.uint8,
+    "exp_avg": torch.float32,
+    "exp_avg_sq": torch.float32,
+}
 _COMPONENTS = {
     "hi": "weights",
     "lo": "weights",
@@ -34,11 +39,11 @@ _COMPONENTS = {
 
 
 class HostStore:
-    """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), `grad` where updates are deferred, and `packed` (uint8) where
-    frozen weights are kept in fewer bits.
+    """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), `grad` where updates are deferred, and
+    `packed` (uint8) where frozen weights are kept in fewer bits.
 
-    `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold zeros only.
-    `generations` says which updates the units have.
+    `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold
+    zeros only. `generations` says which updates the units have.
     """
 
     def __init__(
@@ -105,7 +110,8 @@ class HostStore:
         return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0)
 
     def plane(self, name: str) -> torch.Tensor:
-        """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no frozen tensors."""
+        """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no
+        frozen tensors."""
         # The caller may write to the view.
         self.blank.discard(name)
         return self._planes[name]
@@ -139,15 +145,16 @@ class HostStore:
             self.unpack(index, self.unit(index, "packed"), out)
 
     def merge_unpacked(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
-        """Like `merge_master`, for the unit's first part alone: what is not packed of it, or as much of that as `out` is long."""
+        """Like `merge_master`, for the unit's first part alone: what is not packed of it, or as much of that as `out`
+        is long."""
         hi, lo = (self.unit(index, plane)[: len(out)] for plane in ("hi", "lo"))
         num_exact = len(lo)
         merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
         out[num_exact : len(hi)].copy_(hi[num_exact:])
 
     def unpack(self, index: int, block: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the values of a unit's packed tensors to their places in `out`, in its dtype. `block` is the unit's part of the `packed`
-        plane, or a copy of it where `out` is.
+        """Write the values of a unit's packed tensors to their places in `out`, in its dtype. `block` is the unit's
+        part of the `packed` plane, or a copy of it where `out` is.
 
         Shapes: [unit.packed_bytes] and [unit.num_elements]. CUDA: launches on the current stream.
         """
@@ -184,8 +191,8 @@ class HostStore:
         return bits.view(torch.float32)
 
     def write_master(self, name: str, tensor: torch.Tensor) -> None:
-        """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards), or where bf16 does if it
-        has no `lo` half; a packed one as near as its bits allow.
+        """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards), or where
+        bf16 does if it has no `lo` half; a packed one as near as its bits allow.
         """
         _, place = self.layout.find(name)
         assert tuple(tensor.shape) == place.shape, f"{name}: {tuple(tensor.shape)} given, {place.shape} stored"

@@ -1,10 +1,11 @@
-"""Where every parameter is in the host store's planes: the one arithmetic that the daemon plans by and the worker allocates by.
+"""Where every parameter is in the host store's planes: the one arithmetic that the daemon plans by and the worker
+allocates by.
 
 It reads parameter names and shapes only, and knows no architecture by name.
 
-A unit's tensors come in four groups: those that are trained, frozen ones whose exact value takes both halves, frozen ones that
-bfloat16 holds exactly, and packed ones. So what a plane holds of a unit is always its first part, and one offset of a tensor serves all
-planes and the device; but packed tensors have a plane of their own.
+A unit's tensors come in four groups: those that are trained, frozen ones whose exact value takes both halves, frozen
+ones that bfloat16 holds exactly, and packed ones. So what a plane holds of a unit is always its first part, and one
+offset of a tensor serves all planes and the device; but packed tensors have a plane of their own.
 
 Units: offsets and sizes are elements unless a name says bytes.
 Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
@@ -50,14 +51,25 @@ _TRAINER_SPARES = re.compile(
 )
 
 _INPUT_TABLES = (
-    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight", "tokens_embed.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "tokens_embed.weight",
     "embeddings.weight",
-)  # fmt: skip
+)
 # What belongs to the embedding's unit too: it is computed before the first layer.
 _WITH_INPUT_TABLE = (
-    "wpe.weight", "embed_positions.weight", "position_embeddings.weight", "positions_embed.weight", "word_embeddings_layernorm",
-    "layernorm_embedding", "embeddings.norm", "project_in.weight",
-)  # fmt: skip
+    "wpe.weight",
+    "embed_positions.weight",
+    "position_embeddings.weight",
+    "positions_embed.weight",
+    "word_embeddings_layernorm",
+    "layernorm_embedding",
+    "embeddings.norm",
+    "project_in.weight",
+)
 OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 # Stored by some checkpoints, although the model computes them from its config.
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
@@ -67,10 +79,10 @@ _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it, and `lr_scale`
-    multiplies its learning rate. A tensor that is not `trained` has no moments and no gradient; one that is not `exact` has no `lo` half
-    either, because `hi` holds its value; and one that is packed is in the `packed` plane alone. A tensor of an adapter `adapts` the weight
-    of that name, and is in no model folder.
+    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it,
+    and `lr_scale` multiplies its learning rate. A tensor that is not `trained` has no moments and no gradient; one that
+    is not `exact` has no `lo` half either, because `hi` holds its value; and one that is packed is in the `packed`
+    plane alone. A tensor of an adapter `adapts` the weight of that name, and is in no model folder.
     """
 
     name: str
@@ -98,7 +110,8 @@ class PackedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """The streaming grain: one block of each plane. `num_elements` is the unit's padded size where it is computed with."""
+    """The streaming grain: one block of each plane. `num_elements` is the unit's padded size where it is computed
+    with."""
 
     name: str
     kind: UnitKind
@@ -184,7 +197,8 @@ class StoreLayout:
 
     @cached_property
     def has_row_gradients(self) -> bool:
-        """Whether the embedding's gradient is kept as rows: a table that is not the projection too, with nothing next to it."""
+        """Whether the embedding's gradient is kept as rows: a table that is not the projection too, with nothing next
+        to it."""
         (table, *others) = self.units[0].tensors
         return not self.tied and not others and table.trained
 
@@ -206,12 +220,14 @@ class StoreLayout:
 
     @property
     def head_gradient_elements(self) -> int:
-        """Of the buffer of the head's gradient; where the table's is next to it, at the table's place among the weights."""
+        """Of the buffer of the head's gradient; where the table's is next to it, at the table's place among the
+        weights."""
         embedding, head = self.units[0], self.units[-1]
         return head.num_elements + embedding.trained_elements if self.shares_gradient else head.trained_elements
 
     def offset_in(self, plane: str, unit: UnitLayout) -> int:
-        """Where a unit starts in a plane. A `grad` plane has no room for an embedding whose gradient is kept as rows."""
+        """Where a unit starts in a plane. A `grad` plane has no room for an embedding whose gradient is kept as
+        rows."""
         left_out = self.units[0].trained_elements if plane == "grad" and self.has_row_gradients else 0
         return self._offsets[plane if plane in ("hi", "lo", "packed") else "trained"][unit.index] - left_out
 
@@ -288,8 +304,8 @@ def with_trained(
     is_bfloat16: Callable[[str], bool],
     packing_of: Callable[[str], Packing] = lambda _: "none",
 ) -> StoreLayout:
-    """The layout where only some tensors are trained, by their names; `is_bfloat16` tells which of the others bfloat16 holds exactly, and
-    `packing_of` how they are packed.
+    """The layout where only some tensors are trained, by their names; `is_bfloat16` tells which of the others bfloat16
+    holds exactly, and `packing_of` how they are packed.
 
     Raises:
         ValueError: nothing is trained.
@@ -303,7 +319,8 @@ def with_trained(
 def weights_only(
     layout: StoreLayout, *, is_bfloat16: Callable[[str], bool], packing_of: Callable[[str], Packing] = lambda _: "none"
 ) -> StoreLayout:
-    """The layout for weights that are read and never trained: without moments, and without a second half where bfloat16 is exact."""
+    """The layout for weights that are read and never trained: without moments, and without a second half where bfloat16
+    is exact."""
     return _grouped(layout, lambda _: False, is_bfloat16=is_bfloat16, packing_of=packing_of)
 
 
@@ -350,8 +367,8 @@ def with_lr_scales(layout: StoreLayout, scales: Mapping[str, float]) -> StoreLay
 
 
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
-    """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0, and without a
-    `packed` one where nothing is packed.
+    """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0, and
+    without a `packed` one where nothing is packed.
     """
     is_packed = any(unit.packed_bytes for unit in layout.units)
     bytes_per_element, last = {**PLANE_BYTES, "packed": int(is_packed), "grad": grad_dtype_bytes}, layout.units[-1]
@@ -397,7 +414,8 @@ def natural_order(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _order_in_unit(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, int, tuple[int, ...], str]:
-    """Sorts a unit's tensors: name by name, but lists inside a layer (experts) entry by entry, and shape by shape within an entry."""
+    """Sorts a unit's tensors: name by name, but lists inside a layer (experts) entry by entry, and shape by shape
+    within an entry."""
     # So a stack over the entries, and the pair of projections that many models fuse, are one strided view each.
     if _layer_index(name, prefix) is None:
         return (name, -1, (), "")

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, trainer/manifest.json: every file with its size and sha256, and what wrote it.
 
-Torch-free: the daemon lists checkpoints with it. A folder without a readable manifest, or whose files do not have the sizes it states,
-is not a checkpoint.
+Torch-free: the daemon lists checkpoints with it. A folder without a readable manifest, or whose files do not have the
+sizes it states, is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """The frozen model that a checkpoint of adapters belongs to: its name in the job, and its `base_digest.model_digest`."""
+    """The frozen model that a checkpoint of adapters belongs to: its name in the job, and its
+    `base_digest.model_digest`."""
 
     model: str
     sha256: str
@@ -97,7 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder is a whole checkpoint: a readable manifest and every file at its stated size. Checks no checksum."""
+    """Whether a folder is a whole checkpoint: a readable manifest and every file at its stated size. Checks no
+    checksum."""
     try:
         manifest = read_manifest(folder)
     except InvalidModel:

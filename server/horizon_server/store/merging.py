@@ -1,8 +1,8 @@
-"""A model folder with an adapter merged into it, written tensor by tensor with bounded memory: V = W + scale * B A, or with magnitudes m
-(DoRA) m V / |V|. Torch-free.
+"""A model folder with an adapter merged into it, written tensor by tensor with bounded memory: V = W + scale * B A, or
+with magnitudes m (DoRA) m V / |V|. Torch-free.
 
-Each number is computed in fp32 from the exact values of base and adapter, and rounded once to the format it is written in. The values of
-a base that was trained on in fewer bits may be those that it was rounded to.
+Each number is computed in fp32 from the exact values of base and adapter, and rounded once to the format it is written
+in. The values of a base that was trained on in fewer bits may be those that it was rounded to.
 
 Sources: LoRA (arXiv 2106.09685), section 4.2; DoRA (arXiv 2402.09353), equation 5.
 """
@@ -64,9 +64,11 @@ RoundRows = Callable[[Floats, Packing], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOrigin:
-    """What a merged model was made from, as `ORIGIN_FILE` says it: the base's name and digest, and how its values were taken.
+    """What a merged model was made from, as `ORIGIN_FILE` says it: the base's name and digest, and how its values were
+    taken.
 
-    `base` is what was asked for; `base_format` is the packing whose rounded values were used, or `source` for the folder's own values.
+    `base` is what was asked for; `base_format` is the packing whose rounded values were used, or `source` for the
+    folder's own values.
     """
 
     base_model: str
@@ -99,13 +101,15 @@ def read_origin(merged: Path) -> MergeOrigin:
 
 
 def merged_dtype(merged: Path) -> ExportDtype:
-    """The number format of the weights of a model; `source` where they have several, which only the base's own formats can give."""
+    """The number format of the weights of a model; `source` where they have several, which only the base's own formats
+    can give."""
     found = {header.dtype for header in read_safetensors_headers(merged).values()} & CONFIG_DTYPES.keys()
     return next((name for name, dtype in DTYPE_OF_EXPORT.items() if found == {dtype}), "source")
 
 
 def has_dtype(merged: Path, dtype: ExportDtype, base: Path | None) -> bool:
-    """Whether a merged model's tensors are in the formats that `dtype` gives them; `source` is compared with its base."""
+    """Whether a merged model's tensors are in the formats that `dtype` gives them; `source` is compared with its
+    base."""
     headers = read_safetensors_headers(merged)
     of_base = headers if base is None else read_safetensors_headers(base)
     return all(
@@ -135,12 +139,12 @@ def write_merged(
     origin: MergeOrigin | None = None,
     generation_config: str | None = None,
 ) -> dict[str, FileRecord]:
-    """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given bytes as they are read.
-    `change_of` multiplies in the place of `weight_change`. With `rounding` the base's values are those that it was trained on; `origin` is
-    written next to the model.
+    """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given
+    bytes as they are read. `change_of` multiplies in the place of `weight_change`. With `rounding` the base's values
+    are those that it was trained on; `origin` is written next to the model.
 
-    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format. `generation_config` takes the
-    place of the base's own.
+    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format.
+    `generation_config` takes the place of the base's own.
 
     Raises:
         InvalidModel: the adapter is for another model, or a tensor is not finite in the format; it is named.
@@ -176,7 +180,8 @@ def write_merged(
 
 
 def copy_companions(source: Path, target: Path, *, generation_config: str | None = None) -> dict[str, FileRecord]:
-    """Copy what belongs next to a model's weights; returns the files. `generation_config` takes the place of the source's own."""
+    """Copy what belongs next to a model's weights; returns the files. `generation_config` takes the place of the
+    source's own."""
     files: dict[str, FileRecord] = {}
     for name in companion_files(source):
         (target / name).parent.mkdir(exist_ok=True)
@@ -197,7 +202,8 @@ class _Merged:
     transposed: bool
 
     def into(self, rows: Callable[[], Iterator[tuple[int, int, Floats]]]) -> Callable[[int, int, Floats], None]:
-        """Returns what changes rows `start` to `end` of the weight in place; `rows` reads all of them, a piece at a time."""
+        """Returns what changes rows `start` to `end` of the weight in place; `rows` reads all of them, a piece at a
+        time."""
         change = self.multiply()
 
         def add(start: int, end: int, values: Floats) -> None:

@@ -1,4 +1,5 @@
-"""The config.json of a Hugging Face model folder, and which of its names mean the same number. Runs no code from the folder.
+"""The config.json of a Hugging Face model folder, and which of its names mean the same number. Runs no code from the
+folder.
 
 Raises: InvalidModel, which names the file or the field, wherever a value cannot be that of a model.
 """
@@ -72,7 +73,8 @@ def config_count(config: Mapping[str, Any], *names: str) -> int:
 
 
 def config_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The number under the first of these names that the config has; a missing one is refused where there is no default."""
+    """The number under the first of these names that the config has; a missing one is refused where there is no
+    default."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is not None:
         return _checked(name, config[name], names[0])
@@ -95,7 +97,8 @@ def _checked(name: str, value: object, first_name: str) -> int:
 
 
 def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
-    """Whether a tensor belongs to what some checkpoints have for predicting several tokens at once, and model classes leave out.
+    """Whether a tensor belongs to what some checkpoints have for predicting several tokens at once, and model classes
+    leave out.
 
     It is either named so, or is a layer beyond the last one, as many as the config says.
     """

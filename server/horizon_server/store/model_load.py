@@ -40,11 +40,13 @@ def load_model(
     """Fill the store from a folder's safetensors (bf16, fp16 or fp32; one file or shards) and zero the moments.
 
     Every master is the exact value in the file. All names and shapes are checked before the first byte is written;
-    needs no memory beyond the store and a small staging buffer per thread. Adapters, which no model folder holds, are read from
-    `adapters`, headers by stored name; without them A is random by `seed`, B zero, and a magnitude the norm of its weights.
+    needs no memory beyond the store and a small staging buffer per thread. Adapters, which no model folder holds, are
+    read from `adapters`, headers by stored name; without them A is random by `seed`, B zero, and a magnitude the norm
+    of its weights.
 
     Raises:
-        InvalidModel: a tensor is missing, left over, misshapen, of a dtype that cannot be trained, or not finite; it is named.
+        InvalidModel: a tensor is missing, left over, misshapen, of a dtype that cannot be trained, or not finite; it is
+            named.
     """
     headers = read_safetensors_headers(folder)
     own = [place for _, place in store.layout.tensors() if not place.adapts]
@@ -85,7 +87,8 @@ def _check(layout: StoreLayout, own: Sequence[TensorLayout], headers: Mapping[st
     _check_tensors(own, headers, folder)
     left_over = set(headers) - {place.name for place in own}
     parameters, config = parameter_shapes(headers), read_config(folder) if left_over else {}
-    # What the model class leaves out as well: buffers that it computes, a projection that is the embedding, heads for further tokens.
+    # What the model class leaves out as well: buffers that it computes, a projection that is the embedding, heads for
+    # further tokens.
     unknown = [
         name
         for name in sorted(left_over & set(parameters))
@@ -124,8 +127,8 @@ def _zero(part: torch.Tensor) -> None:
 
 
 def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
-    """The values that a new adapter begins with: A as PEFT has it, B zero, a magnitude what it is divided by, so that the model begins
-    as it is. All weights are in the store.
+    """The values that a new adapter begins with: A as PEFT has it, B zero, a magnitude what it is divided by, so that
+    the model begins as it is. All weights are in the store.
 
     Each tensor has random numbers of its own, so they depend neither on threads nor on which other adapters there are.
     """

@@ -21,8 +21,8 @@ _HOW_TO_BUILD = "install g++ and reinstall horizon-train, or run `python tools/b
 
 
 class Segment(ctypes.Structure):
-    """A stretch of a unit that decays by one factor and whose step size has one scale; offsets in elements from the pointers that go with
-    it.
+    """A stretch of a unit that decays by one factor and whose step size has one scale; offsets in elements from the
+    pointers that go with it.
     """
 
     _fields_ = (
@@ -36,15 +36,22 @@ class Segment(ctypes.Structure):
 class Scalars(ctypes.Structure):
     """What of one AdamW step is the same for every element, rounded to fp32 once.
 
-    `scaled_eps` and `scaled_step_size` carry the factor sqrt(1 - beta2**step): m / (sqrt(v) / f + eps) is f * m / (sqrt(v) + f * eps).
+    `scaled_eps` and `scaled_step_size` carry the factor sqrt(1 - beta2**step): m / (sqrt(v) / f + eps) is f * m /
+    (sqrt(v) + f * eps).
     """
 
     _fields_ = tuple(
         (name, ctypes.c_float)
         for name in (
-            "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "scaled_eps", "scaled_step_size",
+            "grad_scale",
+            "beta1",
+            "one_minus_beta1",
+            "beta2",
+            "one_minus_beta2",
+            "scaled_eps",
+            "scaled_step_size",
         )
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,8 @@ class KernelInfo:
 
 def library_name(source: bytes) -> str:
     """File name of the library that belongs to a version of adamw.cpp on this kind of machine."""
-    # With the source's hash: a library that was built from another version is not found, so its old arithmetic never runs.
+    # With the source's hash: a library that was built from another version is not found, so its old arithmetic never
+    # runs.
     return f"adamw-{hashlib.sha256(source).hexdigest()[:16]}-{platform.machine()}.so"
 
 

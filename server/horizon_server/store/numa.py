@@ -1,8 +1,8 @@
 """The NUMA nodes of this machine, and a worker's memory spread over all of them.
 
-Without a policy, a page of the planes is on the node of whichever thread touched it first. The optimizer's threads on other sockets and
-the GPU's copies then cross the interconnect as chance has it, and one node's memory bounds the speed. Spread evenly, every thread and
-every GPU sees the same mixture.
+Without a policy, a page of the planes is on the node of whichever thread touched it first. The optimizer's threads on
+other sockets and the GPU's copies then cross the interconnect as chance has it, and one node's memory bounds the speed.
+Spread evenly, every thread and every GPU sees the same mixture.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def nodes(folder: Path = _NODES) -> list[NumaNode]:
 
 
 def node_of_pci_device(bus_id: str, folder: Path = _PCI_DEVICES) -> int | None:
-    """Return the node that a device is next to, by its address as drivers write it (00000000:3B:00.0); None where that is unknown."""
+    """Return the node that a device is next to, by its address as drivers write it (00000000:3B:00.0); None where that
+    is unknown."""
     domain, _, rest = bus_id.partition(":")
     try:
         # The kernel's names have four digits and are in lower case; -1 means that it does not know.
@@ -57,7 +58,8 @@ def node_of_pci_device(bus_id: str, folder: Path = _PCI_DEVICES) -> int | None:
 
 
 def interleave(indices: Sequence[int] | None = None) -> str:
-    """Spread what this thread, and threads that it starts later, touch first over all nodes, or those given; returns why not, if so.
+    """Spread what this thread, and threads that it starts later, touch first over all nodes, or those given; returns
+    why not, if so.
 
     Nothing changes where there is one node, or where a policy was set before (by numactl, or by systemd's NUMAPolicy).
     """
@@ -76,6 +78,7 @@ def interleave(indices: Sequence[int] | None = None) -> str:
     if libc.syscall(set_policy, _INTERLEAVE, mask, ctypes.c_ulong(_MASK_BITS)) == 0:
         return ""
     return (
-        f"this worker's memory is not spread over the machine's {len(chosen)} NUMA nodes ({os.strerror(ctypes.get_errno())}); steps may be "
+        f"this worker's memory is not spread over the machine's {len(chosen)} NUMA nodes "
+        f"({os.strerror(ctypes.get_errno())}); steps may be "
         "slower; a container needs the capability SYS_NICE for that, or start the daemon under numactl --interleave=all"
     )

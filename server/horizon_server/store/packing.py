@@ -1,15 +1,18 @@
 """Frozen weights in 8 or 4 bits: how they are packed, and how they become numbers again on the device.
 
-int8: one scale for each row (output channel), bf16, so that the largest element of a row is 127; a weight is `code * scale`.
-nf4: codes of 4 bits for the levels of NormalFloat, two in a byte, the first in the high half, as bitsandbytes packs them. A block of 64
-has a scale of 8 bits, and 256 blocks share one in fp32: a weight is `level * block scale / 255 * group scale`.
+int8: one scale for each row (output channel), bf16, so that the largest element of a row is 127; a weight is `code *
+scale`. nf4: codes of 4 bits for the levels of NormalFloat, two in a byte, the first in the high half, as bitsandbytes
+packs them. A block of 64 has a scale of 8 bits, and 256 blocks share one in fp32: a weight is `level * block scale /
+255 * group scale`.
 
-The values that a model is trained with are those that `unpack` returns: both formats lose something, once, when the model is loaded.
+The values that a model is trained with are those that `unpack` returns: both formats lose something, once, when the
+model is loaded.
 
 Units: bytes of a unit's part of the `packed` plane, elements elsewhere.
 Shapes: R = rows, W = elements of a row, N = elements, B = blocks of 64, G = groups of 256 blocks.
 Thread: any; two threads must not pack the same tensor.
-Sources: LLM.int8 (arXiv 2208.07339) for scales by row; QLoRA (arXiv 2305.14314), appendix E, for the levels and the scales of scales.
+Sources: LLM.int8 (arXiv 2208.07339) for scales by row; QLoRA (arXiv 2305.14314), appendix E, for the levels and the
+scales of scales.
 """
 
 from __future__ import annotations
@@ -28,25 +31,41 @@ from horizon_server.store.layout import (
 )
 
 NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 """Quantiles of a normal distribution, the outermost at 1, with an exact 0."""
 
 _MOST_CODE = 127
 
 
 def piece_elements(place: TensorLayout, most: int) -> int:
-    """How many elements of a tensor can be packed at once, at most `most` if that is enough: whole rows, or whole groups of blocks."""
+    """How many elements of a tensor can be packed at once, at most `most` if that is enough: whole rows, or whole
+    groups of blocks."""
     grain = place.shape[-1] if place.packing == "int8" else NF4_BLOCK * BLOCKS_PER_GROUP
     return max(grain, most // grain * grain)
 
 
 def pack(values_N: Tensor, place: TensorLayout, block: Tensor, part: PackedPart, *, start: int = 0) -> None:
-    """Pack elements of a tensor from `start` on, which is a multiple of `piece_elements`, into its unit's block of the plane.
+    """Pack elements of a tensor from `start` on, which is a multiple of `piece_elements`, into its unit's block of the
+    plane.
 
-    Shapes: `values_N` is fp32, flat and on the CPU, and is a multiple of `piece_elements` long or ends with the tensor; `block` is flat.
+    Shapes: `values_N` is fp32, flat and on the CPU, and is a multiple of `piece_elements` long or ends with the tensor;
+    `block` is flat.
     """
     codes, scales = block[part.codes], block[part.scales]
     step = piece_elements(place, PACKED_PIECE_ELEMENTS)
@@ -65,7 +84,8 @@ def pack(values_N: Tensor, place: TensorLayout, block: Tensor, part: PackedPart,
 
 
 def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) -> None:
-    """Write a packed tensor's values. Shapes: `block` is the unit's, uint8; `out_N` is flat, on the same device, fp32 or bf16.
+    """Write a packed tensor's values. Shapes: `block` is the unit's, uint8; `out_N` is flat, on the same device, fp32
+    or bf16.
 
     In bf16 they are the fp32 values, rounded. CUDA: launches on the current stream and does not wait.
     """
@@ -95,7 +115,8 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
 def round_rows(values_RW: Tensor, packing: Packing) -> None:
     """Replace rows of a matrix by what they are once they were packed and unpacked.
 
-    Shapes: fp32, contiguous and on the CPU; the first element begins a piece of the matrix, whose length `piece_elements` says.
+    Shapes: fp32, contiguous and on the CPU; the first element begins a piece of the matrix, whose length
+    `piece_elements` says.
     """
     shape = tuple(values_RW.shape)
     place = TensorLayout(

@@ -1,4 +1,5 @@
-"""Anonymous memory files and their mappings: the raw bytes under the host store, with huge pages and a parallel pre-touch."""
+"""Anonymous memory files and their mappings: the raw bytes under the host store, with huge pages and a parallel
+pre-touch."""
 
 from __future__ import annotations
 

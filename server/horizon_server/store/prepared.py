@@ -1,7 +1,8 @@
 """A prepared dataset on disk: the planes of its tokens, for the writer and the reader.
 
-A folder holds `tokens.safetensors`, with three planes, those that the kind of the data adds, and one of weights where some target has one,
-and `report.json` with the kind and the counts; rows held out for evaluation are in a folder of the same layout inside it.
+A folder holds `tokens.safetensors`, with three planes, those that the kind of the data adds, and one of weights where
+some target has one, and `report.json` with the kind and the counts; rows held out for evaluation are in a folder of the
+same layout inside it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _MORE_PLANES: Mapping[DataKind, Mapping[str, str]] = {
 WEIGHTS = "weights"
 _WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "U8": 1, "I8": 1}
 
-# Values of the plane `labels`; the objective of KTO has the same. A mismatched document is a prompt with another row's completion.
+# Values of the plane `labels`; the objective of KTO has the same. A mismatched document is a prompt with another row's
+# completion.
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1, 0, -1
 
 _COPY_BYTES = 16 * 1024 * 1024
@@ -59,7 +61,8 @@ _PARTIAL = ".tmp-"
 
 
 def planes_of(kind: DataKind, *, weighted: bool = False) -> dict[str, str]:
-    """Return the names and dtypes of the planes of a kind, in the order of the file: wide elements first, so that each is aligned."""
+    """Return the names and dtypes of the planes of a kind, in the order of the file: wide elements first, so that each
+    is aligned."""
     planes = PLANES | dict(_MORE_PLANES.get(kind, {})) | ({WEIGHTS: "F32"} if weighted else {})
     return dict(sorted(planes.items(), key=lambda plane: -_WIDTHS[plane[1]]))
 
@@ -67,14 +70,16 @@ def planes_of(kind: DataKind, *, weighted: bool = False) -> dict[str, str]:
 def group_size_of(kind: DataKind) -> int:
     """Return how many documents belong together and must be in one step.
 
-    2 for `preference`, chosen before rejected, and for `kto`, a row before the document that joins its prompt with another completion.
+    2 for `preference`, chosen before rejected, and for `kto`, a row before the document that joins its prompt with
+    another completion.
     """
     return 2 if kind in (DataKind.PREFERENCE, DataKind.KTO) else 1
 
 
 @dataclass(kw_only=True)
 class DocumentColumns:
-    """Documents laid end to end: their tokens, their masks and their lengths, and what their kind adds (empty for the others).
+    """Documents laid end to end: their tokens, their masks and their lengths, and what their kind adds (empty for the
+    others).
 
     `weights` has one for each target up to the last that was given one; those of the others are 1.
     """
@@ -99,7 +104,8 @@ class DocumentColumns:
         advantages: array.array[float] | None = None,
         weights: array.array[float] | None = None,
     ) -> None:
-        """Append one document; `label` of kind `kto`, the numbers, one for each target, of kind `samples`, weights of kind `text`."""
+        """Append one document; `label` of kind `kto`, the numbers, one for each target, of kind `samples`, weights of
+        kind `text`."""
         assert num_targets, "every document has something to train on"
         if weights is not None:
             assert len(weights) == num_targets, "one weight for each target"
@@ -126,7 +132,8 @@ class DocumentPlanes:
 
     def __init__(self, folder: Path, kind: DataKind) -> None:
         self._folder, self._kind = folder, kind
-        # Planes grow side by side as raw files and are joined in the end: memory does not follow the size of the dataset.
+        # Planes grow side by side as raw files and are joined in the end: memory does not follow the size of the
+        # dataset.
         self._raw = {name: (folder / f"{name}.raw").open("wb") for name in planes_of(kind)}
         self.num_documents = 0
         self.num_tokens = 0
@@ -260,7 +267,8 @@ def parse_kind(name: str, path: Path) -> DataKind:
 
 
 def document_lengths(folder: Path) -> NDArray[np.int64]:
-    """Return the tokens of each document of a folder, without torch. Raises: InvalidData where the folder is incomplete."""
+    """Return the tokens of each document of a folder, without torch. Raises: InvalidData where the folder is
+    incomplete."""
     # The daemon imports this module for its names, and counts documents in few calls.
     import numpy as np
 
@@ -272,15 +280,16 @@ def document_lengths(folder: Path) -> NDArray[np.int64]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether targets of a folder have different weights, without torch. Raises: InvalidData where the folder is incomplete."""
+    """Return whether targets of a folder have different weights, without torch. Raises: InvalidData where the folder is
+    incomplete."""
     with _planes_in(folder) as (_, planes):
         return WEIGHTS in planes
 
 
 @contextmanager
 def _planes_in(folder: Path) -> Iterator[tuple[BinaryIO, dict[str, Any]]]:
-    """The file of a folder, at the first byte after its header, and what the header says of the planes. What fails inside the block is
-    said as the folder's fault."""
+    """The file of a folder, at the first byte after its header, and what the header says of the planes. What fails
+    inside the block is said as the folder's fault."""
     path = folder / TOKENS_FILE
     try:
         with path.open("rb") as stream:

@@ -1,7 +1,7 @@
 """The store's arithmetic in NumPy, on raw bits: the compiled kernel must give the same bits; runs where it is missing.
 
-Split: `hi = (bits + 0x8000) >> 16` as uint16, `lo = int16(bits)`; merge: `(hi << 16) + lo` in integers. Rounding half up is
-exactly invertible, where rounding half to even is not.
+Split: `hi = (bits + 0x8000) >> 16` as uint16, `lo = int16(bits)`; merge: `(hi << 16) + lo` in integers. Rounding half
+up is exactly invertible, where rounding half to even is not.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def split(master: npt.NDArray[np.float32], hi_bits: npt.NDArray[np.uint16], lo: 
     for start in range(0, len(master), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
         magnitude = master_bits[part] & np.uint32(0x7FFFFFFF)
-        # Two guards keep `hi`, which the device computes with, true. A finite value that would round to Inf (beyond 3.396e38)
-        # saturates to the largest master whose `hi` is finite.
+        # Two guards keep `hi`, which the device computes with, true. A finite value that would round to Inf (beyond
+        # 3.396e38) saturates to the largest master whose `hi` is finite.
         finite = np.minimum(magnitude, np.uint32(_LARGEST_MAGNITUDE))
         # A NaN keeps its sign and becomes the quiet NaN with `lo` 0: the carry could turn its payload into Inf or -0.
         special = np.where(magnitude == np.uint32(_INFINITY), np.uint32(_INFINITY), np.uint32(0x7FC00000))
@@ -59,8 +59,8 @@ def adamw(
 ) -> None:
     """One AdamW update in place; `grads` are fp32, or bf16 as raw bits. `step_scale` multiplies the step size.
 
-    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2, in the order of operations of torch.optim.AdamW but for the second
-    bias correction, which `scalars` carries.
+    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2, in the order of operations of torch.optim.AdamW but
+    for the second bias correction, which `scalars` carries.
     """
     f32 = np.float32
     step_size = f32(scalars.scaled_step_size) * f32(step_scale)

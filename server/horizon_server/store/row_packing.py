@@ -1,9 +1,10 @@
 """Which documents share a row, and permutations that need no list: what a plan of steps is made of.
 
-Packing is best-fit decreasing: the longest document first, each into the row that it leaves fullest. What that does depends on lengths
-only, so it is done once for a histogram of them: rows that hold documents of the same lengths are one pattern, and ten million
-documents are packed by a few thousand decisions. Which document takes which place is a permutation within each length, drawn again for
-every epoch. Permutations need no list: a Feistel network computes any one place of an order.
+Packing is best-fit decreasing: the longest document first, each into the row that it leaves fullest. What that does
+depends on lengths only, so it is done once for a histogram of them: rows that hold documents of the same lengths are
+one pattern, and ten million documents are packed by a few thousand decisions. Which document takes which place is a
+permutation within each length, drawn again for every epoch. Permutations need no list: a Feistel network computes any
+one place of an order.
 
 Torch-free: the daemon counts the steps of a job with it before a worker exists.
 """
@@ -71,7 +72,8 @@ class PackedRows:
         return self._tokens[self._pattern_of(rows)]
 
     def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
-        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the dataset."""
+        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the
+        dataset."""
         lengths: list[int] = []
         slots: list[int] = []
         ends = [0]
@@ -95,8 +97,8 @@ class PackedRows:
 
 
 class EpochSteps:
-    """Which rows make up each step of each epoch: rows follow a seeded permutation and are grouped into steps of at most
-    `tokens_per_step` tokens (a single longer row makes a step of its own).
+    """Which rows make up each step of each epoch: rows follow a seeded permutation and are grouped into steps of at
+    most `tokens_per_step` tokens (a single longer row makes a step of its own).
 
     Thread: not thread-safe; it keeps the epoch that it was last asked for.
     """
@@ -107,7 +109,8 @@ class EpochSteps:
         self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
 
     def number(self, epochs: float) -> int:
-        """Return how many steps that many epochs have: of a last part, its share of that epoch's steps, at least one."""
+        """Return how many steps that many epochs have: of a last part, its share of that epoch's steps, at least
+        one."""
         fraction, whole = math.modf(epochs)
         return self.before(int(whole)) + (math.ceil(fraction * self.within(int(whole))) if fraction else 0)
 
@@ -167,7 +170,8 @@ class EpochSteps:
 def rows_of_groups(
     lengths: NDArray[np.int64], *, group_size: int, packing: bool, limit: int
 ) -> tuple[SingleRows | PackedRows, NDArray[np.int64]]:
-    """Return the rows that documents of these lengths go into, and the lengths of their groups; a group stays together."""
+    """Return the rows that documents of these lengths go into, and the lengths of their groups; a group stays
+    together."""
     group_lengths = lengths.reshape(-1, group_size).sum(1)
     return PackedRows(group_lengths, limit) if packing else SingleRows(group_lengths), group_lengths
 
@@ -202,7 +206,8 @@ def _best_fit_decreasing(counts: NDArray[np.int64], limit: int) -> list[_Pattern
                     del by_room[room], rooms[found]
             else:
                 room, pattern = max(limit, length), _Pattern(num_rows=count)
-            # One after the other they go into the same row while it has room: it is always the fullest that they fit into.
+            # One after the other they go into the same row while it has room: it is always the fullest that they fit
+            # into.
             per_row = min(room // length, count)
             num_rows = min(pattern.num_rows, count // per_row)
             contents = (*pattern.contents, (length, per_row))
@@ -231,8 +236,8 @@ def permuted(
     sizes = np.broadcast_to(np.asarray(size, dtype=np.uint64), places.shape)
     salts = np.broadcast_to(np.uint64(0) if salt is None else salt.astype(np.uint64), places.shape)
     found = _feistel(places.astype(np.uint64), sizes, salts, keys)
-    # The pairs of digits cover a few more numbers than asked for; one that lands there is mapped again until it is back (cycle
-    # walking). That ends, because the orbit of a number below its size comes back to it at the latest.
+    # The pairs of digits cover a few more numbers than asked for; one that lands there is mapped again until it is back
+    # (cycle walking). That ends, because the orbit of a number below its size comes back to it at the latest.
     while len(outside := np.flatnonzero(found >= sizes)):
         found[outside] = _feistel(found[outside], sizes[outside], salts[outside], keys)
     return found.astype(np.int64)

@@ -1,4 +1,5 @@
-"""Safetensors files, single or sharded: headers read in plain Python with every check, and files written from memory piece by piece.
+"""Safetensors files, single or sharded: headers read in plain Python with every check, and files written from memory
+piece by piece.
 
 Torch-free: the daemon plans from a folder without loading torch.
 
@@ -68,7 +69,8 @@ def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, 
     """All tensors by name, in the order of the files: of `<stem>.safetensors`, or of the shards its index names.
 
     Raises:
-        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is truncated; the message names it.
+        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is truncated; the message
+            names it.
     """
     if not folder.is_dir():
         raise InvalidModel("is not a folder; give a folder written by save_pretrained", file=folder)
@@ -262,7 +264,8 @@ def _sizes(values: object) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBytes:
-    """One tensor to write: `pieces` gives its little-endian bytes as flat views, one after the other, when their turn comes."""
+    """One tensor to write: `pieces` gives its little-endian bytes as flat views, one after the other, when their turn
+    comes."""
 
     name: str
     dtype: str
@@ -306,7 +309,8 @@ def write_text(file: Path, text: str) -> FileRecord:
 
 
 def file_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
-    """Return what a file begins with, for tensors given as (name, dtype, shape, size in bytes); their bytes follow in this order."""
+    """Return what a file begins with, for tensors given as (name, dtype, shape, size in bytes); their bytes follow in
+    this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape, size_bytes in tensors:

@@ -95,7 +95,8 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         self._room_at_s = clock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Refuse lines of a kind that has been written too often; the next one that is written says how many were left out."""
+        """Refuse lines of a kind that has been written too often; the next one that is written says how many were left
+        out."""
         if not super().filter(record):
             return False
         now_s = self._clock()
@@ -142,7 +143,8 @@ class _Kind:
 
 
 def _is_not_a_cut_call(record: logging.LogRecord) -> bool:
-    """Leave out what gRPC logs, with a traceback, about calls that their client has cut: our interceptor counts them."""
+    """Leave out what gRPC logs, with a traceback, about calls that their client has cut: our interceptor counts
+    them."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "RPC already finished" not in str(error)
 

@@ -1,7 +1,7 @@
 """The daemon's metrics: fed with events, states and calls, rendered for Prometheus.
 
-A figure of a step, an evaluation or a checkpoint declares its own metric, where it is defined; all others are in the table below. Names,
-labels and units are the contract in docs/metrics.md.
+A figure of a step, an evaluation or a checkpoint declares its own metric, where it is defined; all others are in the
+table below. Names, labels and units are the contract in docs/metrics.md.
 
 Thread: called on the daemon's event loop.
 """
@@ -40,7 +40,8 @@ DISPLACED = "DISPLACED"
 
 _LOADING = (JobState.PREPARING, JobState.STARTING)
 _WAIT_BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 3 * 86400.0)
-# A turn lasts a time slice, or one step where a job leaves the device idle; the ageing bound is ten slices for each job that shares it.
+# A turn lasts a time slice, or one step where a job leaves the device idle; the ageing bound is ten slices for each job
+# that shares it.
 _TURN_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 1800.0, 3600.0)
 _HANDOVER_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _CALL_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 120.0)
@@ -63,7 +64,8 @@ _FAMILIES = (
     Metric("horizon_job_progress_ratio", "Steps done of steps in all, 0 to 1.", ("job_id",)),
     Metric(
         "horizon_model_flops_utilization_ratio",
-        "The model's own FLOPs per second in the last step, of what the device's matrix products were measured to reach.",
+        "The model's own FLOPs per second in the last step, of what the device's matrix products were measured to "
+        "reach.",
         ("job_id",),
     ),
     Metric(
@@ -168,7 +170,8 @@ class Metrics:
         # One of its own: the library's global registry would be shared by all daemons of a process, as tests have them.
         self.registry = CollectorRegistry(auto_describe=False)
         self._collectors: dict[str, Any] = {}
-        # By service, method and code, of which there are few: finding a series by its labels takes longer than counting.
+        # By service, method and code, of which there are few: finding a series by its labels takes longer than
+        # counting.
         self._grpc_series: dict[tuple[str, str, str], tuple[Any, Any]] = {}
         # Each once, though a step and an evaluation share the figures of the queues.
         self.families = tuple(dict.fromkeys([m for shown in _SHOWN.values() for m in shown.values()] + [*_FAMILIES]))
@@ -195,7 +198,8 @@ class Metrics:
 
     def on_payload(self, job: JobRecord, payload: Payload) -> None:
         """Take one stored event of a job in; `job` as it is after the event."""
-        # An attempt's last events may be stored after the job has left the device: they count, but bring no series back.
+        # An attempt's last events may be stored after the job has left the device: they count, but bring no series
+        # back.
         shown = job.job_state in RESIDENT
         device, project = _device_of(job), _project_of(job)
         self._take(payload, {"device": device, "project": project} | ({"job_id": job.job_id} if shown else {}))
@@ -211,7 +215,8 @@ class Metrics:
             series.set(self._clock())
 
     def take_over(self, job: JobRecord, *, checkpoint_s: float | None = None) -> None:
-        """Show a resident job of an earlier daemon as that one did. `checkpoint_s` is when its newest checkpoint was written.
+        """Show a resident job of an earlier daemon as that one did. `checkpoint_s` is when its newest checkpoint was
+        written.
 
         Its counters begin with what is reported from now on.
         """
@@ -256,7 +261,8 @@ class Metrics:
         self._collectors["horizon_job_loading_since_timestamp_seconds"].remove_by_labels({"job_id": job_id})
 
     def set_jobs(self, counts: Mapping[str, int]) -> None:
-        """Show the number of jobs in each state, from which `on_job_state` counts on; states that are not named have none."""
+        """Show the number of jobs in each state, from which `on_job_state` counts on; states that are not named have
+        none."""
         for state in JobState:
             self._series("horizon_jobs", state=state.value).set(counts.get(state.value, 0))
 

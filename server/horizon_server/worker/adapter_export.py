@@ -26,7 +26,8 @@ def adapter_export(request: WorkerRequest, template: Template) -> AdapterExport 
         transposed=template.config.get_text_config().model_type in TRANSPOSED,
         base=spec.model,
     )
-    # A folder of a base class names its tensors without the first part of the names in the whole model, which PEFT uses.
+    # A folder of a base class names its tensors without the first part of the names in the whole model, which PEFT
+    # uses.
     in_class, in_folder = template.embedding_parameter, template.embedding_name
     return AdapterExport(
         config=config,

@@ -1,7 +1,7 @@
 """Compiled layers for a job, while it starts: decides whether to compile, and runs the child that does.
 
-The compiler takes seconds to load, hundreds of megabytes, and has been seen to crash; so it runs in a process of its own:
-`python -m horizon_server.worker.compilation REQUEST`.
+The compiler takes seconds to load, hundreds of megabytes, and has been seen to crash; so it runs in a process of its
+own: `python -m horizon_server.worker.compilation REQUEST`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class CompileRequest:
 
 
 class Compilation:
-    """The compiled layers of one attempt. `before` are the keys that the checkpoint to resume from was made with, None for a new job."""
+    """The compiled layers of one attempt. `before` are the keys that the checkpoint to resume from was made with, None
+    for a new job."""
 
     def __init__(
         self, template: Template, request: CompileRequest, *, choice: Choice, events: EventWriter, orders: Orders
@@ -86,7 +87,8 @@ class Compilation:
     def layers(
         self, *, model_flops: float, before: list[str] | None, take_device: Callable[[], bool] = lambda: True
     ) -> CompiledLayers:
-        """The layers to train with. They are compiled first, then tried on the device; `take_device` False: the attempt ends before that.
+        """The layers to train with. They are compiled first, then tried on the device; `take_device` False: the attempt
+        ends before that.
 
         Raises:
             InvalidSpec: `train.compile` is `on` and some layer cannot be compiled.
@@ -106,12 +108,13 @@ class Compilation:
         refusals = failures or layers.refusals
         if before is not None and layers.keys != before:
             self._warn(
-                "the compiled layers that the checkpoint was made with cannot be made again here: its steps may differ in the last "
-                "bits from those of a job that was not stopped"
+                "the compiled layers that the checkpoint was made with cannot be made again here: its steps may differ "
+                "in the last bits from those of a job that was not stopped"
             )
         elif refusals and self._choice == "on":
             raise InvalidSpec(
-                f"train.compile is on, but not all of this model's layers can be compiled: {refusals[0]}; use train.compile: auto or off"
+                f"train.compile is on, but not all of this model's layers can be compiled: {refusals[0]}; use "
+                "train.compile: auto or off"
             )
         reason = f"; the others run eagerly: {refusals[0]}" if refusals else ""
         self._tell(f"compiled layers: {layers.num_layers} of {self._template.num_layers}{reason}")
@@ -139,7 +142,8 @@ class Compilation:
     async def _run_child(self) -> list[str] | None:
         """Run the child once; returns why it could not make what the library lacks, None where it was killed."""
         scratch = self._library.make_scratch()
-        # TORCHINDUCTOR_CACHE_DIR is read by the compiler: its own default is a folder in /tmp that anybody could have made before.
+        # TORCHINDUCTOR_CACHE_DIR is read by the compiler: its own default is a folder in /tmp that anybody could have
+        # made before.
         environment = {**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
         if self._request.device.startswith("cuda"):
             environment = compiler_environment(environment, scratch)
@@ -166,7 +170,8 @@ class Compilation:
         except Stalled:
             return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
         except HorizonError as error:
-            # A kill says nothing about the model, while a job with other layers than the last time would get other bits.
+            # A kill says nothing about the model, while a job with other layers than the last time would get other
+            # bits.
             if isinstance(error, WorkerDied) and error.retry_after_s is not None:
                 self._warn(error.message)
                 return None

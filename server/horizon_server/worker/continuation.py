@@ -1,4 +1,5 @@
-"""Where an attempt continues: from what a killed worker left in memory, from a checkpoint, or from the model as it was given."""
+"""Where an attempt continues: from what a killed worker left in memory, from a checkpoint, or from the model as it was
+given."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from horizon_server.store.model_load import load_model
 class Continuation:
     """The store is loaded; `state` is the trainer's and the worker's with it, None at the model as it was given.
 
-    `unreported` are the figures of the last step, where the worker before this one was killed before it had reported them. `refusal`
-    says why memory was not used although it was to be.
+    `unreported` are the figures of the last step, where the worker before this one was killed before it had reported
+    them. `refusal` says why memory was not used although it was to be.
     """
 
     state: dict[str, Any] | None
@@ -54,8 +55,8 @@ class Continuation:
         if differences:
             at = f"{job_id}@{self.step}"
             raise InvalidSpec(
-                f"the checkpoint of step {self.step} cannot be continued exactly: {'; '.join(differences)}. Submit a new job that starts "
-                f"with its weights: init_from: {at}"
+                f"the checkpoint of step {self.step} cannot be continued exactly: {'; '.join(differences)}. Submit a "
+                f"new job that starts with its weights: init_from: {at}"
             )
 
 
@@ -88,8 +89,9 @@ def load(
     adapter: Path | None = None,
     base_sha256: Callable[[], str] | None = None,
 ) -> Continuation:
-    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk. New adapters are
-    those of the folder `adapter`, or begin at random by `seed`; `base_sha256` gives the digest of the model that they are for.
+    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk.
+    New adapters are those of the folder `adapter`, or begin at random by `seed`; `base_sha256` gives the digest of the
+    model that they are for.
 
     Raises:
         InvalidModel: the checkpoint, the adapter or the model's folder cannot be used.

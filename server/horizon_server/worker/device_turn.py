@@ -19,7 +19,8 @@ _LOCK_POLL_S = 0.005
 
 
 class DeviceLock:
-    """Held while this worker uses its device. It decides between workers while no daemon does, and a new daemon finds them as they are."""
+    """Held while this worker uses its device. It decides between workers while no daemon does, and a new daemon finds
+    them as they are."""
 
     def __init__(self, file: Path | None) -> None:
         """Without a file, nothing else uses the device."""
@@ -43,10 +44,11 @@ class DeviceLock:
 class DeviceTurn:
     """Says when this worker may use its device. Where no daemon grants turns (`shared` False), it always may.
 
-    While the daemon is away, a worker keeps its turn, and takes one where the device has memory for it for certain: on the host, where no
-    other job is on the device, or where it holds its memory already.
+    While the daemon is away, a worker keeps its turn, and takes one where the device has memory for it for certain: on
+    the host, where no other job is on the device, or where it holds its memory already.
 
-    Thread: the worker's main thread, between steps, so that nothing of this worker runs on the device when its turn ends.
+    Thread: the worker's main thread, between steps, so that nothing of this worker runs on the device when its turn
+    ends.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class DeviceTurn:
         lock: Path | None = None,
         is_host: bool = True,
     ) -> None:
-        """`release` frees the memory on the device until its next use; `deadline_s` (Unix) ends every wait; `lock` is the device's file."""
+        """`release` frees the memory on the device until its next use; `deadline_s` (Unix) ends every wait; `lock` is
+        the device's file."""
         self._orders, self._events, self._shared = orders, events, shared
         self._deadline_s, self._release = deadline_s, release
         # From asking for a turn until it is given back, or no longer wanted.
@@ -102,7 +105,8 @@ class DeviceTurn:
             self.give_back()
 
     def give_back(self, *, release: bool = False) -> None:
-        """Let the next job have the device; with `release` its memory too, also where the daemon has not asked for that."""
+        """Let the next job have the device; with `release` its memory too, also where the daemon has not asked for
+        that."""
         if not self._shared:
             return
         had_turn, self._asked = self._asked, False
@@ -131,7 +135,8 @@ class DeviceTurn:
         return False
 
     def _restore_priority(self) -> None:
-        """End what a job that is being loaded has, little of the processors. Again at the next step where that did not work."""
+        """End what a job that is being loaded has, little of the processors. Again at the next step where that did not
+        work."""
         if not self._is_restored:
             self._is_restored = cpu_priority.restore()
 

@@ -1,4 +1,5 @@
-"""When an attempt is at its end: all steps done, a limit of the job reached, or no better evaluation for long enough."""
+"""When an attempt is at its end: all steps done, a limit of the job reached, or no better evaluation for long
+enough."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from horizon_server.worker_link.request import RunLimits
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended; `stopped`: by an order, checkpointed unless it was cancelled, or paused without disk space. `reason` is empty
-    where all steps were done."""
+    """How an attempt ended; `stopped`: by an order, checkpointed unless it was cancelled, or paused without disk space.
+    `reason` is empty where all steps were done."""
 
     outcome: Literal["succeeded", "stopped"]
     reason: str = ""
@@ -37,7 +38,8 @@ class Ending:
         return self._num_steps if limit is None else min(limit, self._num_steps)
 
     def observe(self, judged: float) -> None:
-        """Take note of the figure that decides. That of the model as it was given counts too, as the first to be better than."""
+        """Take note of the figure that decides. That of the model as it was given counts too, as the first to be better
+        than."""
         evaluation = self._evaluation
         if self._best is None or evaluation.is_better(judged, self._best, by=evaluation.min_delta):
             self._best, self._num_without_gain = judged, 0
@@ -54,7 +56,10 @@ class Ending:
         if step >= self._num_steps:
             return Outcome(outcome="succeeded")
         if patience and self._num_without_gain >= patience:
-            message = f"ended {done}: eval.patience is {patience}, and as many evaluations were not better than {self._best:.4g}"
+            message = (
+                f"ended {done}: eval.patience is {patience}, and as many evaluations were not better than "
+                f"{self._best:.4g}"
+            )
             return Outcome(outcome="succeeded", reason="EARLY_STOPPED", message=message)
         if limits.max_steps is not None and step >= limits.max_steps:
             message = f"ended {done}, which is limits.max_steps"

@@ -1,4 +1,5 @@
-"""What an attempt measures between its steps: the figures of every eval set, and the answers that the model gives to prompts of one.
+"""What an attempt measures between its steps: the figures of every eval set, and the answers that the model gives to
+prompts of one.
 
 Everything that is known of a set comes from `Evaluation.figures_of`. An evaluation changes nothing that training reads.
 """
@@ -78,8 +79,8 @@ class Evaluation:
     def run(self, trainer: Trainer, step: int) -> EvalDone | None:
         """Evaluate the weights of a step on every set. None: an order or the deadline came before it was complete.
 
-        A stop lets the figures of the sets be completed that need not wait for the device, because they belong to the checkpoint that
-        follows; answers, which take longer, are given up.
+        A stop lets the figures of the sets be completed that need not wait for the device, because they belong to the
+        checkpoint that follows; answers, which take longer, are given up.
         """
         parts: list[EvalFigures] = []
         figures: dict[str, EvalSetFigures] = {}
@@ -208,14 +209,16 @@ class _Answers:
         if not chosen:
             raise InvalidSpec.of(
                 "eval.generate",
-                f"eval.generate: no row of the set {self.generate.set} has a prompt and an answer below train.sequence_length "
-                f"({sequence_length} tokens) that leave room for max_new_tokens ({self.generate.max_new_tokens}); lower it, or use longer "
+                f"eval.generate: no row of the set {self.generate.set} has a prompt and an answer below "
+                f"train.sequence_length ({sequence_length} tokens) that leave room for max_new_tokens "
+                f"({self.generate.max_new_tokens}); lower it, or use longer "
                 "rows",
             )
         return chosen
 
     def all(self, *, before_token: Callable[[], None]) -> list[EvalAnswer]:
-        """The answer to every prompt, greedy. `before_token` is called between two tokens of the batch, and may raise."""
+        """The answer to every prompt, greedy. `before_token` is called between two tokens of the batch, and may
+        raise."""
         if self._generator is None:
             self._generator = TokenGenerator(self._template, self._store, self._device)
         tokens: list[list[int]] = [[] for _ in self._prompts]

@@ -13,7 +13,8 @@ _STATUS = Path("/proc/self/status")
 def host_components(figures: StepFigures, *, device: str, process_bytes: int) -> dict[str, int]:
     """Return what the engine reports, plus `other`: the rest of the process.
 
-    On the `host` device the device is host memory too; the plan counts its slots as staging and its activations as activations.
+    On the `host` device the device is host memory too; the plan counts its slots as staging and its activations as
+    activations.
     """
     on_host: Mapping[str, int] = figures.device_memory_bytes if device == "host" else {}
     used = {"activations": 0, "staging": 0, **figures.host_memory_bytes}
@@ -25,6 +26,7 @@ def host_components(figures: StepFigures, *, device: str, process_bytes: int) ->
 
 
 def process_bytes() -> int:
-    """Return the resident heap, stacks and libraries of this process. The planes are shared memory and not among them."""
+    """Return the resident heap, stacks and libraries of this process. The planes are shared memory and not among
+    them."""
     fields = dict(line.split(":", 1) for line in _STATUS.read_text("utf-8").splitlines() if ":" in line)
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024

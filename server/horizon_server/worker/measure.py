@@ -1,4 +1,5 @@
-"""The child that measures for the plan, started by the daemon and the admin's commands: `python -m horizon_server.worker.measure`.
+"""The child that measures for the plan, started by the daemon and the admin's commands: `python -m
+horizon_server.worker.measure`.
 
 A process of its own, because it loads torch.
 """
@@ -16,8 +17,8 @@ from horizon_server.worker import let_launchers_run
 
 
 def work(request: Any, _: EventWriter) -> Any:
-    """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder keep; nothing
-    of a folder whose model can be trained, which raises InvalidModel otherwise; or the UUIDs of the GPUs.
+    """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder
+    keep; nothing of a folder whose model can be trained, which raises InvalidModel otherwise; or the UUIDs of the GPUs.
     """
     let_launchers_run()
     if "layers_of" in request:
@@ -35,7 +36,8 @@ def work(request: Any, _: EventWriter) -> Any:
 
 
 def _gpus() -> list[str]:
-    """The UUIDs of the devices in torch's order, which need not be the driver's; "" for one that torch names none of."""
+    """The UUIDs of the devices in torch's order, which need not be the driver's; "" for one that torch names none
+    of."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""What a job's steps and evaluations are for, by its method: from the spec and the documents of a step to the engine's objective.
+"""What a job's steps and evaluations are for, by its method: from the spec and the documents of a step to the engine's
+objective.
 
 Shapes: K = documents of a step, S = their supervised tokens.
 """
@@ -35,12 +36,14 @@ def objective_of(spec: JobSpec) -> Objective | None:
 
 
 class MethodData:
-    """A prepared dataset as the job's method reads it: the rows of a step with what the objective is given about their documents.
+    """A prepared dataset as the job's method reads it: the rows of a step with what the objective is given about their
+    documents.
 
-    Weights of text are for training alone: an evaluation counts every target alike, so that its loss is that of a token.
+    Weights of text are for training alone: an evaluation counts every target alike, so that its loss is that of a
+    token.
 
-    `references` are the log-probabilities of the starting weights; where the method needs them, they are set before the first step.
-    Thread: not thread-safe.
+    `references` are the log-probabilities of the starting weights; where the method needs them, they are set before the
+    first step. Thread: not thread-safe.
     """
 
     def __init__(self, folder: Path, spec: JobSpec, *, is_evaluated: bool = False) -> None:
@@ -60,14 +63,16 @@ class MethodData:
         self._documents: list[int] = []
 
     def step(self, plan: StepPlan, i: int) -> tuple[list[MicroBatch], StepObjective | None]:
-        """Return the rows of step i of a plan of this data, and the step's objective; None for cross-entropy without weights."""
+        """Return the rows of step i of a plan of this data, and the step's objective; None for cross-entropy without
+        weights."""
         rows = plan.documents_of(i)
         documents = list(chain.from_iterable(rows))
         objective = self._weighted(documents) if self._objective is None else self._step_objective(documents)
         return [self.dataset.micro_batch(row) for row in rows], objective
 
     def evaluate(self, trainer: Trainer, plan: StepPlan, i: int) -> EvalFigures:
-        """Evaluate the documents of step i of a plan; `total` has what the method says of all that were evaluated since the last total."""
+        """Evaluate the documents of step i of a plan; `total` has what the method says of all that were evaluated since
+        the last total."""
         if self._objective is None:
             return trainer.evaluate(plan.step(i))
         documents = plan.documents_of(i)
@@ -77,8 +82,8 @@ class MethodData:
         return figures
 
     def total(self, parts: Iterable[EvalFigures]) -> EvalFigures:
-        """Return the figures of an evaluation that ran in parts. Those of a method are of all documents together, as if they were one
-        step: an estimate over a batch, as KTO's of the divergence, is over the whole evaluation set."""
+        """Return the figures of an evaluation that ran in parts. Those of a method are of all documents together, as if
+        they were one step: an estimate over a batch, as KTO's of the divergence, is over the whole evaluation set."""
         total = total_evaluation(parts)
         if not self._logprobs:
             return total

@@ -1,7 +1,9 @@
-"""Before a job's first step: the log-probabilities of the weights that it starts with, over its data, where its method compares with them.
+"""Before a job's first step: the log-probabilities of the weights that it starts with, over its data, where its method
+compares with them.
 
-They are kept with the prepared data under a key of all that the numbers depend on, so that another attempt, or another job that starts
-with the same weights, finds them. What an attempt has not finished waits in the job's folder for the next one.
+They are kept with the prepared data under a key of all that the numbers depend on, so that another attempt, or another
+job that starts with the same weights, finds them. What an attempt has not finished waits in the job's folder for the
+next one.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class ReferencePass:
         orders: Orders,
         turn: DeviceTurn,
     ) -> None:
-        """`data` come with the plans by which they are trained on or evaluated. `compiled` are the keys of the compiled layers: they
-        round in an order of their own.
+        """`data` come with the plans by which they are trained on or evaluated. `compiled` are the keys of the compiled
+        layers: they round in an order of their own.
         """
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
         self._data = [(each, plan) for each, plan in data if each.needs_references]
@@ -62,13 +64,15 @@ class ReferencePass:
         train, execution = request.spec.train, request.plan.execution
         facts = {
             "weights": weights.model,
-            # New adapters change nothing, but those of an earlier job do, and so does a base that is kept in fewer bits.
+            # New adapters change nothing, but those of an earlier job do, and so does a base that is kept in fewer
+            # bits.
             "adapter": weights.adapter,
             "base": train.lora.base if train.trainable == LORA else "source",
             "device": execution.device_kind,
             "compute_dtype": execution.compute_dtype,
             "matmul": train.matmul,
-            # These change only how sums are rounded; with them, a job's result does not depend on which job has computed the file.
+            # These change only how sums are rounded; with them, a job's result does not depend on which job has
+            # computed the file.
             "tokens_per_step": train.tokens_per_step,
             "micro_batch_tokens": execution.micro_batch_tokens,
             "num_threads": execution.num_threads,
@@ -83,10 +87,11 @@ class ReferencePass:
         return all(data.references is not None for data, _ in self._data)
 
     def compute(self, trainer: Trainer) -> bool:
-        """Compute what is missing with the weights that the trainer has now, in turns with the other jobs of the device.
+        """Compute what is missing with the weights that the trainer has now, in turns with the other jobs of the
+        device.
 
-        Returns whether all is there; False where an order came, or the time was over. What is done then, or where the worker is
-        killed, is continued by the job's next attempt; of a cancelled job nothing is left.
+        Returns whether all is there; False where an order came, or the time was over. What is done then, or where the
+        worker is killed, is continued by the job's next attempt; of a cancelled job nothing is left.
 
         Raises:
             DiskFull: there is no space for 4 bytes for each supervised token.
@@ -144,7 +149,10 @@ class ReferencePass:
         remove_others(self._unfinished, set())
         self._turn.boundary()
         if missing:
-            text = f"reference log-probabilities: 100 %, of {total} tokens, kept with the prepared data ({4 * total} bytes)"
+            text = (
+                f"reference log-probabilities: 100 %, of {total} tokens, kept with the prepared data ({4 * total} "
+                "bytes)"
+            )
             self._events.send(Message(level="info", text=text))
         return True
 
@@ -161,7 +169,8 @@ def _num_targets(data: MethodData) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StartingWeights:
-    """What a job starts with, named by content: a copy in another folder, or a model pushed again under another name, is the same."""
+    """What a job starts with, named by content: a copy in another folder, or a model pushed again under another name,
+    is the same."""
 
     model: str
     adapter: str | None

@@ -1,7 +1,7 @@
 """The child that answers prompts from a checkpoint or model folder: `python -m horizon_server.worker.sampling`.
 
-It loads the weights alone into a store of its own and computes on the host in fp32, at a lower priority than training: the node's jobs
-have the GPUs.
+It loads the weights alone into a store of its own and computes on the host in fp32, at a lower priority than training:
+the node's jobs have the GPUs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Answerer:
-    """Answers requests one after the other. The first one says which model answers; it stays in memory for the others."""
+    """Answers requests one after the other. The first one says which model answers; it stays in memory for the
+    others."""
 
     def __init__(self) -> None:
         self._codec: TextCodec | None = None
@@ -82,9 +83,11 @@ class Answerer:
         start_s = time.perf_counter()
         folder, options = request.folder, request.options
         codec = self._codec = self._codec or TextCodec.from_folder(folder)
-        # Before the weights are read, which takes far longer. A template that never ends must not keep other callers waiting.
+        # Before the weights are read, which takes far longer. A template that never ends must not keep other callers
+        # waiting.
         endless = InvalidModel(
-            f"the model's chat template takes more than {RENDER_S:g} s for these prompts; send fewer, or correct the template"
+            f"the model's chat template takes more than {RENDER_S:g} s for these prompts; send fewer, or correct the "
+            "template"
         )
         with processor_time_limit(RENDER_S, endless):
             prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
@@ -93,7 +96,8 @@ class Answerer:
         if needed_bytes > request.cache_bytes:
             raise DoesNotFit(
                 f"keys and values of {len(prompts)} prompts with answers of up to {options.max_tokens} tokens take "
-                f"{size_text(needed_bytes)}, and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a time, or lower "
+                f"{size_text(needed_bytes)}, and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a "
+                "time, or lower "
                 "max_tokens"
             )
         how = GenerationOptions(
@@ -191,7 +195,8 @@ def _chat(name: str, prompt: SamplePrompt) -> Chat:
 
 
 def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:
-    """What ends an answer: by generation_config.json, else by config.json, and the tokenizer's own end-of-text token."""
+    """What ends an answer: by generation_config.json, else by config.json, and the tokenizer's own end-of-text
+    token."""
     return frozenset(listed_ends(folder)) | ({codec.eos_id} if codec.eos_id is not None else set())
 
 

@@ -1,4 +1,5 @@
-"""When an attempt writes checkpoints, and what it does while the disk has no room for one: nothing that was trained is lost by that."""
+"""When an attempt writes checkpoints, and what it does while the disk has no room for one: nothing that was trained is
+lost by that."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class CheckpointWriter:
         return every_s > 0 and self._clock() - self._ended_s >= pause_s
 
     def try_to_write(self, step: int, store: HostStore, state: Mapping[str, Any], eval_loss: float | None) -> bool:
-        """Write a checkpoint. False: the disk has no room for it; it stays due and is tried again later, and training continues."""
+        """Write a checkpoint. False: the disk has no room for it; it stays due and is tried again later, and training
+        continues."""
         try:
             self._write(step, store, state, eval_loss)
         except DiskFull as error:
@@ -76,8 +78,10 @@ class CheckpointWriter:
         return True
 
     def write(self, step: int, store: HostStore, state: Mapping[str, Any], eval_loss: float | None) -> bool:
-        """Write a checkpoint, and wait for room where the disk is full. False: a cancel or a pause came before there was any."""
-        # A pause that led here is for a job whose steps are kept. One that comes during the wait is for one whose user has read why.
+        """Write a checkpoint, and wait for room where the disk is full. False: a cancel or a pause came before there
+        was any."""
+        # A pause that led here is for a job whose steps are kept. One that comes during the wait is for one whose user
+        # has read why.
         self._orders.gives_up_waiting = False
         while True:
             try:
@@ -87,7 +91,8 @@ class CheckpointWriter:
                 self._report_lack(
                     step, error, "the job waits for it, until it is paused (without this checkpoint) or cancelled"
                 )
-            # The daemon's own orders do not end it: they are for a job whose steps are kept, and this is where they are kept.
+            # The daemon's own orders do not end it: they are for a job whose steps are kept, and this is where they are
+            # kept.
             while self._clock() < self._not_before_s:
                 if self._orders.current is StopRequest.CANCEL:
                     return False
@@ -122,9 +127,10 @@ class CheckpointWriter:
         if infinite:
             more = f" and {len(infinite) - 1} more tensors" if len(infinite) > 1 else ""
             text = (
-                f"the checkpoint of step {step} cannot be used as a model: {min(infinite)}{more} hold numbers beyond 65504, the largest of "
-                "fp16, which are infinite there. Training continues with the exact numbers, which trainer/ has; for a model that can be "
-                "used, set checkpoint.dtype: bf16 or fp32"
+                f"the checkpoint of step {step} cannot be used as a model: {min(infinite)}{more} hold numbers beyond "
+                "65504, the largest of "
+                "fp16, which are infinite there. Training continues with the exact numbers, which trainer/ has; for a "
+                "model that can be used, set checkpoint.dtype: bf16 or fp32"
             )
             self._events.send(Message(level="warning", text=text))
         # After the new one is complete, so that there is always one to resume from.
@@ -133,13 +139,16 @@ class CheckpointWriter:
     def _report_loss(self, step: int) -> None:
         start = f"the checkpoint of step {self.saved}" if self.saved else "its beginning"
         text = (
-            f"the job was paused while it waited for disk space: the checkpoint of step {step} is not written, so the job continues "
-            f"from {start} and repeats the steps since"
+            f"the job was paused while it waited for disk space: the checkpoint of step {step} is not written, so the "
+            f"job continues from {start} and repeats the steps since"
         )
         self._events.send(Message(level="warning", text=text))
 
     def _report_lack(self, step: int, error: DiskFull, meanwhile: str) -> None:
-        text = f"the checkpoint of step {step} could not be written: {error.message}; {meanwhile}; next try in {self._retry_s:g} s"
+        text = (
+            f"the checkpoint of step {step} could not be written: {error.message}; {meanwhile}; next try in "
+            f"{self._retry_s:g} s"
+        )
         self._events.send(Message(level="warning", text=text))
         self._not_before_s = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)

@@ -9,40 +9,32 @@ import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
-
-import torch
 
 from horizon_server.children.entry import EventWriter
 from horizon_server.durable import remove_unfinished
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.data import PreparedDataset, StepPlan
-from horizon_server.engine.device import device_for
-from horizon_server.engine.device.timeline import Trace
+from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
-from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.events import AttemptReady, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.job import StopRequest
-from horizon_server.store import numa
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import is_input_table, is_output_projection
-from horizon_server.worker import continuation
-from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
-from horizon_server.worker.objective import MethodData
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
 from horizon_server.worker.saving import CheckpointWriter
+from horizon_server.worker.set_up import SetUp
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
@@ -50,8 +42,15 @@ _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
 
 _KEPT_FIGURES = (
-    "step", "loss", "grad_norm", "learning_rate", "num_tokens", "duration_s", "skipped", "model_flops",
-)  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "duration_s",
+    "skipped",
+    "model_flops",
+)
 """Figures of a step that a later worker can report where this one is killed before it does."""
 
 
@@ -61,7 +60,7 @@ class Training:
     def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
         self._request = request
         self._spec, self._events, self._orders = request.spec, events, orders
-        self._recipe, self._execution = request.spec.train.recipe, request.plan.execution
+        self._execution = request.plan.execution
         self._num_input_tokens_seen = 0
         self._turn = DeviceTurn(
             orders=orders,
@@ -77,23 +76,13 @@ class Training:
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
-        # Step and loss of the newest evaluation; by another figure than the loss, also that figure and whether it is the better when high.
+        # Step and loss of the newest evaluation; by another figure than the loss, also that figure and whether it is
+        # the better when high.
         self._last_eval: tuple[int, float, float | None, bool] | None = None
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
-        # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        folder = self._folder = open_for_training(request.model, self._spec.train)
-        template = self._template = Template.from_folder(folder.path, layout=folder.layout, recipe=self._recipe)
-        # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
-        length, longest = self._spec.train.sequence_length, template.max_document_tokens
-        if longest is not None and length > longest:
-            field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
-            raise InvalidSpec(
-                f"{field} {what}", violations=[FieldViolation(field=field, description=f"{field} {what}")]
-            )
-        adapter = adapter_export(request, template)
-        self._data = MethodData(request.prepared, self._spec)
-        answer_ends = tuple(self._data.dataset.answer_ends.values())
+        self._set_up = SetUp.open(request, events)
+        answer_ends = tuple(self._set_up.data.dataset.answer_ends.values())
         self._writer = CheckpointWriter(
             self._checkpoints,
             self._spec.checkpoint,
@@ -101,65 +90,45 @@ class Training:
             events=events,
             orders=orders,
             min_free_bytes=request.min_free_bytes,
-            adapter=adapter,
+            adapter=self._set_up.adapter,
             answer_ends=answer_ends,
         )
-        self._packing_limit = template.packing_limit
-        # Before the planes are touched: pages are taken where the policy of the touching thread says.
-        refusal = numa.interleave() if self._execution.numa_interleave else ""
-        if refusal:
-            self._events.send(Message(level="warning", text=refusal))
-        grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[self._execution.grad_bytes]
-        self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._load = partial(
-            continuation.load,
-            self._store,
-            model=request.model,
-            seed=self._spec.train.seed,
-            adapter=request.adapter,
-            base_sha256=None if adapter is None else adapter.base_sha256,
-        )
-        self._continued = self._load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
+        self._continued = self._set_up.load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
             self._events.send(Message(level="warning", text=text))
         if self._continued.state is not None and request.resume_from is not None:
             self._writer.saved = CheckpointFolder.step_of(request.resume_from)
-        self._trace = Trace() if request.trace else None
-        execution = self._execution
-        self._device = device_for(
-            execution.device_kind,
-            compute_dtype=execution.compute_dtype,
-            limit_bytes=execution.device_limit_bytes,
-            num_threads=execution.num_threads,
-            trace=self._trace,
-            gpu=execution.gpu,
-        )
-        train = self._spec.train
-        # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
-        self._plan = self._step_plan(
-            self._data.dataset,
-            packing=train.packing != "false",
-            seed=train.seed,
-            epochs=train.epochs,
-            max_steps=train.max_steps,
-        )
         self._ending = Ending(num_steps=self._plan.num_steps, limits=request.limits, evaluation=self._spec.eval)
         # Before the first turn: a prompt that cannot be answered is found before anything is trained.
         self._evaluation = Evaluation(
             request,
-            folder,
+            self._set_up.folder,
             store=self._store,
             device=self._device,
             orders=orders,
             turn=self._turn,
-            make_plan=lambda dataset, packing: self._step_plan(dataset, packing=packing, epochs=1, shuffle=False),
+            make_plan=lambda dataset, packing: self._set_up.step_plan(
+                dataset, packing=packing, epochs=1, shuffle=False
+            ),
             answer_ends=answer_ends,
         )
 
+    @property
+    def _plan(self) -> StepPlan:
+        return self._set_up.plan
+
+    @property
+    def _store(self) -> HostStore:
+        return self._set_up.store
+
+    @property
+    def _device(self) -> Device:
+        return self._set_up.device
+
     def run(self) -> Outcome:
         """Train until the job is at its end, or an order stops it before."""
-        if not self._set_up() or not self._have_references():
+        if not self._prepare_device() or not self._have_references():
             return self._stop_before_the_first_turn()
         step = self._restore()
         last_step, num_rows = self._ending.last_step, self._plan.num_rows
@@ -168,8 +137,8 @@ class Training:
             self._report(StepFigures(**unreported))
         evaluate_every = self._spec.eval_every_steps
         while True:
-            # First, so that a checkpoint of the same step carries its loss and can be kept as the best. A step that the attempt before
-            # this one was stopped in the evaluation of is evaluated here.
+            # First, so that a checkpoint of the same step carries its loss and can be kept as the best. A step that the
+            # attempt before this one was stopped in the evaluation of is evaluated here.
             if step == 0 or (evaluate_every and step % evaluate_every == 0):
                 self._evaluate(step)
             if outcome := self._ending.at(step):
@@ -182,7 +151,7 @@ class Training:
                 self._give_back_device()
                 self._writer.try_to_write(step, self._store, self._state(), self._eval_loss_of(step))
             # Before the turn: the device waits for none of it.
-            rows, objective = self._data.step(self._plan, step)
+            rows, objective = self._set_up.data.step(self._plan, step)
             # At once where it has kept its turn.
             if not self._turn.take():
                 continue
@@ -223,12 +192,10 @@ class Training:
 
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
-        # Each even where one before it fails, and from the top down: the trainer's last work uses the device, whose copies use the store.
+        # Each even where one before it fails, and from the top down: the trainer's last work uses the device, whose
+        # copies use the store.
         with ExitStack() as parts:
-            if self._trace is not None and self._request.trace is not None:
-                parts.callback(self._trace.write, self._request.trace)
-            parts.callback(self._store.close)
-            parts.callback(self._device.close)
+            parts.callback(self._set_up.close)
             if self._made_trainer is not None:
                 parts.callback(self._made_trainer.close)
             parts.callback(self._evaluation.close)
@@ -238,51 +205,67 @@ class Training:
         assert self._made_trainer is not None, "set up comes first"
         return self._made_trainer
 
-    def _set_up(self) -> bool:
-        """Have the device for the first time, and make the trainer on it. False: an order or the deadline came first."""
+    def _prepare_device(self) -> bool:
+        """Have the device for the first time, and make the trainer on it. False: an order or the deadline came
+        first."""
         request, store, device = self._request, self._store, self._device
-        # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of their own, and
-        # what the device copies from is registered with it.
+        # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of
+        # their own, and what the device copies from is registered with it.
         device.adopt(store)
         device.release_memory()
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
-        self._data_identity = self._identify_data()
-        self._compiled = self._compiled_layers(self._template)
+        self._data_identity = self._set_up.data_identity()
+        self._compiled = self._compiled_layers(self._set_up.template)
         if not self._turn.take():
             return False
         self._made_trainer = Trainer(
-            self._template, store, device, self._recipe, self._execution,
-            num_steps=self._plan.num_steps, compiled=self._compiled,
-        )  # fmt: skip
+            self._set_up.template,
+            store,
+            device,
+            self._spec.train.recipe,
+            self._execution,
+            num_steps=self._plan.num_steps,
+            compiled=self._compiled,
+        )
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        self._report_data(self._data.dataset)
-        self._report_ends(self._data.dataset)
+        self._report_data(self._set_up.data.dataset)
+        self._report_ends(self._set_up.data.dataset)
         return True
 
     def _have_references(self) -> bool:
-        """Have what the method compares with, before anything is trained. False: an order or the deadline came first."""
+        """Have what the method compares with, before anything is trained. False: an order or the deadline came
+        first."""
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
-        data = [(self._data, self._plan), *self._evaluation.plans(self._trainer)]
+        data = [(self._set_up.data, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
-            request, data, weights=self._starting_weights,
-            compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn,
-        )  # fmt: skip
+            request,
+            data,
+            weights=self._starting_weights,
+            compiled=self._compiled.keys,
+            events=self._events,
+            orders=self._orders,
+            turn=self._turn,
+        )
         if references.find():
             return True
         if before.state is not None:
-            # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take their place.
-            text = "the reference log-probabilities are gone, so they are computed again from the weights that the job started with"
+            # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take
+            # their place.
+            text = (
+                "the reference log-probabilities are gone, so they are computed again from the weights that the job "
+                "started with"
+            )
             self._events.send(Message(level="warning", text=text))
-            self._load(resume_from=None, from_memory=False)
+            self._set_up.load(resume_from=None, from_memory=False)
             self._trainer.forget_weights()
             self._continued = dataclasses.replace(before, from_memory=False, unreported=None)
         if not references.compute(self._trainer):
             return False
         if before.state is not None:
-            self._continued = self._load(resume_from=request.resume_from, from_memory=False)
+            self._continued = self._set_up.load(resume_from=request.resume_from, from_memory=False)
             self._trainer.forget_weights()
         return True
 
@@ -310,7 +293,7 @@ class Training:
         compilation = Compilation(template, wanted, choice=choice, events=self._events, orders=self._orders)
         kept = self._continued.state
         before = None if kept is None else list(kept["compiled"])
-        flops = FlopsCount.of_folder(self._folder).of([train.sequence_length])
+        flops = FlopsCount.of_folder(self._set_up.folder).of([train.sequence_length])
         total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
         # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
         return compilation.layers(model_flops=total, before=before, take_device=self._turn.take)
@@ -332,7 +315,8 @@ class Training:
             before, now = kept["num_threads"], self._execution.num_threads
             if before != now:
                 text = (
-                    f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last "
+                    f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may "
+                    "differ in the last "
                     "bits from those of a job that was not stopped"
                 )
                 self._events.send(Message(level="warning", text=text))
@@ -341,8 +325,8 @@ class Training:
         return self._continued.step
 
     def _give_back_device(self) -> None:
-        # Of a step's update, only what runs on the CPU is left, and a checkpoint is made of host memory: the device is not needed, nor
-        # its memory, for what may be minutes.
+        # Of a step's update, only what runs on the CPU is left, and a checkpoint is made of host memory: the device is
+        # not needed, nor its memory, for what may be minutes.
         self._turn.give_back(release=True)
 
     def _state(self) -> dict[str, Any]:
@@ -381,7 +365,8 @@ class Training:
         return self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before that was complete."""
+        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before that
+        was complete."""
         if not self._evaluation.is_possible or (self._last_eval is not None and self._last_eval[0] == step):
             return True
         done = self._evaluation.run(self._trainer, step)
@@ -396,29 +381,34 @@ class Training:
 
     def _report_data(self, dataset: PreparedDataset) -> None:
         """Report the data, and where the trainer splits rows that the architecture would mix up."""
-        packing, limit = self._spec.train.packing, self._packing_limit
+        packing, limit = self._spec.train.packing, self._set_up.template.packing_limit
         # Not asked for where nothing is packed: the answer costs a forward on the real weights.
         if packing != "false" and not self._trainer.supports_packing:
             if packing == "true":
                 raise InvalidSpec(
-                    "train.packing is true, but this architecture does not keep packed documents apart (probed on its own "
-                    "weights); use train.packing: auto or false"
+                    "train.packing is true, but this architecture does not keep packed documents apart (probed on its "
+                    "own weights); use train.packing: auto or false"
                 )
             text = "packing is off: this architecture does not keep packed documents apart (probed on its own weights)"
             self._events.send(Message(level="warning", text=text))
         elif packing != "false" and limit is not None and limit < self._spec.train.sequence_length:
             text = (
-                f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise than "
+                f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise "
+                "than "
                 "in a single document"
             )
             self._events.send(Message(level="info", text=text))
-        if self._template.keeps_masks:
+        if self._set_up.template.keeps_masks:
             text = (
-                f"keeps masks: attention has one over all pairs of a row's tokens, because {self._template.keeps_masks}"
+                "keeps masks: attention has one over all pairs of a row's tokens, because "
+                f"{self._set_up.template.keeps_masks}"
             )
             self._events.send(Message(level="info", text=text))
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
-        text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
+        text = (
+            f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; "
+            f"{self._plan.num_steps} steps"
+        )
         if dataset.is_weighted:
             text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"
         self._events.send(Message(level="info", text=text))
@@ -426,49 +416,33 @@ class Training:
         # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
         if train.max_steps is None and train.warmup_steps >= self._plan.num_steps:
             text = (
-                f"train.warmup_steps is {train.warmup_steps} and the job has {self._plan.num_steps} steps, so the learning rate "
+                f"train.warmup_steps is {train.warmup_steps} and the job has {self._plan.num_steps} steps, so the "
+                "learning rate "
                 "never reaches train.learning_rate; lower train.warmup_steps or train.tokens_per_step"
             )
             self._events.send(Message(level="warning", text=text))
 
     def _report_ends(self, dataset: PreparedDataset) -> None:
         """Report tokens that end trained answers and are none by the model's own files."""
-        listed, layout = listed_ends(self._request.model), self._template.layout
+        listed, layout = listed_ends(self._request.model), self._set_up.template.layout
         missing = [name for name, token in dataset.answer_ends.items() if token not in listed]
         if not missing:
             return
         text = (
-            f"trained answers end with {' or '.join(missing)}, which generation_config.json does not list; answers end there too, and the "
+            f"trained answers end with {' or '.join(missing)}, which generation_config.json does not list; answers end "
+            "there too, and the "
             "checkpoint's generation_config.json says so"
         )
         self._events.send(Message(level="info", text=text))
         is_row = is_input_table if layout.tied else is_output_projection
         if not any(place.trained and is_row(place.adapts or place.name) for _, place in layout.tensors()):
             text = (
-                f"the embedding of {' and '.join(missing)} is frozen: if the model was never trained to end its turns so, its answers may "
-                "not end; train the embedding as well (train.trainable), or start from a model that ends its turns with this token"
+                f"the embedding of {' and '.join(missing)} is frozen: if the model was never trained to end its turns "
+                "so, its answers may "
+                "not end; train the embedding as well (train.trainable), or start from a model that ends its turns "
+                "with this token"
             )
             self._events.send(Message(level="warning", text=text))
-
-    def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
-        train, limit = self._spec.train, self._packing_limit
-        length, tokens = train.sequence_length, train.tokens_per_step
-        how["group_size"] = dataset.group_size
-        return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
-
-    def _identify_data(self) -> dict[str, Any]:
-        """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has their digest yet."""
-        limit = self._packing_limit if self._spec.train.packing != "false" else None
-        return {
-            # For people. What must be the same is the content.
-            "prepared": self._request.prepared.name,
-            "tokens": self._request.tokens_digest(self._request.prepared),
-            "rows": self._plan.digest(),
-            "num_steps": self._plan.num_steps,
-            "seed": self._spec.train.seed,
-            # None where no row is long enough to reach it.
-            "packing_limit": limit if limit is not None and limit < self._spec.train.sequence_length else None,
-        }
 
     def _report(self, figures: StepFigures) -> None:
         self._pace.append(figures.duration_s)

@@ -1,4 +1,5 @@
-"""The daemon's end: starts a worker, or finds one that an earlier daemon started, reads its reports and sends it orders."""
+"""The daemon's end: starts a worker, or finds one that an earlier daemon started, reads its reports and sends it
+orders."""
 
 from __future__ import annotations
 
@@ -53,13 +54,13 @@ _EXIT_S = 10.0
 # Descriptors that one message can carry.
 _MOST_PLANES = 64
 _REPORT_EVERY_S = 60.0
-# Silence is counted in pieces of this length, each of which this process was awake to wait for: a daemon that was stopped itself, or
-# stored for long what it had read, does not take that for silence of the worker.
+# Silence is counted in pieces of this length, each of which this process was awake to wait for: a daemon that was
+# stopped itself, or stored for long what it had read, does not take that for silence of the worker.
 _SILENCE_PIECE_S = 0.5
 
 OnLine = Callable[[WorkerLine, int], Awaitable[None]]
-"""Takes a report and its number in the worker's journal; those that are in none, about turns and progress, have that of the
-report before them."""
+"""Takes a report and its number in the worker's journal; those that are in none, about turns and progress, have that of
+the report before them."""
 
 SilenceLimit = Callable[[], float | None]
 """How long the worker may say nothing from now on, in seconds; None while nothing is expected of it."""
@@ -95,7 +96,8 @@ class Worker:
         environment: Mapping[str, str],
         group: WorkerGroup | None = None,
     ) -> Worker:
-        """Start `module` on the request, whose `planes` are descriptors that it inherits, in a process group of its own.
+        """Start `module` on the request, whose `planes` are descriptors that it inherits, in a process group of its
+        own.
 
         Raises:
             OSError: when its files cannot be written, or the process cannot be started.
@@ -130,7 +132,8 @@ class Worker:
         return self._gone.is_set()
 
     async def connect(self, *, after: int, wants_planes: bool) -> tuple[WorkerGreeting, dict[str, int]]:
-        """Connect, and have it send its reports after the first `after`. Returns where it stands, and its planes' descriptors.
+        """Connect, and have it send its reports after the first `after`. Returns where it stands, and its planes'
+        descriptors.
 
         Raises:
             OtherVersion: when it speaks another version of the protocol, or does not answer.
@@ -188,7 +191,8 @@ class Worker:
 
     def kill(self) -> None:
         """End it and all processes that it started, at once."""
-        # The group has the worker's own number, which is not given to another process before a dead worker is collected.
+        # The group has the worker's own number, which is not given to another process before a dead worker is
+        # collected.
         is_collected = self._process.returncode is not None if self._process is not None else self.is_gone
         if not is_collected:
             with contextlib.suppress(ProcessLookupError):
@@ -232,7 +236,8 @@ class Worker:
                 encode_greeting(DaemonGreeting(protocol=PROTOCOL, after=after, wants_planes=wants_planes))
             )
             try:
-                # The first byte brings the descriptors. Not one byte is read beyond the line: what follows belongs to the stream.
+                # The first byte brings the descriptors. Not one byte is read beyond the line: what follows belongs to
+                # the stream.
                 line, descriptors, _, _ = socket.recv_fds(connection, 1, _MOST_PLANES)
                 while line and not line.endswith(b"\n") and len(line) < MAX_GREETING_BYTES:
                     byte = connection.recv(1)
@@ -301,7 +306,8 @@ async def _line_of(stream: asyncio.StreamReader, silence_limit: SilenceLimit) ->
 
 
 async def last_words(folder: Path, after: int, on_line: OnLine) -> Any:
-    """Pass on what a worker that is gone has reported since `after`, and return its answer. Raises as `Worker.answer` does."""
+    """Pass on what a worker that is gone has reported since `after`, and return its answer. Raises as `Worker.answer`
+    does."""
     async for raw in rest_of_journal(folder, after):
         after += 1
         match decode_line(raw):
@@ -357,9 +363,13 @@ def _spawn(
         output = open_file(LOG_FILE, os.O_APPEND)
         process = subprocess.Popen(
             [sys.executable, "-m", module, folder / REQUEST_FILE, "--alive-fd", str(alive)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environment),
-            pass_fds=(alive, *request["planes"].values()), start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environment),
+            pass_fds=(alive, *request["planes"].values()),
+            start_new_session=True,
+        )
         limit(process.pid, Limits())
         return process.pid, process
 

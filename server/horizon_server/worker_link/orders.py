@@ -15,7 +15,8 @@ SHARED = b"shared\n"  # other jobs are on the device
 
 
 def stop_order(request: StopRequest) -> bytes:
-    """Return the order to end at the next step boundary, for that reason: with a checkpoint, unless the job is cancelled."""
+    """Return the order to end at the next step boundary, for that reason: with a checkpoint, unless the job is
+    cancelled."""
     return f"{request}\n".encode("ascii")
 
 
@@ -25,11 +26,12 @@ _STOPS = {stop_order(request): request for request in StopRequest if request}
 class Orders:
     """The orders that were heard so far.
 
-    `current` says whether to end. The daemon divides a device between workers by turns: `has_turn` from its grant until `end_turn`,
-    `is_turn_wanted_back` once the worker is to end it, `is_release_wanted` once the device's memory is to be freed. `is_daemon_there`
-    while a daemon is connected; `is_alone` where it said that no other job is on the device; `was_granted` from a grant until the end of
-    that turn is reported. `gives_up_waiting` once a wait for disk space is to end; the code that begins such a wait resets it.
-    Thread: they may be read, waited for and given from any thread, and given from a signal handler.
+    `current` says whether to end. The daemon divides a device between workers by turns: `has_turn` from its grant until
+    `end_turn`, `is_turn_wanted_back` once the worker is to end it, `is_release_wanted` once the device's memory is to
+    be freed. `is_daemon_there` while a daemon is connected; `is_alone` where it said that no other job is on the
+    device; `was_granted` from a grant until the end of that turn is reported. `gives_up_waiting` once a wait for disk
+    space is to end; the code that begins such a wait resets it. Thread: they may be read, waited for and given from any
+    thread, and given from a signal handler.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """What both ends of the link agree on: the files of an attempt, the greeting, and what of it is never stored.
 
-The worker appends its reports to `journal.jsonl`, one line of JSON each, and listens on `worker.sock`. A daemon connects and sends one
-line, how many of the reports it has stored; the worker answers with one line, where it stands, and the descriptors of its memory where
-these were asked for. Then it sends the reports that the daemon does not have, and new ones as they come, with lines about turns and
-progress in between, which are in no journal: a daemon that connects later learns from the greeting how turns stand.
+The worker appends its reports to `journal.jsonl`, one line of JSON each, and listens on `worker.sock`. A daemon
+connects and sends one line, how many of the reports it has stored; the worker answers with one line, where it stands,
+and the descriptors of its memory where these were asked for. Then it sends the reports that the daemon does not have,
+and new ones as they come, with lines about turns and progress in between, which are in no journal: a daemon that
+connects later learns from the greeting how turns stand.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from horizon_server.codec import from_json, to_json
 from horizon_server.errors import WorkerFailed
 
 PROTOCOL = 2
-"""Version of what is said on the socket and written into the journal. A daemon of another version has the worker checkpoint and end."""
+"""Version of what is said on the socket and written into the journal. A daemon of another version has the worker
+checkpoint and end."""
 
 JOURNAL_FILE, SOCKET_FILE, REQUEST_FILE, LOG_FILE = "journal.jsonl", "worker.sock", "request.json", "worker.log"
 ALIVE_FILE = "alive"
@@ -45,8 +47,8 @@ class DaemonGreeting:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGreeting:
-    """What the worker answers: whether it has the turn on its device, or waits for it, whether it holds memory there, and the names of the
-    planes whose descriptors come with it."""
+    """What the worker answers: whether it has the turn on its device, or waits for it, whether it holds memory there,
+    and the names of the planes whose descriptors come with it."""
 
     protocol: int
     version: str
@@ -89,7 +91,8 @@ def short_path(file: Path) -> Iterator[str]:
 
 
 def start_time_of(pid: int) -> str | None:
-    """Return the kernel's start time of a living process: with the pid it names one process forever, the pid alone does not."""
+    """Return the kernel's start time of a living process: with the pid it names one process forever, the pid alone does
+    not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
     except (OSError, IndexError):

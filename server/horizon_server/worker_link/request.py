@@ -21,7 +21,8 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """One attempt: a JSON file next to its log (see `codec`), so that people can look at it, and run it again by hand."""
+    """One attempt: a JSON file next to its log (see `codec`), so that people can look at it, and run it again by
+    hand."""
 
     job_id: str
     attempt: int
@@ -39,7 +40,8 @@ class WorkerRequest:
     resume_from: Path | None = None
     """The newest checkpoint, None where there is none."""
     resume_from_memory: bool = False
-    """Whether the planes hold what a killed worker of this job left; where that cannot be continued, `resume_from` is."""
+    """Whether the planes hold what a killed worker of this job left; where that cannot be continued, `resume_from`
+    is."""
     planes: dict[str, int] = field(default_factory=dict)
     """Descriptors that the daemon created and lends; the worker only maps them."""
     compiled: Path | None = None

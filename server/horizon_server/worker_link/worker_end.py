@@ -1,6 +1,7 @@
 """The worker's end: keeps the journal of its reports, serves the daemon that connects, and hears its orders.
 
-A worker works on while no daemon is there. `python -m MODULE REQUEST` starts one by hand too: its journal is next to the request then.
+A worker works on while no daemon is there. `python -m MODULE REQUEST` starts one by hand too: its journal is next to
+the request then.
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ _SYNC_SHARE = 0.01
 
 
 class WorkerEnd(EventWriter):
-    """Thread: `send` and `close` belong to the worker's main thread; a thread of its own each listens, sends what the socket did not take
-    at once, makes the journal durable, and reports progress."""
+    """Thread: `send` and `close` belong to the worker's main thread; a thread of its own each listens, sends what the
+    socket did not take at once, makes the journal durable, and reports progress."""
 
     def __init__(
         self, folder: Path, *, planes: Mapping[str, int], orders: Orders, progress_every_s: float = PROGRESS_EVERY_S
     ) -> None:
-        """`planes` are the descriptors of the memory that the daemon lent, by name: a later daemon gets them from here."""
+        """`planes` are the descriptors of the memory that the daemon lent, by name: a later daemon gets them from
+        here."""
         super().__init__()
         self.orders = orders
         self._planes, self._progress_every_s = dict(planes), progress_every_s
@@ -78,7 +80,8 @@ class WorkerEnd(EventWriter):
         self._size = self._num_lines = 0
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
-        # Of this connection: the part of the journal that was taken for it, what is being sent, and lines about turns, which go first.
+        # Of this connection: the part of the journal that was taken for it, what is being sent, and lines about turns,
+        # which go first.
         self._taken, self._pending, self._urgent = 0, b"", deque[bytes]()
         self._turn = WorkerGreeting(
             protocol=PROTOCOL, version=VERSION, pid=os.getpid(), turn="none", holds_memory=False, planes=()
@@ -319,7 +322,8 @@ def serve_worker(work: Work, *, who: str, progress_every_s: float = PROGRESS_EVE
     link.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through the interpreter's end: it would take libraries apart for seconds, and the job waits for the process to be gone.
+    # Not through the interpreter's end: it would take libraries apart for seconds, and the job waits for the process to
+    # be gone.
     os._exit(0 if isinstance(end, Answer) else 1)
 
 

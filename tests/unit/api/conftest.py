@@ -41,7 +41,8 @@ class World:
         return await self.services.accounts.authenticate(self.tokens[name])
 
     async def job(self, *payloads: Payload, name: str = "job", state: JobState = JobState.QUEUED) -> JobRecord:
-        """Submit a job of ann's, and move it on to `state` by way of the others; `payloads` happen before the last move."""
+        """Submit a job of ann's, and move it on to `state` by way of the others; `payloads` happen before the last
+        move."""
         return await self.daemon.job_in(state, self.principal("ann"), *payloads, name=name)
 
     async def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
@@ -104,10 +105,20 @@ def make_step() -> Any:
 
     def make(step: int, loss: float = 1.0, **figures: Any) -> StepDone:
         return StepDone(
-            step=step, num_steps=10, loss=loss, grad_norm=0.5, learning_rate=1e-4, epoch=0.5, eta_s=2.5,
-            num_input_tokens_seen=step, num_tokens=1, tokens_per_second=3.0, duration_s=0.5,
-            h2d=TransferFigures(bytes=7, busy_s=0.5, exposed_s=0.125), **figures,
-        )  # fmt: skip
+            step=step,
+            num_steps=10,
+            loss=loss,
+            grad_norm=0.5,
+            learning_rate=1e-4,
+            epoch=0.5,
+            eta_s=2.5,
+            num_input_tokens_seen=step,
+            num_tokens=1,
+            tokens_per_second=3.0,
+            duration_s=0.5,
+            h2d=TransferFigures(bytes=7, busy_s=0.5, exposed_s=0.125),
+            **figures,
+        )
 
     return make
 

@@ -1,4 +1,5 @@
-"""Who may call what: every gRPC method and every REST route, for every kind of caller. A method or route without a case fails.
+"""Who may call what: every gRPC method and every REST route, for every kind of caller. A method or route without a case
+fails.
 
 The cases say what each caller is answered; the callers and what the outcomes mean are in docs/access.md.
 """
@@ -209,7 +210,9 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(
             SEE_JOB,
             _of(
-                lambda job_id: checkpoint_pb2.ReadCheckpointFileRequest(job_id=job_id, step=3, path="model/config.json"),
+                lambda job_id: checkpoint_pb2.ReadCheckpointFileRequest(
+                    job_id=job_id, step=3, path="model/config.json"
+                ),
                 job_id=_known,
             ),
         ),
@@ -259,7 +262,9 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "DatasetService/PreviewDataset": (
         Case(SEE_PUSHED, _is(dataset_pb2.PreviewDatasetRequest(name="chats", model="tiny"))),
     ),
-    "DatasetService/DeleteDataset": (Case(CHANGE_PUSHED, _of(dataset_pb2.DeleteDatasetRequest, name=_dataset_to_delete)),),
+    "DatasetService/DeleteDataset": (
+        Case(CHANGE_PUSHED, _of(dataset_pb2.DeleteDatasetRequest, name=_dataset_to_delete)),
+    ),
     "ModelService/CreateModel": (
         Case(CREATE, _of(model_pb2.CreateModelRequest, request_id=_uuid, name=_new_name, files=_model_files)),
     ),
@@ -308,9 +313,11 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     ),
     "AccountService/Unshare": (
         Case(CHANGE_PUSHED, _unshare),
-        Case(CHANGE_PUSHED, _shared_only_as_at_first(account_pb2.UnshareRequest(kind="model", name="tiny", project="*"))),
+        Case(
+            CHANGE_PUSHED, _shared_only_as_at_first(account_pb2.UnshareRequest(kind="model", name="tiny", project="*"))
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_change_something() -> None:

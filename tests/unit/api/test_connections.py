@@ -1,4 +1,5 @@
-"""Connections of a port beyond the limits are shut down, the oldest first; those of known users have a limit of their own."""
+"""Connections of a port beyond the limits are shut down, the oldest first; those of known users have a limit of their
+own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pairs() -> Iterator[tuple[int, list[Pair]]]:
-    """Port and six accepted connections, oldest first: the client's end and the server's. Two processors make them, where there are two."""
+    """Port and six accepted connections, oldest first: the client's end and the server's. Two processors make them,
+    where there are two."""
     processors = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, processors)

@@ -1,4 +1,5 @@
-"""Open streams end when their caller may not have opened them any more: a revoked token, a disabled user, a membership taken away."""
+"""Open streams end when their caller may not have opened them any more: a revoked token, a disabled user, a membership
+taken away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who asks for another user's job gets exactly the answer for none: the same words, the same ending, and as many searches."""
+"""Who asks for another user's job gets exactly the answer for none: the same words, the same ending, and as many
+searches."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ CALLS: dict[str, Make] = {
         request_id=str(uuid.uuid4()), spec=_from(scene, job_id)
     ),
     "CheckpointService/ListCheckpoints": _named(checkpoint_pb2.ListCheckpointsRequest),
-    "CheckpointService/ReadCheckpointFile": _named(checkpoint_pb2.ReadCheckpointFileRequest, step=3, path="model/config.json"),
+    "CheckpointService/ReadCheckpointFile": _named(
+        checkpoint_pb2.ReadCheckpointFileRequest, step=3, path="model/config.json"
+    ),
     "CheckpointService/SampleCheckpoint": _named(
         checkpoint_pb2.SampleCheckpointRequest, step=3, prompts=[checkpoint_pb2.SamplePrompt(text="hello")]
     ),
@@ -61,7 +64,7 @@ CALLS: dict[str, Make] = {
     "HousekeepingService/KeepJob": _named(housekeeping_pb2.KeepJobRequest),
     "HousekeepingService/Delete": _delete(housekeeping_pb2.RESOURCE_KIND_JOB),
     "HousekeepingService/Delete checkpoint": _delete(housekeeping_pb2.RESOURCE_KIND_CHECKPOINT, "@3"),
-}  # fmt: skip
+}
 METHODS = {f"{service.name}/{method.name}": (service, method) for service in SERVICES for method in service.methods}
 
 
@@ -123,7 +126,8 @@ class _Statements:
         event.remove(Engine, "before_cursor_execute", self._count)
 
     def _count(self, _connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        # Those by id are answered on the event loop, or are known already; the others go through a thread, which takes far longer.
+        # Those by id are answered on the event loop, or are known already; the others go through a thread, which takes
+        # far longer.
         self.number += "ORDER BY jobs.number DESC" in statement
 
 

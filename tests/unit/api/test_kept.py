@@ -16,9 +16,14 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import parse_job_spec
 
 JOB = JobRecord(
-    job_id="j1", owner="ada", spec=parse_job_spec({"name": "one", "model": "m", "dataset": "d"}), model_id="m",
-    dataset_id="d", eval_dataset_id="", job_state=JobState.SUCCEEDED,
-)  # fmt: skip
+    job_id="j1",
+    owner="ada",
+    spec=parse_job_spec({"name": "one", "model": "m", "dataset": "d"}),
+    model_id="m",
+    dataset_id="d",
+    eval_dataset_id="",
+    job_state=JobState.SUCCEEDED,
+)
 EVENT = JobEvent(job_id="j1", sequence=7, time_s=5.0, payload=Message(level="info", text="hello"))
 
 

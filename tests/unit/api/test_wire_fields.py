@@ -1,4 +1,5 @@
-"""Every field of every record is on the wire, in REST and in the client's resources; the exceptions are named here with their reasons."""
+"""Every field of every record is on the wire, in REST and in the client's resources; the exceptions are named here with
+their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The GPU bench on a machine without a GPU: the whole program with tiny sizes, stages that fail, and a time limit that holds."""
+"""The GPU bench on a machine without a GPU: the whole program with tiny sizes, stages that fail, and a time limit that
+holds."""
 
 from __future__ import annotations
 
@@ -84,8 +85,13 @@ def test_no_result_names_a_folder_of_this_machine(dry_run: Path) -> None:
 def test_points_of_the_curve_have_rates_and_the_memory_that_was_planned(dry_run: Path) -> None:
     points = rows_of_stage(dry_run, "curve", "The curve")
     assert {(point["rows"], point["clip"]) for point in points} == {
-        ("equal", "on"), ("packed", "on"), ("varied", "on"), ("short", "on"), ("equal", "off"), ("equal of 128", "on"),
-    }  # fmt: skip
+        ("equal", "on"),
+        ("packed", "on"),
+        ("varied", "on"),
+        ("short", "on"),
+        ("equal", "off"),
+        ("equal of 128", "on"),
+    }
     # The point that asks for a host memory which no machine has says so, and costs the others nothing.
     (absent,) = (point for point in points if not point["step s"])
     assert absent["engine"] == "job, host 1e+06"
@@ -197,9 +203,11 @@ def test_rows_of_many_lengths_show_their_first_and_second_step(dry_run: Path) ->
 
 BROKEN = {
     "misleads": "from bench.gpu.report import Report\ndef run(task, report):\n"
-    "    report = Report(task.folder, stage='curve', file='c.md')\n    report.table('The curve', {'a': ''})\n    report.row(a=1)\n",
+    "    report = Report(task.folder, stage='curve', file='c.md')\n    report.table('The curve', {'a': ''})\n    "
+    "report.row(a=1)\n",
     "raises": 'def run(task, report):\n    raise RuntimeError(f"broken in {__file__}")\n',
-    "crashes": "import os, signal\ndef run(task, report):\n    report.say('begun')\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
+    "crashes": "import os, signal\ndef run(task, report):\n    report.say('begun')\n    os.kill(os.getpid(), "
+    "signal.SIGSEGV)\n",
     "hangs": "import subprocess, sys\ndef run(task, report):\n    report.say('begun')\n"
     "    subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])\n",
     "points": """
@@ -224,7 +232,7 @@ def run(task, report):
     curve.run_points(task, report, points, lambda _: choose_model(task), "The curve")
 """,
     "works": "def run(task, report):\n    report.table('T', {'a b': '.1f'})\n    report.row(a_b=1.25, more=[1])\n",
-}  # fmt: skip
+}
 
 
 def broken_plan(folder: Path, *names: str, minutes: float) -> Plan:
@@ -255,8 +263,11 @@ def test_a_stage_that_fails_crashes_or_hangs_does_not_stop_the_others(tmp_path: 
 
     assert time.monotonic() - start_s < 60
     assert [(outcome.stage, outcome.state) for outcome in outcomes] == [
-        ("raises", "failed"), ("crashes", "failed"), ("hangs", "failed"), ("works", "done"),
-    ]  # fmt: skip
+        ("raises", "failed"),
+        ("crashes", "failed"),
+        ("hangs", "failed"),
+        ("works", "done"),
+    ]
     reasons = {outcome.stage: outcome.why for outcome in outcomes}
     assert reasons["raises"] == "RuntimeError: broken in stage_raises.py"
     assert reasons["crashes"] == "ended by signal SIGSEGV"
@@ -282,9 +293,12 @@ def test_points_behind_one_that_ends_its_process_run_in_another(tmp_path: Path) 
     rows = {row["point_name"]: row for row in read_results(plan.out) if "point_name" in row}
     ended = "its process ended; the file of this table says how"
     assert {name: row["note"] for name, row in rows.items()} == {
-        "1, equal, eager": "failed: RuntimeError: no such kernel", "2, equal, eager": ended, "3, equal, eager": ended,
-        "4, equal, eager": "device memory: nothing is there", "5, equal, eager": "failed: ValueError: 5",
-    }  # fmt: skip
+        "1, equal, eager": "failed: RuntimeError: no such kernel",
+        "2, equal, eager": ended,
+        "3, equal, eager": ended,
+        "4, equal, eager": "device memory: nothing is there",
+        "5, equal, eager": "failed: ValueError: 5",
+    }
 
 
 def test_the_time_limit_holds_whatever_stages_do(tmp_path: Path) -> None:
@@ -328,8 +342,13 @@ def test_without_a_compiler_nothing_is_measured_and_the_reason_is_said(tmp_path:
 
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu_all", "--device", "cpu", "--out", "out"],
-        cwd=tmp_path, env={"CXX": "no-such-compiler"}, check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={"CXX": "no-such-compiler"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
     assert done.returncode == 1
     assert "no C++ compiler found; install g++" in done.stderr and "Nothing was measured" in done.stderr
@@ -339,8 +358,13 @@ def test_without_a_compiler_nothing_is_measured_and_the_reason_is_said(tmp_path:
 def test_without_a_gpu_it_names_the_dry_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu_all", "--out", str(tmp_path / "out")],
-        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 1
     assert done.stderr.strip() == "needs 1 CUDA device, found 0; --device cpu is a dry run without one"
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,5 @@
-"""The parts of the GPU bench that compute something themselves: rows, classes of kernels, busy time, memory of the machine."""
+"""The parts of the GPU bench that compute something themselves: rows, classes of kernels, busy time, memory of the
+machine."""
 
 from __future__ import annotations
 
@@ -54,8 +55,9 @@ def test_the_seven_products_are_those_of_the_layer() -> None:
     model = model_of("tiny", "host")
     (layer,) = {
         sum(t.num_elements for t in unit.tensors if len(t.shape) > 1)
-        for unit in model.template.layout.units if unit.kind == "layer"
-    }  # fmt: skip
+        for unit in model.template.layout.units
+        if unit.kind == "layer"
+    }
     assert sum(product.times for product in layer_products("tiny")) == 7
     assert sum(product.times * product.inputs * product.outputs for product in layer_products("tiny")) == layer
 
@@ -188,7 +190,8 @@ REVIEWED = {
     "LoRA, nf4 base, nothing resident": (240, 341, 366, 381, 389),
     "LoRA, nf4 base, one kernel, packed resident, the rest as above": (382, 419, 426, 432, 435),
 }
-"""Useful TFLOP/s at TOKENS, by a reviewer who counted bytes on the traced graphs and played the schedule with a program of his own."""
+"""Useful TFLOP/s at TOKENS, by a reviewer who counted bytes on the traced graphs and played the schedule with a program
+of his own."""
 
 
 @pytest.mark.parametrize("title", REVIEWED)

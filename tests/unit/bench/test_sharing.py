@@ -16,9 +16,17 @@ SECOND = [(3.5, 4.0, "forward 0"), (4.0, 5.5, "backward 0")]
 
 def step(num_tokens: int) -> StepDone:
     return StepDone(
-        step=1, loss=1.0, grad_norm=1.0, learning_rate=0.1, num_tokens=num_tokens, num_steps=9, epoch=0.0,
-        num_input_tokens_seen=0, tokens_per_second=0.0, duration_s=1.0,
-    )  # fmt: skip
+        step=1,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        num_tokens=num_tokens,
+        num_steps=9,
+        epoch=0.0,
+        num_input_tokens_seen=0,
+        tokens_per_second=0.0,
+        duration_s=1.0,
+    )
 
 
 def test_a_hand_over_is_from_the_last_kernel_of_one_job_to_the_first_of_the_other() -> None:

@@ -1,4 +1,5 @@
-"""`horizond user set` and `horizond project set|list`: weights and quotas in the database, with and without a daemon."""
+"""`horizond user set` and `horizond project set|list`: weights and quotas in the database, with and without a
+daemon."""
 
 from __future__ import annotations
 
@@ -53,11 +54,18 @@ def test_a_users_weight_and_quotas_are_set_one_by_one(command: Command, tmp_path
         *("user", "set", "ada", "--weight", "2.5", "--max-queued-jobs", "4", "--max-resident-jobs", "2"),
         *("--max-host-memory", "200GiB", "--max-stored", "1TiB", "--device-hours-per-week", "40"),
     )
-    quotas = "--max-queued-jobs 4 --max-resident-jobs 2 --max-host-memory 200GiB --max-stored 1TiB --device-hours-per-week 40"
+    quotas = (
+        "--max-queued-jobs 4 --max-resident-jobs 2 --max-host-memory 200GiB --max-stored 1TiB "
+        "--device-hours-per-week 40"
+    )
     assert (code, out, err) == (0, "", f"user ada: weight 2.5, quotas {quotas}\n")
     quota = Quota(
-        max_queued_jobs=4, max_resident_jobs=2, max_host_bytes=200 * 2**30, max_stored_bytes=2**40, device_hours_per_week=40.0
-    )  # fmt: skip
+        max_queued_jobs=4,
+        max_resident_jobs=2,
+        max_host_bytes=200 * 2**30,
+        max_stored_bytes=2**40,
+        device_hours_per_week=40.0,
+    )
     assert stored(tmp_path) == [Allowance(holder="user", name="ada", weight=2.5, quota=quota)]
     # What is not named stays; none removes.
     assert command("user", "set", "ada", "--max-queued-jobs", "none", "--max-stored", "none")[0] == 0
@@ -79,9 +87,15 @@ def test_projects_are_those_of_users_jobs_and_allowances(command: Command, tmp_p
     async def submit() -> None:
         spec = parse_job_spec({"name": "n", "model": "m", "dataset": "d", "project": "physics"})
         job = JobRecord(
-            job_id="j1", owner="ada", project="physics", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="",
+            job_id="j1",
+            owner="ada",
+            project="physics",
+            spec=spec,
+            model_id="m",
+            dataset_id="d",
+            eval_dataset_id="",
             job_state=JobState.QUEUED,
-        )  # fmt: skip
+        )
         async with Database.opened(tmp_path / "horizon.db") as database:
             await JobStore(database).create(job, request_id=str(uuid.uuid4()))
 
@@ -111,11 +125,19 @@ def test_projects_are_those_of_users_jobs_and_allowances(command: Command, tmp_p
         (("user", "set", "ada", "--weight", "nan"), 2, "weight is nan; it must be a number above 0"),
         (("user", "set", "ada", "--max-queued-jobs", "many"), 2, "--max-queued-jobs 'many' is not a number of jobs"),
         (("user", "set", "ada", "--max-queued-jobs", "-1"), 2, "write a whole number from 0, or none"),
-        (("user", "set", "ada", "--max-host-memory", "200G"), 2, "--max-host-memory '200G' is not a size: write a number"),
-        (("user", "set", "ada", "--device-hours-per-week", "inf"), 2, "device_hours_per_week is inf; it must be 0 or more"),
+        (
+            ("user", "set", "ada", "--max-host-memory", "200G"),
+            2,
+            "--max-host-memory '200G' is not a size: write a number",
+        ),
+        (
+            ("user", "set", "ada", "--device-hours-per-week", "inf"),
+            2,
+            "device_hours_per_week is inf; it must be 0 or more",
+        ),
         (("project", "set", "a b", "--weight", "2"), 2, "project 'a b' is not allowed: it must be 1 to 63 letters"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_set_is_refused_and_changes_nothing(
     command: Command, tmp_path: Path, arguments: tuple[str, ...], code: int, words: str
 ) -> None:

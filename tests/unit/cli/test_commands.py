@@ -105,8 +105,10 @@ def test_members_of_a_project(command: Command) -> None:
         command("user", "add", user, "--project", "lab")
     assert json.loads(command("project", "member", "list", "lab", "-o", "json")[1]) == []
     assert command("project", "member", "add", "lab", "ada", "--role", "admin") == (
-        0, "", "user ada is admin of project lab\n",
-    )  # fmt: skip
+        0,
+        "",
+        "user ada is admin of project lab\n",
+    )
     assert command("project", "member", "add", "lab", "nobody")[0] == 4
     assert command("project", "member", "add", "lab", "bob")[0] == 0
     [lab] = json.loads(command("project", "list", "-o", "json")[1])
@@ -139,8 +141,8 @@ def test_what_a_removed_user_leaves_is_said_before(command: Command, tmp_path: P
     command("user", "add", "eve")
     with sqlite3.connect(tmp_path / "state" / "horizon.db") as connection:
         connection.execute(
-            "INSERT INTO datasets (dataset_id, owner, name, format, field_map, files, num_rows, digest, ready, created_s) "
-            "VALUES ('dataset_1', 'eve', 'chats', 'messages', '{}', '[]', 1, 'd', 1, 0)"
+            "INSERT INTO datasets (dataset_id, owner, name, format, field_map, files, num_rows, digest, ready, "
+            "created_s) VALUES ('dataset_1', 'eve', 'chats', 'messages', '{}', '[]', 1, 'd', 1, 0)"
         )
     connection.close()
     code, _, told = command("user", "remove", "eve")
@@ -174,8 +176,10 @@ def test_a_token_goes_into_a_file_that_only_its_owner_can_read(command: Command,
 def test_a_user_is_disabled_and_gets_another_role(command: Command) -> None:
     command("user", "add", "ada")
     assert command("user", "set", "ada", "--disable", "--role", "viewer") == (
-        0, "", "user ada has the role viewer\nuser ada is disabled\n",
-    )  # fmt: skip
+        0,
+        "",
+        "user ada has the role viewer\nuser ada is disabled\n",
+    )
     [ada] = json.loads(command("user", "list", "-o", "json")[1])
     assert (ada["role"], bool(ada["disabled"])) == ("viewer", True)
     assert command("user", "set", "ada", "--enable", "--weight", "2")[0] == 0

@@ -56,7 +56,8 @@ def test_a_check_says_what_is_wrong_and_what_to_do(command: Command, tmp_path: P
     code, out, said = command("check", "--state-dir", state)
     assert (code, said.startswith("NOT good: ")) == (1, True)
     assert out == (
-        "error: horizon.db: a reference to aa is left of dataset_1; put it back with: horizond restore BACKUP_DIR --replace\n"
+        "error: horizon.db: a reference to aa is left of dataset_1; put it back with: horizond restore BACKUP_DIR "
+        "--replace\n"
     )
     [row] = json.loads(command("check", "--state-dir", state, "-o", "json")[1])
     assert (row["level"], row["where"]) == ("error", "horizon.db")

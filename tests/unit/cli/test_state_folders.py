@@ -33,12 +33,24 @@ from horizon_server.services.accounts import Accounts
 Command = Callable[..., tuple[int, str, str]]
 
 READING = (
-    ("user", "list"), ("token", "list"), ("project", "list"), ("project", "member", "list"), ("audit",), ("gc", "--dry-run"), ("check",),
-)  # fmt: skip
+    ("user", "list"),
+    ("token", "list"),
+    ("project", "list"),
+    ("project", "member", "list"),
+    ("audit",),
+    ("gc", "--dry-run"),
+    ("check",),
+)
 CHANGING = (
-    ("user", "add", "eve"), ("user", "set", "ada", "--weight", "2"), ("user", "remove", "ada", "--yes"), ("token", "create", "ada"),
-    ("token", "revoke", "tok_1"), ("project", "add", "lab"), ("project", "member", "add", "ada", "ada"), ("gc",),
-)  # fmt: skip
+    ("user", "add", "eve"),
+    ("user", "set", "ada", "--weight", "2"),
+    ("user", "remove", "ada", "--yes"),
+    ("token", "create", "ada"),
+    ("token", "revoke", "tok_1"),
+    ("project", "add", "lab"),
+    ("project", "member", "add", "ada", "ada"),
+    ("gc",),
+)
 
 
 @pytest.fixture
@@ -73,10 +85,14 @@ def schema_of(path: Path) -> str:
 
 def tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     return {
-        str(path.relative_to(folder)): (path.stat().st_mode, path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        str(path.relative_to(folder)): (
+            path.stat().st_mode,
+            path.stat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
         for path in sorted(folder.rglob("*"))
         if not path.name.endswith(("-wal", "-shm"))  # SQLite's own, which readers make too
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("words", [*READING, *CHANGING, ("backup", "BACKUP")], ids=" ".join)

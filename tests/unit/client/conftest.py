@@ -120,9 +120,12 @@ def stocked_state(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) 
 
 @pytest.fixture
 def daemon(
-    stocked_state: tuple[Path, str], model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory,
+    stocked_state: tuple[Path, str],
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
-) -> Iterator[Daemon]:  # fmt: skip
+) -> Iterator[Daemon]:
     """A running daemon, and an environment that leads nowhere else."""
     for name in ("HORIZON_SERVER", "HORIZON_TOKEN", "HORIZON_CA", "HORIZON_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -157,9 +160,17 @@ def make_step() -> Callable[..., StepDone]:
 
     def make(step: int, **figures: Any) -> StepDone:
         usual = {
-            "num_steps": 10, "loss": 1 / step, "grad_norm": 0.5, "learning_rate": 1e-4, "epoch": 0.5, "overlap_ratio": 0.5,
-            "num_input_tokens_seen": step, "num_tokens": 1, "tokens_per_second": 100, "duration_s": 0.5,
-        }  # fmt: skip
+            "num_steps": 10,
+            "loss": 1 / step,
+            "grad_norm": 0.5,
+            "learning_rate": 1e-4,
+            "epoch": 0.5,
+            "overlap_ratio": 0.5,
+            "num_input_tokens_seen": step,
+            "num_tokens": 1,
+            "tokens_per_second": 100,
+            "duration_s": 0.5,
+        }
         return StepDone(step=step, **(usual | figures))
 
     return make

@@ -272,7 +272,8 @@ def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows:
         ),
         (
             ("--no-push",),
-            "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): leave map out",
+            "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): "
+            "leave map out",
         ),
         (("--set", "map=[1]"), "map is [1]; it must name a column for each field, such as {prompt: question}"),
     ):
@@ -335,9 +336,15 @@ def test_plan(run: Run, planned: job_pb2.MemoryPlan) -> None:
     assert "1,024 parameters, computed on cuda in bfloat16: it fits" in result.stdout
     assert "predicted: 2,048 tokens/s (limited by compute), 0.25 s per step" in result.stdout
     assert "\ntotal: about 360 steps, about 2 min, estimated from the size of the files\n" in result.stdout
-    before = "before step 1: reference log-probabilities of 245,760 tokens, estimated from the size of the files, at 8,192 tokens/s"
+    before = (
+        "before step 1: reference log-probabilities of 245,760 tokens, estimated from the size of the files, at "
+        "8,192 tokens/s"
+    )
     assert f"{before}, about 0:00:30" in result.stdout
-    kept = "kept on the device: weights of 12 layers (768.0 MiB), activations of 1 layer (512.0 MiB); saves about 4% of a step"
+    kept = (
+        "kept on the device: weights of 12 layers (768.0 MiB), activations of 1 layer (512.0 MiB); saves about 4% "
+        "of a step"
+    )
     assert kept in result.stdout
     assert "hint: another setting is faster" in result.stdout
     plan = json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]

@@ -66,7 +66,7 @@ def tab(run: Run, daemon: Daemon) -> Callable[..., list[str]]:
         ),
         (("jo",), ["plain,job"]),
     ],
-)  # fmt: skip
+)
 def test_tab(tab: Callable[..., list[str]], daemon: Daemon, words: tuple[str, ...], offered: list[str]) -> None:
     (job,) = daemon.jobs()
     assert tab(*words) == [one.replace("JOB", job.job_id) for one in offered]

@@ -1,4 +1,5 @@
-"""gRPC statuses become leaves with reason, violations and exit code; idempotent calls are made again, others are not."""
+"""gRPC statuses become leaves with reason, violations and exit code; idempotent calls are made again, others are
+not."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ SPEC = "name: n\nmodel: {model}\ndataset: {dataset}\n"
 def test_the_help_begins_with_what_it_is(run: Run) -> None:
     text = " ".join(run("--help").stdout.split())
     assert (
-        "Fine-tune language models on a shared machine. horizon sends your model and your data to a machine that runs horizond. "
-        "That machine trains the model. You watch the training from here and download the result. Options:"
+        "Fine-tune language models on a shared machine. horizon sends your model and your data to a machine that runs "
+        "horizond. That machine trains the model. You watch the training from here and download the result. Options:"
     ) in text
 
 
@@ -222,9 +222,12 @@ def test_the_list_has_what_a_researcher_looks_for(run: Run, daemon: Daemon, make
 def test_a_message_is_printed_once(run: Run, daemon: Daemon) -> None:
     columns = "the columns (answer, question) fit no known format"
     daemon.line.refuse(
-        "GetNode", "INVALID_ARGUMENT", f"a.jsonl, line 1: {columns} (the first of 2 problems)",
-        reason="INVALID_DATA", violations=(("line[1]", f"line 1: {columns}"), ("line[4]", "line 4: not JSON")),
-    )  # fmt: skip
+        "GetNode",
+        "INVALID_ARGUMENT",
+        f"a.jsonl, line 1: {columns} (the first of 2 problems)",
+        reason="INVALID_DATA",
+        violations=(("line[1]", f"line 1: {columns}"), ("line[4]", "line 4: not JSON")),
+    )
     lines = run("node", "status").stderr.splitlines()
     assert lines == [f"Error: a.jsonl, line 1: {columns} (the first of 2 problems)", "  line 4: not JSON"]
 

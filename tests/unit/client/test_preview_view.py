@@ -18,9 +18,18 @@ from horizon_server.spec import Method
 
 def preview(*spans: PreviewSpan, num_documents: int = 1, problems: tuple[str, ...] = ()) -> DatasetPreview:
     row = PreviewRow(
-        file="a.txt", unit="piece", number=2, spans=spans, num_tokens=1500, num_trained_tokens=7, num_cut_tokens=20,
-        num_documents=num_documents, clipped=True, problems=problems, part="",
-    )  # fmt: skip
+        file="a.txt",
+        unit="piece",
+        number=2,
+        spans=spans,
+        num_tokens=1500,
+        num_trained_tokens=7,
+        num_cut_tokens=20,
+        num_documents=num_documents,
+        clipped=True,
+        problems=problems,
+        part="",
+    )
     return DatasetPreview(
         rows=(row,), num_rows=9, format="text", method="pretrain", train_on="all", sequence_length=1500
     )
@@ -76,11 +85,20 @@ def test_a_weight_follows_what_it_weighs(capsys: pytest.CaptureFixture[str]) -> 
 def pair() -> DatasetPreview:
     rows = [
         PreviewRow(
-            file="pairs.jsonl", unit="line", number=3, num_tokens=9, num_trained_tokens=4, num_cut_tokens=cut, num_documents=1,
-            clipped=False, problems=(), part=part, spans=(span("Why?\n", trained=False), span(text, trained=True)),
+            file="pairs.jsonl",
+            unit="line",
+            number=3,
+            num_tokens=9,
+            num_trained_tokens=4,
+            num_cut_tokens=cut,
+            num_documents=1,
+            clipped=False,
+            problems=(),
+            part=part,
+            spans=(span("Why?\n", trained=False), span(text, trained=True)),
         )
         for part, text, cut in (("chosen", "Because of \u6797.", 0), ("rejected", "So " * 20, 5))
-    ]  # fmt: skip
+    ]
     return DatasetPreview(
         rows=tuple(rows), num_rows=9, format="preference", method="dpo", train_on="assistant", sequence_length=64
     )
@@ -91,10 +109,15 @@ def test_answers_that_are_compared_follow_each_other(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "pairs: 9 rows, preference; sequence_length 64", "all methods train the answers"
     assert lines[3:] == [
-        "--- pairs.jsonl line 3, chosen: 9 tokens, 4 trained ---", "Why?", "[[Because of \u6797.]]", "",
-        "--- pairs.jsonl line 3, rejected: 9 tokens, 4 trained ---", "Why?", f"[[{'So ' * 20}]]",
+        "--- pairs.jsonl line 3, chosen: 9 tokens, 4 trained ---",
+        "Why?",
+        "[[Because of \u6797.]]",
+        "",
+        "--- pairs.jsonl line 3, rejected: 9 tokens, 4 trained ---",
+        "Why?",
+        f"[[{'So ' * 20}]]",
         "... 5 more tokens are beyond the sequence length: not trained, not shown",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_wide_terminal_has_them_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +129,11 @@ def test_a_wide_terminal_has_them_side_by_side(monkeypatch: pytest.MonkeyPatch) 
         "--- pairs.jsonl line 3 ---",
         "chosen: 9 tokens, 4 trained                                 rejected: 9 tokens, 4 trained",
         "Why?                                                        Why?",
-        "[[Because of \u6797.]]                                          [[So So So So So So So So So So So So So So So So So So ]]",
+        "[[Because of \u6797.]]                                          [[So So So So So So So So So So So So So So "
+        "So So So So ]]",
         "                                                            [[So So ]]",
-        "                                                            ... 5 more tokens are beyond the sequence length: not",
+        "                                                            ... 5 more tokens are beyond the sequence length: "
+        "not",
         "                                                            trained, not shown",
     ]
     monkeypatch.delenv("NO_COLOR")

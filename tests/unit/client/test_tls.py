@@ -132,7 +132,8 @@ def test_another_host_name_is_explained_with_the_names_that_work(daemon: Daemon,
         with pytest.raises(BadEndpoint):
             list(client.jobs.watch("x"))
     assert caught.value.message == (
-        f"the certificate of horizond at {daemon.address} is not valid for 127.0.0.1; it is valid for 192.0.2.7: connect to one of "
+        f"the certificate of horizond at {daemon.address} is not valid for 127.0.0.1; it is valid for 192.0.2.7: "
+        "connect to one of "
         "these, or add '127.0.0.1' to tls_names in the settings of horizond and restart it"
     )
     assert caught.value.exit_code == 5
@@ -155,8 +156,11 @@ def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: Daemon, own_ca: 
     done = subprocess.run(
         [sys.executable, "-m", "horizon_client", "node", "status", "--server", daemon.address, "--ca", str(other)],
         env=environment | {"HORIZON_CONFIG_DIR": str(tmp_path / "none"), "HORIZON_TOKEN": daemon.token},
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 5
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"Error: cannot trust horizond at {daemon.address}: its certificate is not signed by the CA")

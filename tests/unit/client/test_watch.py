@@ -34,8 +34,12 @@ def test_watch_yields_all_events(client: Client, finished_job: JobRecord) -> Non
     assert _sequences(events) == list(range(1, 16))
     assert isinstance(events[0], StateEvent)
     assert [event.state for event in events if event.kind == "state"] == [
-        "QUEUED", "PREPARING", "STARTING", "RUNNING", "SUCCEEDED",
-    ]  # fmt: skip
+        "QUEUED",
+        "PREPARING",
+        "STARTING",
+        "RUNNING",
+        "SUCCEEDED",
+    ]
     assert isinstance(events[4], StepEvent)
     assert events[4].loss == 1.0
 
@@ -167,7 +171,8 @@ async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: Daemo
         assert repr(inner) == f"AsyncClient('{daemon.address}')"
         (checkpoint,) = await inner.checkpoints.list(job.job_id)
     assert repr(checkpoint) == (
-        f"Checkpoint(job_id='{job.job_id}', step=10, size_bytes=50, create_time={checkpoint.create_time!r}, eval_loss=None, last=True, "
+        f"Checkpoint(job_id='{job.job_id}', step=10, size_bytes=50, create_time={checkpoint.create_time!r}, "
+        "eval_loss=None, last=True, "
         "best=False)"
     )
     shown = repr(client.jobs.get(job.job_id))

@@ -21,7 +21,8 @@ from horizon_server.demo.recipe import write_demo_model
 
 FOLDER = Path(__file__).parent / "golden"
 
-# For each style: its special tokens beside bos and eos, and whether one swallows the white space behind it, as Phi's do.
+# For each style: its special tokens beside bos and eos, and whether one swallows the white space behind it, as Phi's
+# do.
 STYLES: dict[str, dict[str, Any]] = {
     "chatml": {"eos": "<|im_end|>", "special": ["<|im_start|>"]},
     "llama3": {

@@ -209,14 +209,22 @@ def test_rows_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.sampled_from(["", "x", "assistant", "user", "\ud800"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "weight"]), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.floats()
+    | st.sampled_from(["", "x", "assistant", "user", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "weight"]), inner, max_size=3)
+    ),
     max_leaves=8,
-)  # fmt: skip
+)
 messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.sampled_from(["x", "y"])}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.sampled_from(["x", "y"])}
+    ),
     max_size=3,
-)  # fmt: skip
+)
 values = (
     json_values | messages | st.sampled_from(["x", "y"]) | st.lists(st.integers(0, 2) | st.floats(-2, 1), max_size=4)
 )

@@ -14,8 +14,8 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 END_MARKERS = ("<|im_end|>", "</s>", "<eot>")
 
 PLAIN = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKED = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
@@ -69,7 +69,8 @@ def test_a_reply_that_later_turns_render_differently_is_found_by_its_content() -
 def test_reasoning_that_is_dropped_from_earlier_replies_is_not_trained_there() -> None:
     dropping = PLAIN.replace(
         "message['content'] + '<|im_end|>'",
-        "(message['content'] if loop.last or message['role'] == 'user' else message['content'].split('</think>')[-1]) + '<|im_end|>'",
+        "(message['content'] if loop.last or message['role'] == 'user' else message['content'].split('</think>')[-1]) "
+        "+ '<|im_end|>'",
     )
     chat = [message | {"content": f"<think>hm</think>{message['content']}"} for message in CHAT[1:]]
     assert trained(dropping, chat) == [" hello\n<|im_end|>", "<think>hm</think>bye<|im_end|>"]
@@ -139,8 +140,8 @@ def test_markers_survive_only_in_templates_that_leave_their_text_alone() -> None
 
 def test_what_is_set_in_a_generation_block_stays_in_it() -> None:
     source = (
-        "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}{{ m.content }}"
-        "{{ x }}{% endgeneration %}{% endif %}{{ x }}{% endfor %}"
+        "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}{{ "
+        "m.content }}{{ x }}{% endgeneration %}{% endif %}{{ x }}{% endfor %}"
     )
     assert trained(source) == [" hello\n2", "bye2"]
     options: dict[str, Any] = {"chat_template": source, **SPECIAL}

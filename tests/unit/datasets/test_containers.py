@@ -129,7 +129,8 @@ def test_only_the_columns_of_the_format_are_read_from_a_table(tmp_path: Path) ->
             "cannot be read as Parq",
         ),
     ],
-    # Never the content: gzip writes the time into it, and processes that run the tests together must find the same names.
+    # Never the content: gzip writes the time into it, and processes that run the tests together must find the same
+    # names.
     ids=lambda value: "content" if isinstance(value, bytes) else None,
 )
 def test_damaged_and_mislabelled_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:

@@ -1,4 +1,5 @@
-"""What is trained in ChatML, Llama-3, Mistral, Gemma and Phi styles: as the golden files say, and as derived in another way."""
+"""What is trained in ChatML, Llama-3, Mistral, Gemma and Phi styles: as the golden files say, and as derived in another
+way."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def golden(style: str, train_on: str) -> dict[str, Any]:
 
 
 def replies_in(style: str, text: str) -> list[tuple[int, int]]:
-    """Find the assistant's turns by reading the text alone: from the cue, or an instruction's end, to the end-of-turn token."""
+    """Find the assistant's turns by reading the text alone: from the cue, or an instruction's end, to the end-of-turn
+    token."""
     spans = []
     at = 0
     for message in CHAT:

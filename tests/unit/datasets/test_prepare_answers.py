@@ -1,4 +1,5 @@
-"""From files of preferences, labelled answers and samples to prepared folders: groups, labels, numbers, and what is cut or left out."""
+"""From files of preferences, labelled answers and samples to prepared folders: groups, labels, numbers, and what is cut
+or left out."""
 
 from __future__ import annotations
 

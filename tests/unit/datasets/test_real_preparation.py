@@ -1,4 +1,5 @@
-"""gsm8k and shakespeare prepared for a real model, and counted by transformers alone; memory that does not follow the file's size."""
+"""gsm8k and shakespeare prepared for a real model, and counted by transformers alone; memory that does not follow the
+file's size."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ async def test_a_call_that_is_cancelled_twice_leaves_no_task_behind(tmp_path: Pa
 
 
 async def test_a_write_that_is_cancelled_gives_its_lock_back(tmp_path: Path) -> None:
-    """A closed connection keeps its lock while anything holds on to a cursor, as the traceback of a cancelled call does: the database
-    was locked until Python collected that, and with it the journal of the running job."""
+    """A closed connection keeps its lock while anything holds on to a cursor, as the traceback of a cancelled call
+    does: the database was locked until Python collected that, and with it the journal of the running job."""
     database = await Database.open(tmp_path / "horizon.db")
     kept = []
 

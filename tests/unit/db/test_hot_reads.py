@@ -1,4 +1,5 @@
-"""What polls and watches read all the time: always what is committed, made once while it is the same, in bounded memory."""
+"""What polls and watches read all the time: always what is committed, made once while it is the same, in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -24,9 +25,14 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import parse_job_spec
 
 JOB = JobRecord(
-    job_id="j1", owner="ada", spec=parse_job_spec({"name": "one", "model": "m", "dataset": "d"}), model_id="m",
-    dataset_id="d", eval_dataset_id="", job_state=JobState.QUEUED,
-)  # fmt: skip
+    job_id="j1",
+    owner="ada",
+    spec=parse_job_spec({"name": "one", "model": "m", "dataset": "d"}),
+    model_id="m",
+    dataset_id="d",
+    eval_dataset_id="",
+    job_state=JobState.QUEUED,
+)
 
 
 @pytest.fixture

@@ -33,16 +33,31 @@ PLAN = Plan(
     prediction=StepPrediction(step_s=0.5, tokens_per_second=64.0, bound="h2d", peak_flops_per_s=1e12, total_s=None),
 )
 STEP = StepDone(
-    step=3, num_steps=9, loss=1.5, grad_norm=1.0, learning_rate=0.1, epoch=0.5, num_input_tokens_seen=5, num_tokens=5,
-    tokens_per_second=1.0, duration_s=1.0,
-)  # fmt: skip
+    step=3,
+    num_steps=9,
+    loss=1.5,
+    grad_norm=1.0,
+    learning_rate=0.1,
+    epoch=0.5,
+    num_input_tokens_seen=5,
+    num_tokens=5,
+    tokens_per_second=1.0,
+    duration_s=1.0,
+)
 
 
 def job(job_id: str, owner: str = "ada") -> JobRecord:
     return JobRecord(
-        job_id=job_id, owner=owner, spec=SPEC, model_id="m1", dataset_id="d1", eval_dataset_id="",
-        job_state=JobState.QUEUED, created_s=5.0, plan=PLAN,
-    )  # fmt: skip
+        job_id=job_id,
+        owner=owner,
+        spec=SPEC,
+        model_id="m1",
+        dataset_id="d1",
+        eval_dataset_id="",
+        job_state=JobState.QUEUED,
+        created_s=5.0,
+        plan=PLAN,
+    )
 
 
 @pytest.fixture

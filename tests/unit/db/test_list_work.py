@@ -1,4 +1,5 @@
-"""A page of a list takes the same work however many there are: counted in instructions of SQLite's machine, as times depend on the node."""
+"""A page of a list takes the same work however many there are: counted in instructions of SQLite's machine, as times
+depend on the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Databases of other versions: that of a release becomes one of this version, whole or not at all; a newer one is refused."""
+"""Databases of other versions: that of a release becomes one of this version, whole or not at all; a newer one is
+refused."""
 
 from __future__ import annotations
 

@@ -35,9 +35,15 @@ def files(*names: str) -> tuple[BlobFile, ...]:
 
 def dataset(name: str, *names: str, owner: str = "ada") -> DatasetRecord:
     return DatasetRecord(
-        dataset_id=f"dataset_{owner}_{name}", owner=owner, name=name, format="text", field_map={"text": "t"},
-        files=files(*names), digest="d", created_s=1.0,
-    )  # fmt: skip
+        dataset_id=f"dataset_{owner}_{name}",
+        owner=owner,
+        name=name,
+        format="text",
+        field_map={"text": "t"},
+        files=files(*names),
+        digest="d",
+        created_s=1.0,
+    )
 
 
 async def test_a_record_comes_back_equal(database: Database) -> None:

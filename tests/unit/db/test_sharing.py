@@ -35,9 +35,18 @@ def sharing(database: Database) -> SharingStore:
 
 async def created(database: Database, job_id: str, owner: str = "ada", project: str = "lab") -> JobRecord:
     job = JobRecord(
-        job_id=job_id, owner=owner, project=project, spec=SPEC, model_id="m1", dataset_id="d1", eval_dataset_id="",
-        job_state=JobState.QUEUED, created_s=5.0, queued_s=5.0, priority=3,
-    )  # fmt: skip
+        job_id=job_id,
+        owner=owner,
+        project=project,
+        spec=SPEC,
+        model_id="m1",
+        dataset_id="d1",
+        eval_dataset_id="",
+        job_state=JobState.QUEUED,
+        created_s=5.0,
+        queued_s=5.0,
+        priority=3,
+    )
     record, _ = await JobStore(database).create(job, request_id=str(uuid.uuid4()))
     return record
 

@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_same_seed_writes_the_same_bytes_in_any_process_without_torch(folder: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from horizon_server.demo.recipe import write_demo_model, write_demo_dataset; "
-        "write_demo_model(Path(sys.argv[1])); write_demo_dataset(Path(sys.argv[1])); "
+        "import sys; from pathlib import Path; from horizon_server.demo.recipe import write_demo_model, "
+        "write_demo_dataset; write_demo_model(Path(sys.argv[1])); write_demo_dataset(Path(sys.argv[1])); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "again")]

@@ -179,7 +179,8 @@ def test_a_trace_holds_for_rows_of_any_length_and_number_of_documents() -> None:
         ("deepseek_v3", False),
         ("gpt2", False),
         ("qwen3_next", False),
-        # In this order: chunks, distances in the mask, attention of its own, an indexer that changes the mask, no attention.
+        # In this order: chunks, distances in the mask, attention of its own, an indexer that changes the mask, no
+        # attention.
         *((model_type, True) for model_type in ("llama4_text", "bloom", "gptj", "deepseek_v32", "mamba")),
     ],
 )

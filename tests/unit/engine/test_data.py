@@ -60,9 +60,14 @@ def test_the_steps_that_a_plan_counts_are_those_of_the_worker(lengths, epochs, p
     train = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "train": spec}).train
     counted = counted_steps(np.array(lengths), train, group_size=group_size)
     plan = StepPlan(
-        dataset_of(lengths), epochs=epochs, sequence_length=20, tokens_per_step=max(tokens, 20), packing=packing, seed=3,
+        dataset_of(lengths),
+        epochs=epochs,
+        sequence_length=20,
+        tokens_per_step=max(tokens, 20),
+        packing=packing,
+        seed=3,
         group_size=group_size,
-    )  # fmt: skip
+    )
     assert counted == plan.num_steps
 
 

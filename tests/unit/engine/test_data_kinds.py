@@ -121,7 +121,8 @@ def test_the_folder_of_text_has_the_planes_that_it_always_had() -> None:
 
 def test_the_key_of_prepared_text_stays_and_methods_share_a_preference() -> None:
     before = PrepareOptions(format=DatasetFormat.MESSAGES, field_map={"messages": "chat"}, eval_fraction=0.25)
-    # What users have prepared is found again, until the tokens or the report of prepared data change (`PREPARATION_VERSION`).
+    # What users have prepared is found again, until the tokens or the report of prepared data change
+    # (`PREPARATION_VERSION`).
     known = "7b37630c1a290407478fc4bc4f9f0fb8b23290c88fe6513517d83e06dddd2a7f"
     assert prepared_folder(Path(), "digest", "tokenizer", before).name == known
     keys = {
@@ -132,5 +133,8 @@ def test_the_key_of_prepared_text_stays_and_methods_share_a_preference() -> None
     }
     assert len(keys) == 1
     assert [kind_of(name) for name in DatasetFormat if name is not DatasetFormat.AUTO] == [
-        *["text"] * 6, "preference", "kto", "samples",
-    ]  # fmt: skip
+        *["text"] * 6,
+        "preference",
+        "kto",
+        "samples",
+    ]

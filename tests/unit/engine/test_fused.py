@@ -1,4 +1,5 @@
-"""Triton's kernels for RMSNorm, rotary positions and SwiGLU, in its interpreter, and the operators on a CPU: both are the plain formula."""
+"""Triton's kernels for RMSNorm, rotary positions and SwiGLU, in its interpreter, and the operators on a CPU: both are
+the plain formula."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ RULES = {
 
 @pytest.fixture
 def kernels() -> Iterator[Load]:
-    """Imports a module of kernels for Triton's interpreter, which is chosen when it is imported (`tests/conftest.py`)."""
+    """Imports a module of kernels for Triton's interpreter, which is chosen when it is imported
+    (`tests/conftest.py`)."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton, which is for Linux only: pip install triton")
     if torch.cuda.is_available():
@@ -186,9 +188,13 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.compile_for_gpu"],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, cwd=Path(__file__).parents[3],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
     assert len(kernels) == 8 and all(size > 0 for _, size in kernels), kernels

@@ -47,7 +47,8 @@ def test_weighted_means_give_the_scale_in_tokens_of_their_weights(weights: tuple
             big_square=float((weighted.sum(0) / weights_S.sum()).square().sum()),
             big=Part.of(BIG, weights_S),
         )
-    # So many tokens of these weights give a mean whose noise is as large as what it means: variance * sum w^2 / (sum w)^2 = signal.
+    # So many tokens of these weights give a mean whose noise is as large as what it means: variance * sum w^2 / (sum
+    # w)^2 = signal.
     counted_S = weights_S[weights_S > 0]
     expected = variance / signal * float(counted_S.square().mean() / counted_S.mean().square())
     assert scale.tokens == pytest.approx(expected, rel=0.2)

@@ -1,4 +1,5 @@
-"""Each objective against its formula written out document by document, and what a step that does not fit is answered."""
+"""Each objective against its formula written out document by document, and what a step that does not fit is
+answered."""
 
 from __future__ import annotations
 

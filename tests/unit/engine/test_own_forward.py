@@ -1,4 +1,5 @@
-"""The engine calls layers as the model's class does: classes that count positions in another way are refused, and nothing else is."""
+"""The engine calls layers as the model's class does: classes that count positions in another way are refused, and
+nothing else is."""
 
 from __future__ import annotations
 

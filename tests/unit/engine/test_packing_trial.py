@@ -17,7 +17,8 @@ from horizon_server.engine.packing_limit import supports_packing
 
 
 class Layers:
-    """Layers whose packed rows come out `mixed` off, and whose kernel without fused attention is `noise` off, relative to what they add."""
+    """Layers whose packed rows come out `mixed` off, and whose kernel without fused attention is `noise` off, relative
+    to what they add."""
 
     def __init__(self, *, mixed: float, noise: float) -> None:
         self._mixed, self._noise = mixed, noise
@@ -26,7 +27,8 @@ class Layers:
         inputs, outputs = [], []
         for row in rows:
             added = 1.0 + self._mixed * (len(row.document_lengths) > 1)
-            # torch's switches are the process's, so a trial that asks for another kernel gets it on compute's thread too.
+            # torch's switches are the process's, so a trial that asks for another kernel gets it on compute's thread
+            # too.
             if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
                 added += self._noise
             inputs.append(torch.ones(row.num_tokens, 4))

@@ -211,7 +211,8 @@ def test_layers_skipped_at_random_are_refused_by_the_name_of_the_setting(model_t
         (
             "rwkv",
             {"attention_hidden_size": 16},
-            "its layers cannot be run one at a time, because its code passes more than the hidden state from layer to layer$",
+            "its layers cannot be run one at a time, because its code passes more than the hidden state from layer to "
+            "layer$",
         ),
         (
             "opt",

@@ -1,4 +1,5 @@
-"""Names and values of other tools in a job file are answered with what to write here, by the client and by the server alike."""
+"""Names and values of other tools in a job file are answered with what to write here, by the client and by the server
+alike."""
 
 from __future__ import annotations
 
@@ -50,9 +51,12 @@ def test_client_and_server_answer_with_our_name(given: dict[str, Any], words: st
     [
         ({"train": {"trainable": "LoRA"}}, "train.trainable is 'LoRA'; did you mean lora?"),
         ({"train": {"trainable": ["ALL"]}}, "train.trainable is 'ALL'; did you mean all?"),
-        ({"model": "Qwen/Qwen3-8B"}, "horizond fetches nothing: hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, then horizon model push"),
+        (
+            {"model": "Qwen/Qwen3-8B"},
+            "horizond fetches nothing: hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, then horizon model push",
+        ),
     ],
-)  # fmt: skip
+)
 def test_values_that_the_server_judges(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSpec, match=re.escape(words)):
         parse_job_spec(MINE | given)

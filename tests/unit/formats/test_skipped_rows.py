@@ -1,4 +1,5 @@
-"""Rows that are passed over: the rest is as if all had been read, whatever blank lines, line ends and long lines there are."""
+"""Rows that are passed over: the rest is as if all had been read, whatever blank lines, line ends and long lines there
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Deleting many or one: what is in use stays and says who uses it, a dry run changes nothing, and nothing is left half gone."""
+"""Deleting many or one: what is in use stays and says who uses it, a dry run changes nothing, and nothing is left half
+gone."""
 
 from __future__ import annotations
 

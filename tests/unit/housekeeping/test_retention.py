@@ -1,4 +1,5 @@
-"""Checkpoints of ended jobs go when their days are over or beyond what a user may keep: announced first, and taken back by their owner."""
+"""Checkpoints of ended jobs go when their days are over or beyond what a user may keep: announced first, and taken back
+by their owner."""
 
 from __future__ import annotations
 
@@ -155,8 +156,9 @@ async def test_of_a_succeeded_job_the_newest_and_the_best_keep_their_trainer_sta
     before = {record.step: record for record in await daemon.services.jobs.checkpoints(ada, job.job_id)}
     found, _ = await daemon.parts.sweep.run(dry_run=True)
     assert [(one.kind, one.size_bytes, one.place.rpartition("step-")[2]) for one in found] == [
-        ("optimizer states", 200, "00000001/trainer"), ("optimizer states", 200, "00000003/trainer"),
-    ]  # fmt: skip
+        ("optimizer states", 200, "00000001/trainer"),
+        ("optimizer states", 200, "00000003/trainer"),
+    ]
     await daemon.parts.sweep.run()
     after = {record.step: record for record in await daemon.services.jobs.checkpoints(ada, job.job_id)}
     assert {step: record.size_bytes for step, record in after.items()} == {1: 100, 2: 300, 3: 100, 4: 300}

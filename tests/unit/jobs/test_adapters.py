@@ -110,12 +110,19 @@ async def test_a_pushed_adapter_that_names_its_base_is_compared_with_it(
     own = model_digest(daemon.model_folder)
     assert (start / "base.sha256").read_text() == own
     load(store, model=daemon.model_folder, resume_from=None, from_memory=False, adapter=start, base_sha256=lambda: own)
-    words = f"the model is not the one that the adapter of init_from was trained on: its digest is 000000000000, not {own[:12]}"
+    words = (
+        "the model is not the one that the adapter of init_from was trained on: its digest is 000000000000, not "
+        f"{own[:12]}"
+    )
     with pytest.raises(InvalidModel, match=words):
         load(
-            store, model=daemon.model_folder, resume_from=None, from_memory=False, adapter=start,
+            store,
+            model=daemon.model_folder,
+            resume_from=None,
+            from_memory=False,
+            adapter=start,
             base_sha256=lambda: "0" * 64,
-        )  # fmt: skip
+        )
     store.close()
 
 
@@ -127,7 +134,8 @@ async def test_an_adapter_of_another_model_is_refused_when_the_job_is_submitted(
     (checkpoint / "base.sha256").write_text("0" * 64)
     await daemon.model(ada, "other", checkpoint)
     words = (
-        rf"the model {re.escape(str(daemon.model_folder))} is not the one that the adapter of init_from was trained on: "
+        rf"the model {re.escape(str(daemon.model_folder))} is not the one that the adapter of init_from was trained "
+        r"on: "
         "its digest is .{12}, not 000000000000; "
     )
     with pytest.raises(InvalidSpec, match=words) as refused:
@@ -201,16 +209,23 @@ async def test_a_digest_that_is_none_is_refused_when_it_is_pushed(
         ({"use_rslora": True}, {}, r"train\.lora\.rslora is false, and the adapter has true; write rslora: true"),
         ({"use_dora": True}, {}, r"train\.lora\.dora is false, and the adapter has true; write dora: true"),
         (
-            {}, {"targets": ["q_proj"]},
+            {},
+            {"targets": ["q_proj"]},
             r"train\.lora\.targets differ: the adapter also has .*down_proj.*; write targets: \[down_proj, q_proj\]",
         ),
         (
-            {}, {"rank": 8, "targets": "all-linear"},
-            r"rank is 8, and the adapter has 4; write rank: 4; train\.lora\.targets differ: the adapter lacks .* and \d+ more; write",
+            {},
+            {"rank": 8, "targets": "all-linear"},
+            r"rank is 8, and the adapter has 4; write rank: 4; train\.lora\.targets differ: the adapter lacks .* and "
+            r"\d+ more; write",
         ),
-        ({"fan_in_fan_out": True}, {}, "init_from: the adapter of .* is for a weight of shape|fan_in_fan_out .* must be false"),
+        (
+            {"fan_in_fan_out": True},
+            {},
+            "init_from: the adapter of .* is for a weight of shape|fan_in_fan_out .* must be false",
+        ),
     ],
-)  # fmt: skip
+)
 async def test_what_differs_from_the_adapter_is_named_with_the_value_to_write(
     daemon: DaemonParts, ada: Principal, tmp_path: Path, options: dict[str, Any], lora: dict[str, Any], words: str
 ) -> None:
@@ -271,8 +286,9 @@ async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Prin
     folder = checkpoints.of_step(3)
     assert is_complete(folder) and checkpoints.manifest(3).base == before.base
     assert {name for name in checkpoints.manifest(3).files if name not in before.files} >= {
-        "merged/model.safetensors", "merged/config.json"
-    }  # fmt: skip
+        "merged/model.safetensors",
+        "merged/config.json",
+    }
     assert daemon.services.jobs.folders.checkpoint_bytes()[source.job_id] == checkpoints.manifest(3).size_bytes
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert model.dtype == torch.float32
@@ -359,7 +375,10 @@ async def test_what_was_written_merged_is_not_made_again(
     daemon: DaemonParts, ada: Principal, option: str, asked: str, has: str
 ) -> None:
     source = await source_of(daemon, ada, "merged", base="int8")
-    words = rf"{option} is {asked}, and the checkpoint of step 3 of job \S+ was written merged .* with {option} {has}; leave {option} out"
+    words = (
+        rf"{option} is {asked}, and the checkpoint of step 3 of job \S+ was written merged .* with {option} {has}; "
+        rf"leave {option} out"
+    )
     with pytest.raises(InvalidSpec, match=words):
         await merged(daemon, ada, source, **{option: asked})
     assert await merged(daemon, ada, source, **{option: has}) == []

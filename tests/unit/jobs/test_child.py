@@ -1,4 +1,5 @@
-"""Children: events and an answer up, limits kept, gone at the end; and how one that died without a word is explained."""
+"""Children: events and an answer up, limits kept, gone at the end; and how one that died without a word is
+explained."""
 
 from __future__ import annotations
 

@@ -35,9 +35,12 @@ async def test_workers_that_ended_died_were_killed_or_replaced_are_collected(
     before = zombies_of(os.getpid())
     async with make_daemon(state_dir, max_restarts=1, silence_limit_s=1.0) as daemon:
         scripts = {
-            "ends": Script(), "fails": Script(fail_at=2), "exits": Script(exit_at=2), "killed": Script(die_at=2, checkpoint_every=1),
+            "ends": Script(),
+            "fails": Script(fail_at=2),
+            "exits": Script(exit_at=2),
+            "killed": Script(die_at=2, checkpoint_every=1),
             "hangs": Script(hang_at=2),
-        }  # fmt: skip
+        }
         jobs = {name: await daemon.submit(ADA, name, script) for name, script in scripts.items()}
         ends = {name: (await daemon.until(job.job_id, S.SUCCEEDED, S.FAILED)).job_state for name, job in jobs.items()}
         assert ends == dict.fromkeys(scripts, S.SUCCEEDED) | {"fails": S.FAILED}

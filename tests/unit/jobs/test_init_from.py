@@ -56,8 +56,9 @@ async def test_a_job_has_the_files_of_the_checkpoint_that_it_names(
     assert job.spec.init_from == named
     assert (model / "made-at.json").read_text() == str(step)
     assert {path.name for path in model.iterdir()} == {
-        "made-at.json", *(path.name for path in daemon.model_folder.iterdir())
-    }  # fmt: skip
+        "made-at.json",
+        *(path.name for path in daemon.model_folder.iterdir()),
+    }
     checkpoint = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(step)
     assert (model / "made-at.json").samefile(checkpoint / "made-at.json"), "a link takes no space"
     text = f"starts with the weights of the checkpoint of step {step} of job {source.job_id} (first)"

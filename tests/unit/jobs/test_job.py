@@ -28,9 +28,16 @@ PLAN = Plan(
 def job(job_state: JobState = JobState.RUNNING, *, max_steps: int | None = None, num_steps: int = 0) -> JobRecord:
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"max_steps": max_steps}})
     return JobRecord(
-        job_id="job_1", owner="ada", spec=spec, model_id="m1", dataset_id="d1", eval_dataset_id="", job_state=job_state,
-        num_steps=num_steps, plan=PLAN,
-    )  # fmt: skip
+        job_id="job_1",
+        owner="ada",
+        spec=spec,
+        model_id="m1",
+        dataset_id="d1",
+        eval_dataset_id="",
+        job_state=job_state,
+        num_steps=num_steps,
+        plan=PLAN,
+    )
 
 
 def test_a_plan_in_one_sentence() -> None:
@@ -71,9 +78,18 @@ def test_the_pass_before_the_first_step_counts_until_it_is_done() -> None:
 
 def test_after_a_step_its_pace_counts() -> None:
     step = StepDone(
-        step=1, num_steps=7, loss=1.0, grad_norm=1.0, learning_rate=0.1, epoch=0.1, num_input_tokens_seen=1, num_tokens=1,
-        tokens_per_second=1.0, duration_s=1.0, eta_s=6.5,
-    )  # fmt: skip
+        step=1,
+        num_steps=7,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        epoch=0.1,
+        num_input_tokens_seen=1,
+        num_tokens=1,
+        tokens_per_second=1.0,
+        duration_s=1.0,
+        eta_s=6.5,
+    )
     assert dataclasses.replace(job(num_steps=7), last_step=step).eta_s == 6.5
 
 

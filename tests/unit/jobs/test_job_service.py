@@ -423,6 +423,7 @@ async def test_a_worker_that_does_not_hear_the_drain_is_killed_and_the_owner_rea
     stored = await daemon.parts.journal.store.events_after(job.job_id, 0, 1000)
     (warning,) = [e.payload.text for e in stored if isinstance(e.payload, Message) and e.payload.level == "warning"]
     assert warning == (
-        f"the daemon stopped and killed the worker at step {drained.step}: its checkpoint was not complete after 0.2 s; the job "
+        f"the daemon stopped and killed the worker at step {drained.step}: its checkpoint was not complete after 0.2 "
+        "s; the job "
         "continues from its beginning. An admin can set a longer drain_timeout_s"
     )

@@ -1,4 +1,5 @@
-"""The link between daemon and worker: every report arrives once, whichever daemon reads it, and the worker waits for none."""
+"""The link between daemon and worker: every report arrives once, whichever daemon reads it, and the worker waits for
+none."""
 
 from __future__ import annotations
 

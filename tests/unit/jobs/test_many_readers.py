@@ -68,7 +68,8 @@ async def test_reads_of_one_user_neither_fail_nor_starve_the_journal_of_another(
         while not over:
             try:
                 job = await jobs.get(EVE, ids[number * 7])
-                # Her own jobs keep their order. Ada's is before them by when it came, and behind them by shares: hers trains.
+                # Her own jobs keep their order. Ada's is before them by when it came, and behind them by shares: hers
+                # trains.
                 assert job.queue_position - number * 7 in (1, 2)
                 answers["ok"] += 1
             except TooManyCalls as error:

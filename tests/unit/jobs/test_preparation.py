@@ -1,4 +1,5 @@
-"""The preparation as jobs run it, with its real child: cancelled ones and deleted datasets leave nothing on the disk."""
+"""The preparation as jobs run it, with its real child: cancelled ones and deleted datasets leave nothing on the
+disk."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ async def run(preparation: Preparation, data: Path) -> PreparedData | None:
     async def publish(event: PrepareProgress | Message) -> None:
         pass
 
-    # A format that is decided, as that of a ready dataset is: else the child looks into the file before it makes its folder.
+    # A format that is decided, as that of a ready dataset is: else the child looks into the file before it makes its
+    # folder.
     found = "text" if data.suffix == ".txt" else "messages"
     record = DatasetRecord(
         dataset_id="d", owner="ada", name="d", format=found, field_map={}, files=(), digest="digest", ready=True

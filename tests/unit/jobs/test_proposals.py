@@ -34,20 +34,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "pairs as an eval set": ({"eval": {"sets": {"a": "pairs"}}}, "method", "dataset pairs is of kind preference"),
     "answers to pairs": (
         {"dataset": "pairs", "method": "dpo", "eval": {"sets": {"a": "pairs"}, "generate": {"set": "a"}}},
-        "eval.generate.set", "use one of kind text",
+        "eval.generate.set",
+        "use one of kind text",
     ),
     "an accuracy of pairs": (
         {"dataset": "pairs", "method": "dpo", "eval": {"sets": {"a": "pairs"}, "best_by": "a.accuracy"}},
-        "eval.best_by", "has no accuracy",
+        "eval.best_by",
+        "has no accuracy",
     ),
     "more positions than the model has": (
-        {"train": {"sequence_length": 4096, "tokens_per_step": 4096}}, "train.sequence_length", "the model allows at most",
+        {"train": {"sequence_length": 4096, "tokens_per_step": 4096}},
+        "train.sequence_length",
+        "the model allows at most",
     ),
     "nothing trainable": ({"train": {"trainable": ["nosuch"]}}, "train.trainable", "fits none of the model's"),
-    "no such target": ({"train": {"trainable": "lora", "lora": {"targets": ["nosuch"]}}}, "train.lora.targets", "nosuch"),
+    "no such target": (
+        {"train": {"trainable": "lora", "lora": {"targets": ["nosuch"]}}},
+        "train.lora.targets",
+        "nosuch",
+    ),
     "a GPU that is not there": ({"device": "cuda"}, "", "device: cuda needs a CUDA device"),
     "somebody else's project": ({"project": "physics"}, "", "project physics is not yours"),
-}  # fmt: skip
+}
 
 WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "evaluations of nothing": ({"eval_every_steps": 10}, "eval_every_steps is 10, and the job has no eval set"),
@@ -56,17 +64,20 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
         "eval.generate.max_new_tokens is 2000, and the model has 1024 positions: no prompt leaves room",
     ),
     "answers that leave little": (
-        {"eval_dataset": "chats", "eval": {"generate": {"max_new_tokens": 1000}}}, "prompts of more than 24 tokens are left out",
+        {"eval_dataset": "chats", "eval": {"generate": {"max_new_tokens": 1000}}},
+        "prompts of more than 24 tokens are left out",
     ),
     "a rate of 10": ({"train": {"learning_rate": 10.0}}, "train.learning_rate is 10, far above"),
     "a rank above the matrices": (
-        {"train": {"trainable": "lora", "lora": {"rank": 4096}}}, "train.lora.rank is 4096, and 21 of 21 adapted matrices are smaller",
+        {"train": {"trainable": "lora", "lora": {"rank": 4096}}},
+        "train.lora.rank is 4096, and 21 of 21 adapted matrices are smaller",
     ),
     "a warm-up of all steps": ({"train": {"warmup_steps": 500}}, "train.warmup_steps is 500 and train.max_steps is 3"),
     "a warm-up of all epochs": (
-        {"dataset": "fresh", "train": {"max_steps": None, "epochs": 1, "warmup_steps": 500}}, "and the job has about ",
+        {"dataset": "fresh", "train": {"max_steps": None, "epochs": 1, "warmup_steps": 500}},
+        "and the job has about ",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""The pass over the data before the first step, in what the daemon says of a job: planned, counted, and how far it is."""
+"""The pass over the data before the first step, in what the daemon says of a job: planned, counted, and how far it
+is."""
 
 from __future__ import annotations
 
@@ -33,9 +34,14 @@ async def test_the_pass_is_planned_counted_and_gone_once_it_is_done(make_daemon:
 
         before_s = await estimated_s()
         job = await daemon.submit(
-            ada, "preferring", Script(references=(25, 100), hold_at="references"), dataset="pairs", method="dpo",
-            eval_fraction=0.2, train={"compile": "off"},
-        )  # fmt: skip
+            ada,
+            "preferring",
+            Script(references=(25, 100), hold_at="references"),
+            dataset="pairs",
+            method="dpo",
+            eval_fraction=0.2,
+            train={"compile": "off"},
+        )
         assert job.plan is not None and job.plan.references is not None
         assert job.plan.references.tokens_estimated
         steps_s = 3 * job.plan.prediction.step_s if job.plan.prediction else 0.0

@@ -54,10 +54,18 @@ def fail(record: JobRecord, error: Exception, step: int, *, max_restarts: int = 
 @pytest.mark.parametrize(
     "error",
     [
-        KILLED, OOM_KILLED, CRASHED, DRIVER_RESET, OutOfMemory("x"), IoFailed("x"), DiskFull("x"), TurnOverrun("x"), WorkerSilent("x"),
+        KILLED,
+        OOM_KILLED,
+        CRASHED,
+        DRIVER_RESET,
+        OutOfMemory("x"),
+        IoFailed("x"),
+        DiskFull("x"),
+        TurnOverrun("x"),
+        WorkerSilent("x"),
         OSError(5, "x"),
     ],
-)  # fmt: skip
+)
 def test_what_may_pass_is_restarted_after_a_pause(error: Exception) -> None:
     record, verdict = fail(job(), error, 7)
     assert verdict.restart and verdict.reason == "RESTARTED"
@@ -69,10 +77,15 @@ def test_what_may_pass_is_restarted_after_a_pause(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        InvalidSpec("x"), InvalidModel("x"), Diverged("x"), DoesNotFit("x"), WorkerFailed("KeyError: 'x'"),
-        HorizonError("x"), ValueError("a defect"),
+        InvalidSpec("x"),
+        InvalidModel("x"),
+        Diverged("x"),
+        DoesNotFit("x"),
+        WorkerFailed("KeyError: 'x'"),
+        HorizonError("x"),
+        ValueError("a defect"),
     ],
-)  # fmt: skip
+)
 def test_what_would_end_the_same_way_fails_at_once_with_its_own_message(error: Exception) -> None:
     _, verdict = fail(job(), error, 7)
     assert not verdict.restart

@@ -138,7 +138,8 @@ async def test_users_have_device_time_in_proportion_to_their_weights(
         assert mine is not None
         assert mine.why.endswith(f"your share {words}")
         await daemon.until(first.job_id, step=80)
-        # What one of them is ahead is at most a slice and a step, and soon little of the whole, whatever the machine did to one of these.
+        # What one of them is ahead is at most a slice and a step, and soon little of the whole, whatever the machine
+        # did to one of these.
         ada_s, bob_s = used_s(daemon, "ada", "bob")
         async with asyncio.timeout(WAIT_S):
             while ada_s / (ada_s + bob_s) != pytest.approx(share, abs=0.08):
@@ -397,9 +398,16 @@ def test_a_jobs_time_in_memory_survives_the_daemon(tmp_path: Path) -> None:
     folders = JobFolders(tmp_path)
     spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d"})
     job = JobRecord(
-        job_id="job_1", owner="ada", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="", job_state=S.RUNNING,
-        queued_s=1000.0, started_s=1100.0,
-    )  # fmt: skip
+        job_id="job_1",
+        owner="ada",
+        spec=spec,
+        model_id="m",
+        dataset_id="d",
+        eval_dataset_id="",
+        job_state=S.RUNNING,
+        queued_s=1000.0,
+        started_s=1100.0,
+    )
     assert folders.resident_since_s(job) == 1100.0
     # It was queued again, and its third attempt began the present residence.
     for attempt, time_s in ((1, 1100.0), (2, 1500.0), (3, 2200.0), (4, 2300.0)):

@@ -1,4 +1,5 @@
-"""Priorities, quotas, usage and the node's condition, through the real services: who may, with which numbers, and what it says."""
+"""Priorities, quotas, usage and the node's condition, through the real services: who may, with which numbers, and what
+it says."""
 
 from __future__ import annotations
 
@@ -146,7 +147,10 @@ async def test_a_job_larger_than_a_quota_of_memory_is_refused_with_the_numbers(q
     await quiet.allow("user", "ada", max_host_bytes=needed)
     assert (await quiet.submit(ADA, "just")).job_state is S.QUEUED
     await quiet.allow("user", "ada", max_host_bytes=2**20)
-    words = rf"^the job needs {needed / 2**20:.1f} MiB of host memory and user ada may have 1.0 MiB; .*horizond user set ada --max-host"
+    words = (
+        rf"^the job needs {needed / 2**20:.1f} MiB of host memory and user ada may have 1.0 MiB; .*horizond user "
+        r"set ada --max-host"
+    )
     with pytest.raises(QuotaExceeded, match=words):
         await quiet.submit(ADA, "too-large")
     with pytest.raises(QuotaExceeded, match=words):
@@ -256,7 +260,10 @@ async def test_a_dataset_that_others_jobs_need_too_says_what_its_owner_can_do(qu
     await quiet.services.datasets.share(ADA, "chats", EVERYONE)
     mine = await quiet.submit(ADA, "mine")
     await quiet.submit(BOB, "theirs", dataset=(await quiet.services.datasets.get(ADA, "chats")).dataset_id)
-    words = rf"is needed by jobs {mine.job_id} of ada, 1 of other users; cancel {mine.job_id}, and wait for the end of the other one$"
+    words = (
+        rf"is needed by jobs {mine.job_id} of ada, 1 of other users; cancel {mine.job_id}, and wait for the end of "
+        r"the other one$"
+    )
     with pytest.raises(InUse, match=words):
         await quiet.services.datasets.delete(ADA, "chats")
 

@@ -58,15 +58,27 @@ class Desk:
         self.shares = Shares(86400.0, allowances=allowances)
         self.metrics = Metrics()
         self.turns = DeviceTurns(
-            "cuda:0", usable_bytes=usable_bytes, shares=self.shares, rules=Rules(time_slice_s=slice_s), grace_s=GRACE_S,
-            metrics=self.metrics, clock=clock,
-        )  # fmt: skip
+            "cuda:0",
+            usable_bytes=usable_bytes,
+            shares=self.shares,
+            rules=Rules(time_slice_s=slice_s),
+            grace_s=GRACE_S,
+            metrics=self.metrics,
+            clock=clock,
+        )
 
     def worker(self, name: str, *, user: str = "", priority: int = 0, device_bytes: int = 0) -> Worker:
         job = Job(
-            job_id=name, user=user or name, project=user or name, priority=priority, order=0, since_s=0.0,
-            device="cuda:0", host_bytes=0, device_bytes=device_bytes,
-        )  # fmt: skip
+            job_id=name,
+            user=user or name,
+            project=user or name,
+            priority=priority,
+            order=0,
+            since_s=0.0,
+            device="cuda:0",
+            host_bytes=0,
+            device_bytes=device_bytes,
+        )
         worker: Any = Worker(seat=None)  # type: ignore[arg-type]
 
         def charge(device_s: float) -> None:
@@ -331,9 +343,18 @@ def test_inside_one_users_share_the_higher_priority_goes_first() -> None:
 
 def step_done(*, duration_s: float, compute_s: float) -> StepDone:
     return StepDone(
-        step=1, num_steps=9, loss=1.0, grad_norm=1.0, learning_rate=0.1, epoch=0.1, num_input_tokens_seen=8, num_tokens=8,
-        tokens_per_second=8.0, duration_s=duration_s, compute_s=compute_s,
-    )  # fmt: skip
+        step=1,
+        num_steps=9,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        epoch=0.1,
+        num_input_tokens_seen=8,
+        num_tokens=8,
+        tokens_per_second=8.0,
+        duration_s=duration_s,
+        compute_s=compute_s,
+    )
 
 
 def test_a_job_of_which_no_step_is_known_has_long_for_its_first() -> None:

@@ -1,4 +1,5 @@
-"""Backups of a daemon that runs, put back into empty and into damaged state folders, and what `horizond check` finds."""
+"""Backups of a daemon that runs, put back into empty and into damaged state folders, and what `horizond check`
+finds."""
 
 from __future__ import annotations
 
@@ -415,7 +416,8 @@ print(num_changes)
 
 
 def killed_again_and_again(what: str, source: Path, target: Path) -> int:
-    """Back up or restore in processes that are killed before their first change of the disk, their third, and so on; return how often."""
+    """Back up or restore in processes that are killed before their first change of the disk, their third, and so on;
+    return how often."""
     command = [sys.executable, "-c", _KILLED, what, str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -560,8 +562,12 @@ async def test_a_check_finds_what_is_wrong(daemon: DaemonParts, tmp_path: Path) 
         f"{finding.where} {finding.what}" for finding in check_state_dir(daemon.state_dir, full=True).findings
     )
     for expected in (
-        "has other bytes than when it was written", "of model tiny of ada is missing", "has 5 bytes, not 2", "without a reference",
-        "events, but numbered", "the database does not belong to",
-    ):  # fmt: skip
+        "has other bytes than when it was written",
+        "of model tiny of ada is missing",
+        "has 5 bytes, not 2",
+        "without a reference",
+        "events, but numbered",
+        "the database does not belong to",
+    ):
         assert expected in texts, expected
     assert all(finding.advice for finding in check_state_dir(daemon.state_dir).findings if finding.level == "error")

@@ -1,4 +1,5 @@
-"""The child that checks model folders: small files that would take hours or gigabytes are refused, and the daemon's loop keeps its pace."""
+"""The child that checks model folders: small files that would take hours or gigabytes are refused, and the daemon's
+loop keeps its pace."""
 
 from __future__ import annotations
 

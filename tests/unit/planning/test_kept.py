@@ -1,4 +1,5 @@
-"""What stays on a device that has memory to spare: which layers, how many bytes, what it saves, and when it is not worth it."""
+"""What stays on a device that has memory to spare: which layers, how many bytes, what it saves, and when it is not
+worth it."""
 
 from __future__ import annotations
 
@@ -31,9 +32,16 @@ from horizon_server.spec import parse_job_spec
 GIB = 1 << 30
 LAYERS = 8
 CONFIG = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 SHAPES = {"self_attn.q_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
 
 
@@ -63,7 +71,8 @@ def test_resident_layers_are_spread_evenly(folder: ModelFolder, num_layers: int)
 
 def test_a_token_keeps_what_every_product_of_a_layer_has_put_out() -> None:
     model = model_7b()
-    # Queries, keys, values, attention and its projection, gate and up in bf16; down is only added to the residual. A number per head.
+    # Queries, keys, values, attention and its projection, gate and up in bf16; down is only added to the residual. A
+    # number per head.
     outputs = 3584 + 512 + 512 + 3584 + 3584 + 2 * 18944
     assert product_bytes(model, *settings(tokens_per_step=3, compute_dtype="bfloat16")) == 3 * (2 * outputs + 4 * 28)
 
@@ -102,9 +111,13 @@ def test_what_saves_nothing_or_has_no_room_is_not_kept() -> None:
 
 def work_of(folder: ModelFolder, kept: Residency, *, grad_bytes: int = 2) -> StepWork:
     return step_work(
-        folder, tokens_per_step=160, sequence_length=64, device_kind="cuda", grad_bytes=grad_bytes,
+        folder,
+        tokens_per_step=160,
+        sequence_length=64,
+        device_kind="cuda",
+        grad_bytes=grad_bytes,
         residency=kept,
-    )  # fmt: skip
+    )
 
 
 def test_a_resident_layer_goes_up_once_a_step_and_takes_no_slot_from_the_others(folder: ModelFolder) -> None:
@@ -152,9 +165,12 @@ def planned(
         rates=lambda: {} if rates is None else {device: rates},
     )
     spec = {
-        "name": "j", "model": "m", "dataset": "d", "device": device,
+        "name": "j",
+        "model": "m",
+        "dataset": "d",
+        "device": device,
         "train": {"max_steps": 1, "tokens_per_step": 4096, "sequence_length": 64, **train},
-    }  # fmt: skip
+    }
     return planner.plan_to_start(parse_job_spec(spec), path)
 
 

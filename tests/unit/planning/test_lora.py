@@ -189,10 +189,15 @@ def test_a_large_llama_takes_two_bytes_a_parameter_and_a_little_for_adapters(
 
 def test_a_model_that_does_not_fit_is_told_what_adapters_would_take(llama: Path) -> None:
     planner = Planner(
-        load_settings(host_memory_limit_bytes=5_000_000, host_memory_reserve_bytes=0, device_arena_bytes=1 << 30, numa_interleave=False),
+        load_settings(
+            host_memory_limit_bytes=5_000_000,
+            host_memory_reserve_bytes=0,
+            device_arena_bytes=1 << 30,
+            numa_interleave=False,
+        ),
         memory=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=1 << 40),
         num_threads=1,
-    )  # fmt: skip
+    )
     plain = {"name": "a", "model": "m", "dataset": "d"}
     message = planner.plan(parse_job_spec(plain), llama).message
     assert "only a smaller model fits; train.trainable: lora (adapters next to the frozen model) needs " in message
@@ -203,7 +208,7 @@ def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=1 << 35, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=1 << 40),
         num_threads=1,
-    )  # fmt: skip
+    )
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"trainable": "lora"}})
     plan = planner.plan(spec, mixtral)
     assert plan.warnings[0].startswith("train.lora.targets is all-linear, which leaves out the experts")
@@ -214,9 +219,14 @@ def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
 def test_a_resident_layer_sends_up_its_adapters_alone(llama: Path) -> None:
     found = open_for_training(llama, TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4)))
     work = step_work(
-        found, tokens_per_step=1024, sequence_length=64, device_kind="cuda", grad_bytes=2, activation_placement="device",
+        found,
+        tokens_per_step=1024,
+        sequence_length=64,
+        device_kind="cuda",
+        grad_bytes=2,
+        activation_placement="device",
         residency=Residency(resident_layers=1),
-    )  # fmt: skip
+    )
     first, second = work.layers
     assert (first.resident, second.resident) == (False, True)
     layout = found.layout.units[2]
@@ -243,7 +253,8 @@ def test_the_section_is_for_adapters_only() -> None:
     with pytest.raises(InvalidSpec) as refused:
         parse_job_spec({**plain, "train": {"lora": {"rank": 8}}})
     assert str(refused.value) == (
-        "train.lora.rank is for adapters, which this job does not train; set train.trainable: lora or leave train.lora out"
+        "train.lora.rank is for adapters, which this job does not train; set train.trainable: lora or leave train.lora "
+        "out"
     )
     spec = parse_job_spec({**plain, "train": {"trainable": "lora", "lora": {"rank": 8, "targets": "q_proj"}}}).train
     assert (spec.lora.rank, spec.lora.targets, spec.lora.scale) == (8, ("q_proj",), 4.0)

@@ -1,5 +1,5 @@
-"""Facts about the machine: the tightest control-group limit counts, v1 and v2; its rates are kept whole, forgotten when it changes, and
-measured when nobody waits."""
+"""Facts about the machine: the tightest control-group limit counts, v1 and v2; its rates are kept whole, forgotten when
+it changes, and measured when nobody waits."""
 
 from __future__ import annotations
 

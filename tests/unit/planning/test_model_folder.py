@@ -27,9 +27,21 @@ from horizon_server.store.layout import plane_sizes
 
 # Encoders and encoder-decoders, models whose scores are capped, and forms that are refused for other reasons.
 NOT_TRAINED = {
-    "big_bird", "bigbird_pegasus", "cpmant", "git", "got_ocr2", "megatron-bert", "mvp", "prophetnet", "reformer", "rembert",
-    "roformer", "trocr", "xlm", "xlnet",
-}  # fmt: skip
+    "big_bird",
+    "bigbird_pegasus",
+    "cpmant",
+    "git",
+    "got_ocr2",
+    "megatron-bert",
+    "mvp",
+    "prophetnet",
+    "reformer",
+    "rembert",
+    "roformer",
+    "trocr",
+    "xlm",
+    "xlnet",
+}
 CAPPED = {"gemma2", "vaultgemma"}
 # They ask for fused attention with arguments for which a CPU has no fused kernel.
 FUSED_BY_CLASS_ONLY = {"doge", "falcon"}
@@ -104,10 +116,30 @@ def test_a_model_without_attention_needs_no_heads(model_type: str) -> None:
 
 
 ENCODERS = {
-    "bart", "bert", "bert-generation", "blenderbot", "blenderbot-small", "camembert", "data2vec-text", "electra", "ernie",
-    "gemma4_assistant", "gemma4_unified_assistant", "marian", "mbart", "moss_transcribe_diarize", "pegasus", "plbart", "roberta",
-    "roberta-prelayernorm", "roc_bert", "whisper", "xlm-roberta", "xlm-roberta-xl", "xmod",
-}  # fmt: skip
+    "bart",
+    "bert",
+    "bert-generation",
+    "blenderbot",
+    "blenderbot-small",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "marian",
+    "mbart",
+    "moss_transcribe_diarize",
+    "pegasus",
+    "plbart",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "whisper",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
 
 
 def test_the_default_of_tied_tables_is_that_of_transformers() -> None:
@@ -126,11 +158,18 @@ def test_classes_that_never_tie_are_those_of_transformers() -> None:
 def test_a_config_cannot_tie_a_class_that_never_ties(model_type: str, tmp_path: Path) -> None:
     sizes: dict[str, dict[str, Any]] = {
         "nemotron_h": {
-            "num_key_value_heads": 2, "head_dim": 8, "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 8,
-            "n_groups": 1, "ssm_state_size": 8, "num_hidden_layers": 3, "intermediate_size": 48,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "hybrid_override_pattern": "M*-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+            "num_hidden_layers": 3,
+            "intermediate_size": 48,
         },
         "xlstm": {"num_heads": 4, "num_hidden_layers": 2},
-    }  # fmt: skip
+    }
     config = AutoConfig.for_model(
         model_type, vocab_size=64, hidden_size=32, tie_word_embeddings=True, **sizes[model_type]
     )
@@ -144,11 +183,19 @@ def test_a_config_cannot_tie_a_class_that_never_ties(model_type: str, tmp_path: 
     ("model_type", "sizes", "words"),
     [
         # These were told that their files do not belong together.
-        ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True}, "transformer.layer_norm_emb.weight is used before"),
-        ("rembert", {"input_embedding_size": 24, "is_decoder": True}, "input_embedding_size is 24 and the hidden size is 32"),
+        (
+            "xlm",
+            {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True},
+            "transformer.layer_norm_emb.weight is used before",
+        ),
+        (
+            "rembert",
+            {"input_embedding_size": 24, "is_decoder": True},
+            "input_embedding_size is 24 and the hidden size is 32",
+        ),
         ("hrm_text", {}, "or the architecture has its layers in several lists, which is not supported"),
     ],
-)  # fmt: skip
+)
 def test_a_whole_folder_of_an_architecture_that_is_not_supported_is_not_blamed(
     model_type: str, sizes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:

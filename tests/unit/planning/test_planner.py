@@ -33,9 +33,16 @@ from horizon_server.store.generations import PLANE
 GIB = 1 << 30
 H100 = Accelerator(index=0, name="H100", memory_bytes=80 * GIB)
 CONFIG = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 40, "vocab_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 40,
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture

@@ -32,9 +32,13 @@ def folder(make_model: Callable[..., Path]) -> Path:
 
 def work_of(folder: Path, device_kind: DeviceKind) -> StepWork:
     return step_work(
-        open_model_folder(folder), tokens_per_step=160, sequence_length=64, device_kind=device_kind, grad_bytes=4,
+        open_model_folder(folder),
+        tokens_per_step=160,
+        sequence_length=64,
+        device_kind=device_kind,
+        grad_bytes=4,
         activation_placement="device",
-    )  # fmt: skip
+    )
 
 
 def planner(**changes: Any) -> Planner:
@@ -42,8 +46,9 @@ def planner(**changes: Any) -> Planner:
     return Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
-        num_threads=1, **known,
-    )  # fmt: skip
+        num_threads=1,
+        **known,
+    )
 
 
 def spec_of(method: str = "dpo", **train: Any) -> JobSpec:

@@ -1,5 +1,5 @@
-"""The predicted step: the schedule played by hand on small cases, exact arithmetic over given rates, and what decides the time. That it
-meets real steps is bench/prediction.py's."""
+"""The predicted step: the schedule played by hand on small cases, exact arithmetic over given rates, and what decides
+the time. That it meets real steps is bench/prediction.py's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_a_link_that_is_slower_than_compute_decides_both_passes() -> None:
 
 def test_with_clipping_the_updates_of_the_last_step_come_before_the_uploads_of_this_one() -> None:
     found = play(program(4, upload=1, forward=1, backward=6, download=1), updates(4, 10), updates_in_backward=False)
-    # The fourth update ends at 40, its layer is up at 41 and through at 42; backward is hidden but for its last download.
+    # The fourth update ends at 40, its layer is up at 41 and through at 42; backward is hidden but for its last
+    # download.
     assert found.step_s == 42 + 4 * 6 + 1
     # The first layer waits for its own update only.
     assert found.ramp_s == 11
@@ -85,7 +86,8 @@ def test_without_clipping_the_updates_run_under_backward() -> None:
     # Only the first layer's update, which comes last, still runs when the next step wants its weights.
     assert hidden.step_s == free.step_s + 5
     slow = play(program(4, upload=1, forward=1, backward=6, download=1), updates(4, 20), updates_in_backward=True)
-    # Four updates in a row; from the last one on the first layer goes up, forward and backward reach the last layer's gradient.
+    # Four updates in a row; from the last one on the first layer goes up, forward and backward reach the last layer's
+    # gradient.
     assert slow.step_s == 4 * 20 + 1 + 4 + 6 + 1
 
 

@@ -78,9 +78,14 @@ def test_a_magnitude_keeps_the_last_product_and_doubles_those_of_dropped_inputs(
     def layer_of(dropout: float, **lora: Any) -> LayerWork:
         folder = open_for_training(make_model(tied=True), TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4, **lora)))
         return step_work(
-            folder, tokens_per_step=TOKENS, sequence_length=ROW, device_kind="host", grad_bytes=4,
-            activation_placement="device", adapter_dropout=dropout,
-        ).layer  # fmt: skip
+            folder,
+            tokens_per_step=TOKENS,
+            sequence_length=ROW,
+            device_kind="host",
+            grad_bytes=4,
+            activation_placement="device",
+            adapter_dropout=dropout,
+        ).layer
 
     down, product = 2 * TOKENS * HIDDEN * INNER, 2 * TOKENS * LAYER_MATRICES
     plain, scaled, doubled = layer_of(0.3), layer_of(0.0, dora=True), layer_of(0.3, dora=True)

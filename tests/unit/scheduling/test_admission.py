@@ -405,7 +405,8 @@ def test_while_jobs_of_others_train_one_job_of_a_user_is_loaded_at_a_time() -> N
     decision = decided(waiting, [trains], rules=FEW)
     assert started(decision) == ["e0"]
     assert decision.why["e1"] == (
-        "1 job of user eve is being loaded, and 1 may be at a time while jobs of others train; it follows when one is ready"
+        "1 job of user eve is being loaded, and 1 may be at a time while jobs of others train; it follows when one is "
+        "ready"
     )
     # One's own job that trains, or one of another that is being loaded or taken out, is no reason.
     for other in (

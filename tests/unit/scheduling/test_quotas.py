@@ -63,7 +63,8 @@ def test_host_memory() -> None:
 
     assert why_not_resident(quota, job("j", host_gib=15), [resident("a")], now_s=NOW) == ""
     assert why_not_resident(quota, job("j", host_gib=20), [resident("a")], now_s=NOW) == (
-        "quota: 10.00 GiB of 25.00 GiB host memory of user ann (--max-host-memory), and this job needs 20.00 GiB; cancel or wait for job a"
+        "quota: 10.00 GiB of 25.00 GiB host memory of user ann (--max-host-memory), and this job needs 20.00 GiB; "
+        "cancel or wait for job a"
     )
     assert why_not_resident(quota, job("j", host_gib=26), [resident("a")], now_s=NOW).endswith(
         "this job needs 26.00 GiB; an admin can raise it: horizond user set ann"
@@ -80,7 +81,8 @@ def test_device_hours_of_the_last_7_days() -> None:
         "at the present rate free again at about Friday 02:53 UTC"
     )
     assert why_not_resident(ann(device_hours_per_week=0.0), job("j"), [], now_s=NOW) == (
-        "quota: 0 of 0 device hours of user ann in the last 7 days (--device-hours-per-week); an admin can raise it: horizond user set ann"
+        "quota: 0 of 0 device hours of user ann in the last 7 days (--device-hours-per-week); an admin can raise it: "
+        "horizond user set ann"
     )
 
 

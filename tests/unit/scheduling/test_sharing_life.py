@@ -1,4 +1,5 @@
-"""What must hold whatever users do: see `Life.check`. First as Hypothesis finds it, then over a long time with many jobs."""
+"""What must hold whatever users do: see `Life.check`. First as Hypothesis finds it, then over a long time with many
+jobs."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ TestSharingLife.settings = settings(
 
 
 class Lab:
-    """20 users: 12 of them always have three jobs, the others submit now and then. All pause, resume, cancel, and workers die."""
+    """20 users: 12 of them always have three jobs, the others submit now and then. All pause, resume, cancel, and
+    workers die."""
 
     half_life_s = 4 * HOUR
     rules = Rules(max_residence_s=40 * 60.0, max_wait_s=4 * HOUR)
@@ -165,7 +167,8 @@ class Lab:
             life.set_priority(random.choice(sorted(life.waiting)), random.choice([-5, 5, 50]))
 
     def share_error(self) -> float:
-        """The largest difference of an always busy user's part of the device from what the weights give, relative to that."""
+        """The largest difference of an always busy user's part of the device from what the weights give, relative to
+        that."""
         used_s = sum(self.life.used_s[user] for user in self.busy)
         weights = sum(self.weights[user] for user in self.busy)
         return max(abs(self.life.used_s[user] / used_s / (self.weights[user] / weights) - 1) for user in self.busy)
@@ -183,7 +186,8 @@ def test_shares_hold_over_ten_half_lives_of_a_lab_and_no_job_is_lost(seed: int) 
     assert lab.share_error() < 0.05
     assert life.longest_turn_wait <= 1
     assert life.num_displaced > 10
-    # No user who has a job is without a resident one for longer than max_wait_s and a residence, in which memory becomes free.
+    # No user who has a job is without a resident one for longer than max_wait_s and a residence, in which memory
+    # becomes free.
     assert max(life.longest_without_s.values()) < lab.rules.max_wait_s + lab.rules.max_residence_s
 
     for job_id in sorted(life.paused):

@@ -26,9 +26,11 @@ SHAPES = {
 }
 OPTIONS = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.37}
 SCALES = {
-    "model.embed_tokens.weight": 0.1, "model.layers.0.proj.weight": 3.0, "model.layers.0.norm.weight": 1 / 3,
+    "model.embed_tokens.weight": 0.1,
+    "model.layers.0.proj.weight": 3.0,
+    "model.layers.0.norm.weight": 1 / 3,
     "model.layers.0.out.weight": 1000.0,
-}  # fmt: skip
+}
 needs_kernel = pytest.mark.skipif(
     not native.kernel_info().available, reason=f"no compiled kernel: {native.kernel_info().reason}"
 )

@@ -77,9 +77,7 @@ def test_it_holds_the_adapters_and_nothing_of_the_base(make_model: MakeModel, tm
     store = trained_store(base)
     manifest = save_checkpoint(store, tmp_path / "c", source=base, trainer_state=STATE, adapter=export_of(base))
     tensors = {name for name in manifest.files if ".safetensors" in name}
-    assert tensors == {
-        "adapter_model.safetensors", "trainer/exp_avg.safetensors", "trainer/exp_avg_sq.safetensors"
-    }  # fmt: skip
+    assert tensors == {"adapter_model.safetensors", "trainer/exp_avg.safetensors", "trainer/exp_avg_sq.safetensors"}
     assert "config.json" not in manifest.files, "transformers would take it for a model"
     held = 12 * store.layout.num_trained_parameters
     assert held <= sum(manifest.files[name].size_bytes for name in tensors) <= held + 8192

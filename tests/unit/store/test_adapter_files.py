@@ -142,7 +142,8 @@ def test_a_written_config_means_the_same_modules_to_peft(
         ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is .*; it trains whole modules"),
         (
             {"target_parameters": ["mlp.experts.gate_up_proj"]},
-            r"'target_parameters' is .*; .* train the experts themselves, without adapters \(train.trainable: \[experts\]\), or merge",
+            r"'target_parameters' is .*; .* train the experts themselves, without adapters \(train.trainable: "
+            r"\[experts\]\), or merge",
         ),
         ({"rank_pattern": {"q_proj": 8}}, "'rank_pattern' is .*; the ranks of an adapter must all be r"),
         ({"alpha_pattern": {"q_proj": 8}}, "'alpha_pattern' is .*; the scales"),
@@ -282,7 +283,8 @@ def test_a_digest_is_made_again_where_only_the_time_of_the_change_tells(make_mod
 
 
 def test_further_links_to_pushed_contents_leave_their_digest_known(make_model: MakeModel, tmp_path: Path) -> None:
-    """A model is a folder of links to contents that nobody writes any more; other models and backups link to them later."""
+    """A model is a folder of links to contents that nobody writes any more; other models and backups link to them
+    later."""
     book, content = DigestBook(tmp_path / "digests"), copied(make_model(), tmp_path / "contents")
     folders, first = [tmp_path / name for name in ("model", "again")], ""
     for folder in folders:

@@ -22,7 +22,8 @@ from horizon_server.store.prepared import (
 
 
 def columns_of(*documents: list[float] | int) -> DocumentColumns:
-    """One document for each argument: a list has the weights of its targets, a number is how many targets without weights it has."""
+    """One document for each argument: a list has the weights of its targets, a number is how many targets without
+    weights it has."""
     columns = DocumentColumns()
     for given in documents:
         num_targets = given if isinstance(given, int) else len(given)

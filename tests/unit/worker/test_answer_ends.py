@@ -1,4 +1,5 @@
-"""Answers end where trained answers end: in evaluations, in the checkpoints that a job writes, and for who samples from these."""
+"""Answers end where trained answers end: in evaluations, in the checkpoints that a job writes, and for who samples from
+these."""
 
 from __future__ import annotations
 
@@ -20,18 +21,23 @@ from horizon_server.events import EvalAnswer, EvalDone, Message
 from horizon_server.worker.sampling import stop_tokens
 
 END = 2
-# Short enough to be known by heart after a few steps, and with a wrong number behind the end to be found where nothing ends an answer.
+# Short enough to be known by heart after a few steps, and with a wrong number behind the end to be found where nothing
+# ends an answer.
 CHATS = [
     [{"role": "user", "content": f"Say {number}."}, {"role": "assistant", "content": f"#### {number}"}]
     for number in range(4)
 ]
 JOB: dict[str, Any] = {
     "train": {
-        "sequence_length": 64, "tokens_per_step": 256, "compile": "off", "learning_rate": 3e-3, "warmup_steps": 2,
+        "sequence_length": 64,
+        "tokens_per_step": 256,
+        "compile": "off",
+        "learning_rate": 3e-3,
+        "warmup_steps": 2,
         "lr_schedule": "constant",
     },
     "checkpoint": {"every_steps": 0},
-}  # fmt: skip
+}
 ASKED: dict[str, Any] = {
     "sets": {"chats": "d"},
     "generate": {"set": "chats", "prompts": 4, "max_new_tokens": 24, "answer": "#### ([0-9]+)"},
@@ -45,9 +51,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS), "utf-8")
     request = PrepareRequest(
-        dataset_files=(StoredFile.at(file),), model_dir=folder / "model", output_dir=folder / "prepared",
+        dataset_files=(StoredFile.at(file),),
+        model_dir=folder / "model",
+        output_dir=folder / "prepared",
         options=PrepareOptions(sequence_length=64),
-    )  # fmt: skip
+    )
     prepare(request, on_progress=lambda rows: None)
     return folder
 
@@ -96,8 +104,8 @@ def test_a_checkpoint_says_where_its_answers_end(folders: Callable[..., Path]) -
     assert END in stop_tokens(checkpoint, TextCodec.from_folder(checkpoint))
     said = [message.text for message in daemon.said(Message)]
     wanted = (
-        "trained answers end with <|im_end|>, which generation_config.json does not list; answers end there too, and the checkpoint's "
-        "generation_config.json says so"
+        "trained answers end with <|im_end|>, which generation_config.json does not list; answers end there too, and "
+        "the checkpoint's generation_config.json says so"
     )
     assert said.count(wanted) == 1
     assert not any("is frozen" in text for text in said)

@@ -1,4 +1,5 @@
-"""Limits and early stopping: where a job ends before its last step, what it keeps then, and that a stop on the way changes nothing."""
+"""Limits and early stopping: where a job ends before its last step, what it keeps then, and that a stop on the way
+changes nothing."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from horizon_server.records.execution import Execution, Residency
 from horizon_server.records.plan import Plan
 from horizon_server.spec import parse_job_spec
 from horizon_server.worker.__main__ import work
+from horizon_server.worker.set_up import SetUp
 from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
@@ -87,8 +88,19 @@ class Unheard(EventWriter):
 def test_every_part_is_closed_after_the_first_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     made = object.__new__(Training)
-    made._made_trainer, made._device, made._store = (Part(name, closed) for name in ("trainer", "device", "store"))  # type: ignore[assignment]
-    made._trace = None
+    trainer, device, store = (cast(Any, Part(name, closed)) for name in ("trainer", "device", "store"))
+    unused = cast(Any, None)
+    made._made_trainer = trainer
+    made._set_up = SetUp(
+        request=unused,
+        folder=unused,
+        template=unused,
+        adapter=None,
+        data=unused,
+        store=store,
+        device=device,
+        trace=None,
+    )
 
     def run() -> NoReturn:
         raise ZeroDivisionError("the true reason")
@@ -119,8 +131,12 @@ def run_worker(request: Path) -> tuple[int, HorizonError, str]:
     """Run the worker's entry; returns exit code, the error that it reports and what it logged."""
     done = subprocess.run(
         [sys.executable, "-m", "horizon_server.worker", str(request)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     last = decode_line((request.parent / "journal.jsonl").read_bytes().splitlines(keepends=True)[-1])
     assert isinstance(last, Failure)
     return done.returncode, last.error, done.stderr

@@ -25,9 +25,10 @@ from horizon_server.worker_link.orders import RELEASE, TURN, YIELD
 
 LENGTH = 64
 JOB: dict[str, Any] = {
-    "train": {"sequence_length": LENGTH, "tokens_per_step": 128, "compile": "off"}, "eval_every_steps": 2,
+    "train": {"sequence_length": LENGTH, "tokens_per_step": 128, "compile": "off"},
+    "eval_every_steps": 2,
     "checkpoint": {"every_steps": 2},
-}  # fmt: skip
+}
 ASKED: dict[str, Any] = {"sets": {"chats": "d"}, "generate": {"set": "chats", "prompts": 10, "max_new_tokens": 6}}
 
 

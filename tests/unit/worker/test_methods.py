@@ -1,4 +1,5 @@
-"""Whole attempts of jobs that learn from preferences, labels and samples: what they report, and that they continue bit by bit."""
+"""Whole attempts of jobs that learn from preferences, labels and samples: what they report, and that they continue bit
+by bit."""
 
 from __future__ import annotations
 
@@ -36,14 +37,29 @@ KIND_OF = {
     "policy": DataKind.SAMPLES,
 }
 PAIR_FIGURES = {
-    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
-}  # fmt: skip
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+}
 KTO_FIGURES = {
-    "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
-}  # fmt: skip
+    "kl",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+}
 POLICY_FIGURES = {
-    "ratio", "kl_recorded", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-}  # fmt: skip
+    "ratio",
+    "kl_recorded",
+    "kl",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+}
 FIGURES = {
     "dpo": PAIR_FIGURES,
     "ipo": PAIR_FIGURES,

@@ -1,4 +1,5 @@
-"""Everything that takes long in an attempt counts as progress while it runs: the daemon kills a worker that makes none."""
+"""Everything that takes long in an attempt counts as progress while it runs: the daemon kills a worker that makes
+none."""
 
 from __future__ import annotations
 

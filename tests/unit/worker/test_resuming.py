@@ -1,4 +1,5 @@
-"""Whole attempts: what their spec chooses, and what a resumed one refuses and warns of: other rows, and another number of threads."""
+"""Whole attempts: what their spec chooses, and what a resumed one refuses and warns of: other rows, and another number
+of threads."""
 
 from __future__ import annotations
 
@@ -44,10 +45,13 @@ def train(
     """Run one attempt to its end, and return what it had to say. `changes` are of the spec's `train`."""
     spec = parse_job_spec(
         {
-            "name": "job", "model": "m", "dataset": "d", "checkpoint": {"every_steps": 1, "keep_last": 2, "dtype": dtype, "export": export},
+            "name": "job",
+            "model": "m",
+            "dataset": "d",
+            "checkpoint": {"every_steps": 1, "keep_last": 2, "dtype": dtype, "export": export},
             "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, **changes},
         }
-    )  # fmt: skip
+    )
     shutil.rmtree(folder / "checkpoints/step-00000002", ignore_errors=True)
     lines = folder / "events"
     events = EventWriter(os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))

@@ -1,4 +1,5 @@
-"""A worker that continues with the weights another one left in memory: what it reports, what it saves, and when it loads them again."""
+"""A worker that continues with the weights another one left in memory: what it reports, what it saves, and when it
+loads them again."""
 
 from __future__ import annotations
 

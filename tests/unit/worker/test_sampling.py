@@ -116,8 +116,8 @@ WITH_TOOLS = {
 def test_tools_and_their_calls_are_rendered_as_in_training(folder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(folder, tmp_path / "model")
     (model / "chat_template.jinja").write_text(
-        "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{{ m.tool_calls }}{{ m.tool_call_id }}"
-        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+        "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{{ m.tool_calls }}{{ m.tool_call_id "
+        "}}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     )
     codec = TextCodec.from_folder(model)
     asked = request(model, SamplePrompt(chat_json=json.dumps(WITH_TOOLS)))

@@ -1,4 +1,5 @@
-"""Checkpoints by steps and by the clock, and a disk that has no room for one: training continues, and only the last one is waited for."""
+"""Checkpoints by steps and by the clock, and a disk that has no room for one: training continues, and only the last one
+is waited for."""
 
 from __future__ import annotations
 
@@ -179,8 +180,8 @@ def test_a_pause_while_the_job_waits_for_room_ends_it_at_the_checkpoint_before(
     assert attempt(folder, spec, daemon).outcome == "stopped"
     assert [written.step for written in daemon.said(CheckpointWritten)] == [3]
     assert daemon.said(Message)[-1].text == (
-        "the job was paused while it waited for disk space: the checkpoint of step 4 is not written, so the job continues from the "
-        "checkpoint of step 3 and repeats the steps since"
+        "the job was paused while it waited for disk space: the checkpoint of step 4 is not written, so the job "
+        "continues from the checkpoint of step 3 and repeats the steps since"
     )
     disk.free = True
     again = Daemon(always)
@@ -226,8 +227,9 @@ def test_an_infinite_number_of_fp16_is_a_warning_that_names_the_tensor_and_the_w
     save_file(tensors, file, metadata={"format": "pt"})
     told = [message.text for message in train(tmp_path, dtype="fp16", learning_rate=0.0) if message.level == "warning"]
     assert told == [
-        f"the checkpoint of step {step} cannot be used as a model: {names[0]} and 1 more tensors hold numbers beyond 65504, the largest "
-        "of fp16, which are infinite there. Training continues with the exact numbers, which trainer/ has; for a model that can be used, "
-        "set checkpoint.dtype: bf16 or fp32"
+        f"the checkpoint of step {step} cannot be used as a model: {names[0]} and 1 more tensors hold numbers beyond "
+        "65504, the largest "
+        "of fp16, which are infinite there. Training continues with the exact numbers, which trainer/ has; for a model "
+        "that can be used, set checkpoint.dtype: bf16 or fp32"
         for step in (1, 2)
     ]

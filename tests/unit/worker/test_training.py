@@ -63,10 +63,15 @@ def test_documents_beyond_the_positions_of_the_model_are_refused_by_field(named:
 
 
 FIGURES = StepFigures(
-    step=1, loss=1.0, grad_norm=1.0, learning_rate=0.1, num_tokens=8, duration_s=1.0,
+    step=1,
+    loss=1.0,
+    grad_norm=1.0,
+    learning_rate=0.1,
+    num_tokens=8,
+    duration_s=1.0,
     host_memory_bytes={"weights": 10, "moments": 20, "gradients": 5, "staging": 3},
     device_memory_bytes={"weights": 100, "gradients": 50, "activations": 30, "workspace": 7},
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +81,13 @@ FIGURES = StepFigures(
 def test_the_components_are_those_of_the_plan(device: str, activations: int, staging: int) -> None:
     used = host_components(FIGURES, device=device, process_bytes=1000)
     assert used == {
-        "weights": 10, "moments": 20, "gradients": 5, "activations": activations, "staging": staging,
+        "weights": 10,
+        "moments": 20,
+        "gradients": 5,
+        "activations": activations,
+        "staging": staging,
         "other": 1000 - activations - staging,
-    }  # fmt: skip
+    }
     assert host_components(FIGURES, device=device, process_bytes=0)["other"] == 0
 
 

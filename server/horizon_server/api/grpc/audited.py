@@ -54,10 +54,20 @@ class Trail:
     async def end(self, response: Any = None, outcome: str = "OK", message: str = "") -> None:
         """Complete the entry; write a whole one where the call was refused before it began."""
         resource, detail = described(self.request, response)
-        entry = await self._begun if self._begun is not None else AuditEntry(
-            time_s=time.time(), user=self._principal.name, token_id=self._principal.token_id, origin=self._origin,
-            action=self._action, resource=resource, outcome=outcome, detail=detail,
-        )  # fmt: skip
+        entry = (
+            await self._begun
+            if self._begun is not None
+            else AuditEntry(
+                time_s=time.time(),
+                user=self._principal.name,
+                token_id=self._principal.token_id,
+                origin=self._origin,
+                action=self._action,
+                resource=resource,
+                outcome=outcome,
+                detail=detail,
+            )
+        )
         # What was begun is what is meant, unless the answer says which new thing it has become.
         named = resource if response is not None and resource else entry.resource
         await self._audit.end(replace(entry, resource=named, outcome=outcome, detail=message or detail))

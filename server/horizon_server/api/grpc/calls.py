@@ -1,7 +1,8 @@
-"""Every call of gRPC, a row for each: whether it changes something, the use case that it calls, and what of its answer that fills.
+"""Every call of gRPC, a row for each: whether it changes something, the use case that it calls, and what of its answer
+that fills.
 
-The effect counts for the gate that every call passes, its limits and the audit log; who may do what is decided in `services.access`.
-A call of the contract that is missing here cannot be served: `start_grpc_server` refuses to start.
+The effect counts for the gate that every call passes, its limits and the audit log; who may do what is decided in
+`services.access`. A call of the contract that is missing here cannot be served: `start_grpc_server` refuses to start.
 """
 
 from __future__ import annotations
@@ -44,8 +45,16 @@ from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
 _MODULES = (
-    job_pb2, blob_pb2, dataset_pb2, model_pb2, checkpoint_pb2, node_pb2, sharing_pb2, housekeeping_pb2, account_pb2,
-)  # fmt: skip
+    job_pb2,
+    blob_pb2,
+    dataset_pb2,
+    model_pb2,
+    checkpoint_pb2,
+    node_pb2,
+    sharing_pb2,
+    housekeeping_pb2,
+    account_pb2,
+)
 SERVICES = tuple(service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values())
 """The services of the contract."""
 
@@ -56,7 +65,8 @@ class Effect(Enum):
     READ = auto()
     """It looks, and changes nothing."""
     UPLOAD = auto()
-    """It belongs to the upload of contents, which may be thousands: without the Create and Finalize that name them they are nothing."""
+    """It belongs to the upload of contents, which may be thousands: without the Create and Finalize that name them they
+    are nothing."""
     CHANGE = auto()
     """It changes one thing, or uses the node's memory and processors."""
     CHANGE_MANY = auto()
@@ -69,7 +79,8 @@ class Effect(Enum):
 
     @property
     def is_audited(self) -> bool:
-        """Whether it counts as a change: the audit log has an entry for each thing that it is about, and users have a rate of them."""
+        """Whether it counts as a change: the audit log has an entry for each thing that it is about, and users have a
+        rate of them."""
         return self in (Effect.CHANGE, Effect.CHANGE_MANY)
 
 
@@ -79,7 +90,8 @@ class Call:
 
     effect: Effect
     serve: Callable[[Services, Principal, Any], Any]
-    """Given the services, the caller and the request: a coroutine of the result, or a generator of the results of a stream."""
+    """Given the services, the caller and the request: a coroutine of the result, or a generator of the results of a
+    stream."""
     answer: str | tuple[str, ...] | Callable[[Any], Mapping[str, Any]] = ()
     """The field of the answer that the result is, the fields that its parts are, or how the fields are made of it."""
     is_frequent: bool = False

@@ -1,8 +1,8 @@
 """The one converter between the server's records and protobuf messages, by field name, in both directions.
 
-A message field takes the attribute of the same name: properties too, nested records, tuples, maps and optional values. Times are Unix
-seconds here and Timestamps there, choices are text here (`RUNNING`, `prompt-completion`) and prefixed enumerations there. Everything
-that does not follow the names is in the tables below.
+A message field takes the attribute of the same name: properties too, nested records, tuples, maps and optional values.
+Times are Unix seconds here and Timestamps there, choices are text here (`RUNNING`, `prompt-completion`) and prefixed
+enumerations there. Everything that does not follow the names is in the tables below.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def response(kind: type[MessageT], **fields: Any) -> MessageT:
 
 
 def packed(kind: type[Message], items: str, records: Iterable[object], **fields: Any) -> bytes:
-    """Return a response with frozen records as it is sent, `items` being a list or one message: what is sent of a record is made once.
+    """Return a response with frozen records as it is sent, `items` being a list or one message: what is sent of a
+    record is made once.
 
     It is kept with the record. Raises as `to_message`.
     """
@@ -138,7 +139,8 @@ def enum_number(enum: EnumDescriptor, text: str) -> int:
 
 
 def enum_text(enum: EnumDescriptor, number: int) -> str:
-    """Return a choice as records have it: states in capitals, the rest as people write it; the number itself when unknown."""
+    """Return a choice as records have it: states in capitals, the rest as people write it; the number itself when
+    unknown."""
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)
@@ -184,7 +186,8 @@ def _filled(message: MessageT, record: object) -> MessageT:
     return message
 
 
-# Looked up once: reading the descriptors for every message makes an event, and a job in a list, three times as expensive.
+# Looked up once: reading the descriptors for every message makes an event, and a job in a list, three times as
+# expensive.
 @cache
 def _fields(descriptor: Descriptor) -> tuple[tuple[str, Callable[[Any], Any], Setter], ...]:
     """Return name, reader and writer of every field."""

@@ -43,8 +43,8 @@ _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 _READ_OUT_S = 2.0
 _SILENCE_S = 0.25
 _REFUSED_SILENCE_S = 0.015
-# gRPC clients refuse more trailing metadata than this by default, and then the user would see neither code nor message. So the details
-# of an error are cut to what fits; a client that takes more sends its limit under this key.
+# gRPC clients refuse more trailing metadata than this by default, and then the user would see neither code nor message.
+# So the details of an error are cut to what fits; a client that takes more sends its limit under this key.
 _DEFAULT_METADATA_BYTES = 8192
 _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
 _MOST_METADATA_BYTES = 128 * 1024
@@ -109,8 +109,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             answer = self._response_stream(handler.unary_stream, call)
         else:
             answer = self._unary(handler.unary_unary, call)
-        # To gRPC every call streams its requests: otherwise it would call the handler only when the message has arrived, and a caller
-        # who never sends one would hold the call open without being known or limited.
+        # To gRPC every call streams its requests: otherwise it would call the handler only when the message has
+        # arrived, and a caller who never sends one would hold the call open without being known or limited.
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -149,8 +149,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     def _request_stream(self, inner: Any, call: _Call) -> Any:
         async def answer(request_iterator: Any, context: Any) -> Any:
-            # A client whose write is under way when the answer arrives reports an internal error instead of the answer: nearly always
-            # when the status comes alone, nearly never when metadata came before it.
+            # A client whose write is under way when the answer arrives reports an internal error instead of the answer:
+            # nearly always when the status comes alone, nearly never when metadata came before it.
             await context.send_initial_metadata(())
             async with aclosing(aiter(request_iterator)) as received:
                 requests = _RequestStream(received)
@@ -180,7 +180,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return answer
 
     async def _allowed(self, call: _Call, context: Any, trail: Trail) -> Any:
-        """Return the message of a call that its token allows; a change of one thing is in the audit log by then. Raises NotAllowed."""
+        """Return the message of a call that its token allows; a change of one thing is in the audit log by then. Raises
+        NotAllowed."""
         trail.request = await _first_message(context)
         require_scope(caller(), call.effect.need)
         if call.effect is Effect.CHANGE:
@@ -284,8 +285,8 @@ async def _decoded_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Return a deserializer that answers an error instead of raising it."""
 
-    # gRPC decodes before it calls the server, where nothing could answer, and would log a traceback for each: a caller without a token
-    # could fill the disk with them.
+    # gRPC decodes before it calls the server, where nothing could answer, and would log a traceback for each: a caller
+    # without a token could fill the disk with them.
     def decode_or_refuse(data: bytes) -> Any:
         try:
             return decode(data)

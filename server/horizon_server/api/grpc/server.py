@@ -28,7 +28,8 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_CALLS = 1024
 # On one connection; a client waits with more.
 MAX_CALLS_PER_CONNECTION = MAX_CALLS_PER_USER
-# Together with those of HTTP far below 1,024, the usual limit of a process's descriptors: workers and files need some too.
+# Together with those of HTTP far below 1,024, the usual limit of a process's descriptors: workers and files need some
+# too.
 MAX_CONNECTIONS = 512
 # On which no call has presented a valid token: in all, and from one address.
 MAX_UNKNOWN = 128
@@ -59,7 +60,8 @@ async def start_grpc_server(
         credentials = grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
     elif not is_loopback(parsed.host):
         raise BadSetting(
-            f"the gRPC address {address} is beyond loopback and needs TLS, because others could read the tokens; set tls_cert and tls_key"
+            f"the gRPC address {address} is beyond loopback and needs TLS, because others could read the tokens; set "
+            "tls_cert and tls_key"
         )
     # gRPC would print a line of its own before it fails, and give no reason.
     bound_socket("grpc", parsed).close()
@@ -71,8 +73,8 @@ async def start_grpc_server(
         options=_options(),
         maximum_concurrent_rpcs=MAX_CALLS,
     )
-    # Not registered besides, as generated code does: a method that is has a request of its own waiting in gRPC, and each call that
-    # comes in goes through all of them.
+    # Not registered besides, as generated code does: a method that is has a request of its own waiting in gRPC, and
+    # each call that comes in goes through all of them.
     server.add_generic_rpc_handlers([_handlers(services, service) for service in SERVICES])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -96,7 +98,8 @@ def _handlers(services: Services, service: ServiceDescriptor) -> grpc.GenericRpc
 
 
 def _handler(services: Services, method: MethodDescriptor, call: Call) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return the one handler that there is: request in, one call of a use case, its result or results out as messages."""
+    """Return the one handler that there is: request in, one call of a use case, its result or results out as
+    messages."""
     answer = message_factory.GetMessageClass(method.output_type)
 
     def answered(result: Any) -> Any:
@@ -139,8 +142,8 @@ def _options() -> tuple[tuple[str, int], ...]:
         # And the server finds out about laptops that were closed.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        # What was received but not yet read when a connection breaks is sent again, so an upload may run ahead of its reader by
-        # little more than the piece it waits for. By default the window grows to several MiB.
+        # What was received but not yet read when a connection breaks is sent again, so an upload may run ahead of its
+        # reader by little more than the piece it waits for. By default the window grows to several MiB.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
@@ -164,7 +167,8 @@ class GrpcServer:
         self.port = port
 
     async def set_serving(self, serving: bool) -> None:
-        """Set what health checks answer: whether new work is taken, which is not so while draining. Calls are answered all the same."""
+        """Set what health checks answer: whether new work is taken, which is not so while draining. Calls are answered
+        all the same."""
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if serving else statuses.NOT_SERVING
         for name in ("", *SERVICE_NAMES):

@@ -1,7 +1,8 @@
-"""The JSON bodies of REST: the records themselves, by field name. Times are ISO 8601 in UTC, sizes are bytes, unknown is null.
+"""The JSON bodies of REST: the records themselves, by field name. Times are ISO 8601 in UTC, sizes are bytes, unknown
+is null.
 
-`body_of` makes the response model of a record from its dataclass: fields, types and docstrings. What differs from the record (other
-names, computed fields, fields that stay inside) is in the tables below.
+`body_of` makes the response model of a record from its dataclass: fields, types and docstrings. What differs from the
+record (other names, computed fields, fields that stay inside) is in the tables below.
 """
 
 from __future__ import annotations

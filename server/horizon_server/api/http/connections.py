@@ -1,4 +1,5 @@
-"""Bounds on HTTP connections, which uvicorn does not have: how many there are, and how long a client may take to send a request."""
+"""Bounds on HTTP connections, which uvicorn does not have: how many there are, and how long a client may take to send a
+request."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from horizon_server.api.connections import Connections
 from horizon_server.api.limits import address_of
 
-# In all; more are closed at once. Those that have shown no valid token: from one address, and in all; then the oldest is closed.
+# In all; more are closed at once. Those that have shown no valid token: from one address, and in all; then the oldest
+# is closed.
 MAX_CONNECTIONS = 320
 MAX_UNKNOWN_PER_ADDRESS = 128
 MAX_UNKNOWN = 192
@@ -19,7 +21,8 @@ HEAD_S = 10.0
 UNKNOWN_S = 60.0
 # How long a connection may wait for its next request.
 KEEP_ALIVE_S = 5
-# Accepted in one go: fewer than may be without a token, so that a request is read before others push its connection out.
+# Accepted in one go: fewer than may be without a token, so that a request is read before others push its connection
+# out.
 ACCEPTED_AT_ONCE = 32
 # Connections that the kernel keeps until they are accepted.
 BACKLOG = 1024
@@ -36,7 +39,8 @@ class Bounds:
         self._open: dict[BoundedProtocol, str] = {}
 
     def add(self, connection: BoundedProtocol, address: str) -> bool:
-        """Count a new connection. Return False when there are too many, also after the oldest one without a token was closed."""
+        """Count a new connection. Return False when there are too many, also after the oldest one without a token was
+        closed."""
         unknown = [one for one in self._open if not one.is_known]
         of_address = [one for one in unknown if self._open[one] == address]
         for oldest in (

@@ -1,4 +1,5 @@
-"""The loss curve of a job from its events, in bounded memory; a repeated request reads only the events since the last one."""
+"""The loss curve of a job from its events, in bounded memory; a repeated request reads only the events since the last
+one."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ PointT = TypeVar("PointT", CurvePoint, EvalPoint)
 
 
 class Curve(Generic[PointT]):
-    """Collects points in the order of their steps; beyond `max_points` they get twice as far apart, but the last is always there."""
+    """Collects points in the order of their steps; beyond `max_points` they get twice as far apart, but the last is
+    always there."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         assert max_points >= 2

@@ -1,4 +1,5 @@
-"""What surrounds every request: who calls, its duration in the metrics, a bound on its body, and one shape for every error.
+"""What surrounds every request: who calls, its duration in the metrics, a bound on its body, and one shape for every
+error.
 
 An error's code is from the one table of errors; an answer shows nothing of the daemon's insides.
 """

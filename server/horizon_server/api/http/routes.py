@@ -106,13 +106,15 @@ async def get_node(services: Services, caller: Caller) -> Any:
 
 @router.get("/queue", responses=_ERRORS, response_model=bodies.QueueBody)
 async def get_queue(services: Services, caller: Caller) -> Any:
-    """Show everybody's resident and waiting jobs, and why each is where it is; of other users' jobs only id, owner, state and times."""
+    """Show everybody's resident and waiting jobs, and why each is where it is; of other users' jobs only id, owner,
+    state and times."""
     return {"jobs": [QueueEntry.seen_by(caller, job) for job in await services.jobs.queue(caller)]}
 
 
 @router.get("/usage", responses=_USAGE_ERRORS, response_model=bodies.UsageBody)
 async def get_usage(services: Services, caller: Caller, since: Since = None) -> Any:
-    """Show device time, tokens, storage and jobs by outcome since a time: the caller's own; everybody's for admins and viewers."""
+    """Show device time, tokens, storage and jobs by outcome since a time: the caller's own; everybody's for admins and
+    viewers."""
     # A time without an offset is in UTC, as all times of this interface.
     given = since.replace(tzinfo=since.tzinfo or UTC) if since else None
     since_s = given.timestamp() if given else time.time() - USAGE_OF_S
@@ -158,7 +160,8 @@ async def get_job(services: Services, caller: Caller, job_id: JobKey) -> Any:
     responses={
         **_JOB_ERRORS,
         200: {
-            "description": "Server-sent events: state, step, prepare, eval, checkpoint, message; `end` after the last one.",
+            "description": "Server-sent events: state, step, prepare, eval, checkpoint, message; `end` after the last "
+            "one.",
             "content": {"text/event-stream": {"itemSchema": _EVENT_SCHEMA}},
         },
         204: {"description": "The job has ended and there is nothing after the given event: do not reconnect."},

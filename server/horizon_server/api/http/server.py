@@ -65,7 +65,8 @@ def make_app(
 def _add_open_routes(
     app: FastAPI, metrics: Metrics, ready: Callable[[], str | None], scraping: Callable[..., Any]
 ) -> None:
-    """Add what needs no token: probes and load balancers have none, and these answers show nothing of the daemon's work."""
+    """Add what needs no token: probes and load balancers have none, and these answers show nothing of the daemon's
+    work."""
     page, policy = _load_page()
     exposition: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 

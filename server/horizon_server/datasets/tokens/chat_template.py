@@ -87,23 +87,25 @@ class ChatTemplate:
             raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
         if len(text) > MAX_RENDERED_CHARACTERS:
             raise InvalidData(
-                f"the model's chat template makes {len(text)} characters of this chat; at most {MAX_RENDERED_CHARACTERS} are allowed"
+                f"the model's chat template makes {len(text)} characters of this chat; at most "
+                f"{MAX_RENDERED_CHARACTERS} are allowed"
             )
-        # A Python object that the template prints has another address in every process, so its tokens would differ from run to run.
-        # A dataset about programming may contain such text itself.
+        # A Python object that the template prints has another address in every process, so its tokens would differ from
+        # run to run. A dataset about programming may contain such text itself.
         found = _ADDRESS.search(text) if " at 0x" in text else None
         if found and not _ADDRESS.search(f"{plain} {tools} {self._source}"):
             raise InvalidData(
-                f"the model's chat template prints a Python object (... {found.group()}>) instead of a text; correct the template"
+                f"the model's chat template prints a Python object (... {found.group()}>) instead of a text; correct "
+                "the template"
             )
         return text
 
     def assistant_spans(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[Span | None]]:
         """Return the text of a chat and, per message, the characters an assistant generates (None for other roles).
 
-        A span reaches from after the assistant's cue to the end-of-turn token, inclusive. Generation markers of the template decide
-        where it has them; else the chat is rendered message by message, which works if each beginning of the chat renders to a
-        beginning of the text.
+        A span reaches from after the assistant's cue to the end-of-turn token, inclusive. Generation markers of the
+        template decide where it has them; else the chat is rendered message by message, which works if each beginning
+        of the chat renders to a beginning of the text.
         """
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans: list[Span | None] = [None] * len(messages)
@@ -120,7 +122,8 @@ class ChatTemplate:
         end = self._beginning(text, self.render(messages[: index + 1], tools=tools))
         if start is None or end is None or start > end:
             raise InvalidData(
-                f"the model's chat template does not render the chat turn by turn, so messages[{index}] cannot be left out of "
+                f"the model's chat template does not render the chat turn by turn, so messages[{index}] cannot be left "
+                "out of "
                 "training; leave out the row or its weights"
             )
         return start, end
@@ -130,7 +133,8 @@ class ChatTemplate:
     ) -> tuple[str, list[str]]:
         """Return the text of a prompt with the assistant's cue, and that of the prompt with each of the answers to it.
 
-        A whole text begins with that of the prompt, not always with the cue: templates may write it differently once the answer follows.
+        A whole text begins with that of the prompt, not always with the cue: templates may write it differently once
+        the answer follows.
         """
         cue = self.render(prompt, tools=tools, add_generation_prompt=True)
         wholes = [self.render([*prompt, *answer], tools=tools) for answer in answers]
@@ -139,8 +143,8 @@ class ChatTemplate:
             alone = self.render(prompt, tools=tools)
             if any(self._beginning(whole, alone) is None for whole in wholes):
                 raise InvalidData(
-                    "the model's chat template renders the prompt differently once an answer follows it, so where the answer begins "
-                    "cannot be found; leave out the turns that it rewrites, or correct the template"
+                    "the model's chat template renders the prompt differently once an answer follows it, so where the "
+                    "answer begins cannot be found; leave out the turns that it rewrites, or correct the template"
                 )
         return cue, wholes
 
@@ -173,8 +177,8 @@ class ChatTemplate:
         cue = self.render(messages[:index], tools=tools, add_generation_prompt=True)
         if not text.startswith(cue):
             raise InvalidData(
-                f"the model's chat template renders what precedes messages[{index}] with the assistant's cue to text that the "
-                f"whole chat does not begin with, so the trained part cannot be found; {_ADD_MARKERS}"
+                f"the model's chat template renders what precedes messages[{index}] with the assistant's cue to text "
+                f"that the whole chat does not begin with, so the trained part cannot be found; {_ADD_MARKERS}"
             )
         closed = self.render(messages[: index + 1], tools=tools) if index + 1 < len(messages) else text
         end = self._end_of_turn(closed, len(cue))
@@ -184,7 +188,8 @@ class ChatTemplate:
 
     def _end_of_turn(self, closed: str, start: int) -> int:
         """Return where the turn that a text closes with ends."""
-        # Generation stops at the token that closes the turn; a line break or an end of text after it is never generated.
+        # Generation stops at the token that closes the turn; a line break or an end of text after it is never
+        # generated.
         end = len(closed)
         closing: list[re.Match[str]] = []
         for marker in reversed([*self._end_marker.finditer(closed, start)]):
@@ -207,20 +212,21 @@ class ChatTemplate:
         return marker.group() if marker else ""
 
     def _end_by_token(self, message: Message, index: int, text: str, start: int) -> int:
-        # Some templates write a reply differently once others follow it (they drop its reasoning). What the model reads there is what
-        # it would have generated, up to the token that ends every turn.
+        # Some templates write a reply differently once others follow it (they drop its reasoning). What the model reads
+        # there is what it would have generated, up to the token that ends every turn.
         end = text.find(self._usual_end, start) if self._usual_end else -1
         if end < 0 or self._usual_end in str(message):
             raise InvalidData(
-                f"the model's chat template rewrites messages[{index}] when other messages follow, and no special token marks where it "
-                f"ends, so the trained part cannot be found; {_ADD_MARKERS}"
+                f"the model's chat template rewrites messages[{index}] when other messages follow, and no special "
+                f"token marks where it ends, so the trained part cannot be found; {_ADD_MARKERS}"
             )
         return end + len(self._usual_end)
 
 
 @contextmanager
 def processor_time_limit(limit_s: float, error: Exception) -> Iterator[None]:
-    """Raise `error` inside the block once the process has used this much processor time in it. Thread: main, which gets signals."""
+    """Raise `error` inside the block once the process has used this much processor time in it. Thread: main, which gets
+    signals."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise error

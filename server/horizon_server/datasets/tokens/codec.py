@@ -77,7 +77,8 @@ class TextCodec:
         return cls(*loaded, vocab_size)
 
     def encode(self, text: str) -> Any:
-        """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none are added."""
+        """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none
+        are added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_all(self, texts: Sequence[str]) -> list[Any]:

@@ -24,8 +24,8 @@ Ids = array.array
 class Document:
     """Tokens that are trained together; `trained[t]` is 1 where token t is a target.
 
-    `old_logprobs` and `advantages` of recorded samples have one number, of 4 bytes, for each target. `weights` has one for each token, of
-    which those of targets count; None is 1 for all.
+    `old_logprobs` and `advantages` of recorded samples have one number, of 4 bytes, for each target. `weights` has one
+    for each token, of which those of targets count; None is 1 for all.
     """
 
     ids: Ids[int]
@@ -79,7 +79,8 @@ def answer_document(prompt: Ids[int], completion: Ids[int], length: int) -> Docu
 def closing_token(document: Document, codec: TextCodec) -> int | None:
     """Return the special token that closes the last trained part of a document; None where a word of the text does.
 
-    White space behind it does not count: of pairs, templates have the line break after the end of a turn trained as well.
+    White space behind it does not count: of pairs, templates have the line break after the end of a turn trained as
+    well.
     """
     at = document.trained.rfind(1)
     while at > 0 and document.trained[at] and codec.is_blank(document.ids[at]):
@@ -125,8 +126,8 @@ def common_beginning(prompt: Sequence[int], wholes: Sequence[Sequence[int]]) -> 
 class MismatchedAnswers:
     """Follows every row of `kto` with a second document: the same prompt with the completion of the next row.
 
-    The last row takes the completion of the first. KTO estimates its KL term with these documents. Rows come in the order in which they
-    are prepared; one is held back until the next comes.
+    The last row takes the completion of the first. KTO estimates its KL term with these documents. Rows come in the
+    order in which they are prepared; one is held back until the next comes.
 
     Source: Ethayarajh et al. (arXiv 2402.01306), section 4.1. TRL rotates within each batch, and to the other side.
     """
@@ -154,8 +155,8 @@ class MismatchedAnswers:
             return columns
         if self._first is self._last:
             raise InvalidData(
-                "kto needs at least two rows to train on, and two where rows are held out: the completion of one is joined with the "
-                "prompt of another"
+                "kto needs at least two rows to train on, and two where rows are held out: the completion of one is "
+                "joined with the prompt of another"
             )
         self._join(columns, self._last, self._first)
         return columns

@@ -1,4 +1,5 @@
-"""What a row means, whatever its format, and the text that a model reads of it: which characters of that are trained, and which tokens.
+"""What a row means, whatever its format, and the text that a model reads of it: which characters of that are trained,
+and which tokens.
 
 Takes rows that `horizon_formats.checks` has found fine.
 """
@@ -25,8 +26,8 @@ _HASH_BYTES = 8
 class Chat:
     """A conversation, as chat templates read it.
 
-    Every message has `role`, `content` (a string) and `weight` (0: not trained, 1, or how much its tokens count), and what else the row
-    has: the arguments of a tool call always as an object.
+    Every message has `role`, `content` (a string) and `weight` (0: not trained, 1, or how much its tokens count), and
+    what else the row has: the arguments of a tool call always as an object.
     """
 
     messages: list[dict[str, Any]]
@@ -78,7 +79,8 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Recorded token ids, of which those with mask 1 were sampled; one log-probability and one advantage for each of them."""
+    """Recorded token ids, of which those with mask 1 were sampled; one log-probability and one advantage for each of
+    them."""
 
     input_ids: Sequence[int]
     mask: Sequence[int]
@@ -190,15 +192,17 @@ def row_content(row: NormalRow) -> bytes:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Whether content is on the evaluation side of this fraction. What is held out at some fraction is so at every larger one."""
-    # By content alone: a row stays on its side wherever it is in the file, and copies of a row are never on both sides. A random draw
-    # would leak copies, and would change with every row that is added (ADR 0005).
+    """Whether content is on the evaluation side of this fraction. What is held out at some fraction is so at every
+    larger one."""
+    # By content alone: a row stays on its side wherever it is in the file, and copies of a row are never on both sides.
+    # A random draw would leak copies, and would change with every row that is added (ADR 0005).
     number = int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "big")
     return number < fraction * float(1 << (8 * _HASH_BYTES))
 
 
 class RenderedText(NamedTuple):
-    """A text that is encoded by itself, and the characters of it that are trained; `weights` has one for each span, or none: all are 1."""
+    """A text that is encoded by itself, and the characters of it that are trained; `weights` has one for each span, or
+    none: all are 1."""
 
     text: str
     spans: tuple[Span, ...]
@@ -211,14 +215,16 @@ class RenderedText(NamedTuple):
 
 
 class RenderedRow(NamedTuple):
-    """Texts laid end to end. `bare` asks for the tokens that the tokenizer puts around a text that no template has rendered."""
+    """Texts laid end to end. `bare` asks for the tokens that the tokenizer puts around a text that no template has
+    rendered."""
 
     texts: tuple[RenderedText, ...]
     bare: bool
 
 
 class RenderedAnswers(NamedTuple):
-    """The text of a prompt, with the assistant's cue where a template has one, and the whole text with each answer; `bare` as above."""
+    """The text of a prompt, with the assistant's cue where a template has one, and the whole text with each answer;
+    `bare` as above."""
 
     prompt: str
     wholes: tuple[str, ...]
@@ -254,13 +260,14 @@ class RowRenderer:
         return RenderedRow(texts=(RenderedText(text=text, spans=spans, weights=weights),), bare=False)
 
     def render_answers(self, row: Answers) -> RenderedAnswers:
-        """Return the texts of a row, each whole. Raises: InvalidData where the template refuses them, or there is none for messages."""
+        """Return the texts of a row, each whole. Raises: InvalidData where the template refuses them, or there is none
+        for messages."""
         turns = [row.prompt, *row.answers]
         if self._template is None:
             if not all(isinstance(turn, str) for turn in turns):
                 raise InvalidData(
-                    "the row holds messages, but the model has no chat template; add chat_template.jinja to the model or write the "
-                    "prompt and the answers as texts"
+                    "the row holds messages, but the model has no chat template; add chat_template.jinja to the model "
+                    "or write the prompt and the answers as texts"
                 )
             prompt, *answers = map(str, turns)
             return RenderedAnswers(prompt=prompt, wholes=tuple(prompt + answer for answer in answers), bare=True)
@@ -307,8 +314,9 @@ def _trained(text: str, weight: float | None = None) -> RenderedText:
 def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
     """Return a byte for each token of a `tokenizers.Encoding` of `text`: 1 where it is in a span of characters.
 
-    A token across the border of a span belongs to the side that holds its letters; on the other side there is white space only, such
-    as the line break that `<|end|>` of some vocabularies swallows. White space on both sides belongs to what comes first.
+    A token across the border of a span belongs to the side that holds its letters; on the other side there is white
+    space only, such as the line break that `<|end|>` of some vocabularies swallows. White space on both sides belongs
+    to what comes first.
 
     Raises: InvalidData where a token holds letters of both sides: then no mask is exact.
     """
@@ -319,7 +327,8 @@ def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
 
 
 def token_weights(rendered: RenderedText, encoding: Any) -> array.array[float] | None:
-    """Return the weight of each token of an encoded text, by the rule of `token_mask`; 1 where it is not trained. None: all are 1."""
+    """Return the weight of each token of an encoded text, by the rule of `token_mask`; 1 where it is not trained. None:
+    all are 1."""
     if not rendered.weights:
         return None
     weights = array.array("f", [1.0]) * len(encoding)
@@ -351,6 +360,7 @@ def _first_token(text: str, encoding: Any, border: int) -> int:
         return int(token)
     # Guessing would train on half a cue, or leave out half a word.
     raise InvalidData(
-        f"token {text[begin:end]!r} holds text that is trained and text that is not, so no mask is exact; put white space or a "
+        f"token {text[begin:end]!r} holds text that is trained and text that is not, so no mask is exact; put white "
+        "space or a "
         "special token between the template's words and the reply's"
     )

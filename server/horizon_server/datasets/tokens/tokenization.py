@@ -1,4 +1,5 @@
-"""Rows to documents: token ids, and which of them are trained. What a job trains and what a preview shows both come from here."""
+"""Rows to documents: token ids, and which of them are trained. What a job trains and what a preview shows both come
+from here."""
 
 from __future__ import annotations
 
@@ -114,10 +115,11 @@ def _last_cut(text: str) -> int:
 class TokenizedRow:
     """What became of one row: documents, or why there are none.
 
-    `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the job's
-    `sequence_length`. `num_cut_tokens` were beyond it. `held_out` rows are on the evaluation side of `eval_fraction`.
-    `closed_by` has for each whole answer of the row the special token that closes it, or None.
-    The documents of a `preference` are chosen and rejected. A row of `kto` has its `answer` too, for the document that is joined of two.
+    `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the
+    job's `sequence_length`. `num_cut_tokens` were beyond it. `held_out` rows are on the evaluation side of
+    `eval_fraction`. `closed_by` has for each whole answer of the row the special token that closes it, or None.
+    The documents of a `preference` are chosen and rejected. A row of `kto` has its `answer` too, for the document that
+    is joined of two.
     """
 
     documents: Sequence[Document] = ()
@@ -130,7 +132,8 @@ class TokenizedRow:
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a row, and the text they were made from with its `tokenizers.Encoding`, where they are known.
+    """Consecutive tokens of a row, and the text they were made from with its `tokenizers.Encoding`, where they are
+    known.
 
     `weights` has one for each token, or is None: all are 1.
     """
@@ -168,7 +171,8 @@ class RowTokenizer:
         self._renderer = RowRenderer(codec.chat_template, options)
         if dataset_format in _CHATS and codec.chat_template is None:
             raise InvalidData(
-                f"the dataset holds {dataset_format}, but the model has no chat template; add chat_template.jinja to the model "
+                f"the dataset holds {dataset_format}, but the model has no chat template; add chat_template.jinja to "
+                "the model "
                 "or use a prompt-completion dataset"
             )
 
@@ -198,10 +202,11 @@ class RowTokenizer:
             yield fitted
 
     def show(self, row: Row) -> list[PreviewRow]:
-        """Return the documents of a row as `tokenize` hands them to training, for people to read: one, or chosen and rejected.
+        """Return the documents of a row as `tokenize` hands them to training, for people to read: one, or chosen and
+        rejected.
 
-        The texts of the spans of a document laid end to end are what the model reads, up to where it is cut. A row that cannot be used
-        has problems and, where it could be rendered, spans all the same.
+        The texts of the spans of a document laid end to end are what the model reads, up to where it is cut. A row that
+        cannot be used has problems and, where it could be rendered, spans all the same.
         """
         shown = PreviewRow(file=row.file, unit=row.unit, number=row.number)
         (item,) = self._read([row])
@@ -235,7 +240,8 @@ class RowTokenizer:
         read: list[_ReadRow] = []
         places = dict.fromkeys(row.place for row in (rows[0], rows[-1]))
         endless = InvalidModel(
-            f"the model's chat template took more than {_MAX_TEMPLATE_S} s of processor time for {' to '.join(places)}; it may never end"
+            f"the model's chat template took more than {_MAX_TEMPLATE_S} s of processor time for "
+            f"{' to '.join(places)}; it may never end"
         )
         with processor_time_limit(_MAX_TEMPLATE_S, endless):
             for row in rows:
@@ -263,10 +269,11 @@ class RowTokenizer:
         return [self._parts(item, encodings, shown=shown)]
 
     def _answers(self, rendered: RenderedAnswers, encodings: Iterator[Any]) -> list[list[_Part]]:
-        """Return the parts of each answer with its prompt; the answer alone is trained, from where its tokens leave the prompt's.
+        """Return the parts of each answer with its prompt; the answer alone is trained, from where its tokens leave the
+        prompt's.
 
-        As TRL does it: the tokens are those of the whole text, and where a token joins the end of the prompt with the beginning of an
-        answer, both answers begin with it.
+        As TRL does it: the tokens are those of the whole text, and where a token joins the end of the prompt with the
+        beginning of an answer, both answers begin with it.
         """
         leading = array.array("i", self._codec.leading_ids if rendered.bare else ())
         prompt = array.array("i", next(encodings).ids)
@@ -351,7 +358,8 @@ class RowTokenizer:
         num_prompt_tokens = wholes[0].trained.index(1)
         if not all(document.num_targets for document in kept):
             problem = (
-                f"has {num_prompt_tokens} tokens before the first that is trained, so within sequence_length {limit} none is; raise "
+                f"has {num_prompt_tokens} tokens before the first that is trained, so within sequence_length {limit} "
+                "none is; raise "
                 "train.sequence_length or shorten the prompt"
             )
             return TokenizedRow(left_out=row.refusal(problem))
@@ -391,7 +399,8 @@ class RowTokenizer:
             return TokenizedRow(documents=kept, num_cut_tokens=len(whole.ids) - sum(len(piece.ids) for piece in kept))
         # Left out, not refused: it is too long for this job only.
         problem = (
-            f"has {len(whole.ids)} tokens, and within sequence_length {self._options.sequence_length} none is trained; raise "
+            f"has {len(whole.ids)} tokens, and within sequence_length {self._options.sequence_length} none is trained; "
+            "raise "
             "train.sequence_length or shorten the row"
         )
         return TokenizedRow(left_out=row.refusal(problem))

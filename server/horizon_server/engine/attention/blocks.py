@@ -1,10 +1,11 @@
-"""Attention within documents, a block of queries at a time: for what no fused kernel computes (windows, soft caps, sinks).
+"""Attention within documents, a block of queries at a time: for what no fused kernel computes (windows, soft caps,
+sinks).
 
-The scores of a block of queries with the keys that they may see are in memory, never those of all pairs of tokens. Backward
-computes them again.
+The scores of a block of queries with the keys that they may see are in memory, never those of all pairs of tokens.
+Backward computes them again.
 
-Shapes: T = tokens of the row, B = queries of a block, K = keys that they see, G = groups of heads (one key head each), R = query heads
-of a group, E = size of a head.
+Shapes: T = tokens of the row, B = queries of a block, K = keys that they see, G = groups of heads (one key head each),
+R = query heads of a group, E = size of a head.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How a score is computed and which keys a query sees: those of its document up to itself, `window` of them at most.
+    """How a score is computed and which keys a query sees: those of its document up to itself, `window` of them at
+    most.
 
     `window` and `softcap` are 0 where there is none.
     """
@@ -76,7 +78,8 @@ def gradients_in_blocks(
     sinks: Tensor,
     rule: Scores,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value [heads, T, E], and of the sinks (empty without). `gradient` and `output` are [T, heads, E]."""
+    """The gradients of query, key and value [heads, T, E], and of the sinks (empty without). `gradient` and `output`
+    are [T, heads, E]."""
     num_heads, groups = query.shape[0], key.shape[0]
     per_group = num_heads // groups
     for_query = torch.empty_like(query)
@@ -107,7 +110,8 @@ def gradients_in_blocks(
 
 
 def _scores(query_GRBE: Tensor, key_GKE: Tensor, block: _Block, rule: Scores) -> tuple[Tensor, Tensor | None]:
-    """The scores [G, R, B, K] in fp32, -inf where a key is hidden, and the slope of the soft cap, where there is one."""
+    """The scores [G, R, B, K] in fp32, -inf where a key is hidden, and the slope of the soft cap, where there is
+    one."""
     products = torch.matmul(query_GRBE.flatten(1, 2), key_GKE.transpose(1, 2)).float()
     scores = products.mul_(rule.scale).view(*query_GRBE.shape[:3], -1)
     slope = None

@@ -27,8 +27,8 @@ def attend(
 ) -> Tensor:
     """Causal attention within each document. Shapes: [1, heads, T, E] to [1, T, heads, E].
 
-    `boundaries` are where documents start, and the end of the last one, as integers on the CPU. A query sees `window` keys at most,
-    its own included. `sinks` are one score per head to which no value belongs.
+    `boundaries` are where documents start, and the end of the last one, as integers on the CPU. A query sees `window`
+    keys at most, its own included. `sinks` are one score per head to which no value belongs.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     # Empty where there are none: torch.compile cannot follow a missing tensor through an autograd.Function.

@@ -1,8 +1,8 @@
 """Attention within the documents of a row, as two operators that torch can trace: forward and backward.
 
-The boundaries of the documents are a tensor on the CPU whatever the device: their values are read inside the operators, where that
-waits for nothing, and a traced graph holds for any number of documents. Fused kernels are used where they compute the same: per
-document on a CPU, all documents at once on a GPU.
+The boundaries of the documents are a tensor on the CPU whatever the device: their values are read inside the operators,
+where that waits for nothing, and a traced graph holds for any number of documents. Fused kernels are used where they
+compute the same: per document on a CPU, all documents at once on a GPU.
 
 Shapes: T = tokens of the row, E = size of a head, of queries and keys or of values. Heads may share keys.
 """
@@ -24,16 +24,19 @@ _aten = torch.ops.aten
 _MAX_HEAD = 256
 _HEAD_MULTIPLE = 8
 _MIN_CAPABILITY = (8, 0)
-# What documents in bf16 are filled up to a multiple of on a CPU: torch compiles a product for each shape, and keeps it per thread.
+# What documents in bf16 are filled up to a multiple of on a CPU: torch compiles a product for each shape, and keeps it
+# per thread.
 _BF16_LENGTHS = 64
-# Backward of a shorter document in bf16 runs in fp32 on a CPU: what torch's kernel does once per head takes longer than its products.
+# Backward of a shorter document in bf16 runs in fp32 on a CPU: what torch's kernel does once per head takes longer than
+# its products.
 _MIN_BF16_BACKWARD = 384
 _uses_fused = True
 
 
 @contextmanager
 def without_fused_kernels() -> Iterator[None]:
-    """Inside, a block of queries at a time computes all attention, on every thread: other rounding, the same formula."""
+    """Inside, a block of queries at a time computes all attention, on every thread: other rounding, the same
+    formula."""
     global _uses_fused
     before, _uses_fused = _uses_fused, False
     try:
@@ -53,7 +56,8 @@ def attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], for [1, heads, T, E].
+    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], for [1, heads, T,
+    E].
 
     `sinks` are empty where there are none.
     """
@@ -67,9 +71,17 @@ def attention(
     if query.is_cuda:
         placed, longest = _placed(boundaries, query.device), _longest(ends)
         output, logsumexp, *_ = _aten._flash_attention_forward(
-            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)), placed, placed, longest, longest, 0.0, True,
-            return_debug_mask=False, scale=scale, **_window(window, longest),
-        )  # fmt: skip
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+            placed,
+            placed,
+            longest,
+            longest,
+            0.0,
+            True,
+            return_debug_mask=False,
+            scale=scale,
+            **_window(window, longest),
+        )
         return output[None, ..., :size].clone(memory_format=torch.contiguous_format), logsumexp
     shape = (1, query.shape[2], query.shape[1], size)
     output, logsumexp = query.new_empty(shape), query.new_empty(shape[2], shape[1], dtype=torch.float32)
@@ -130,9 +142,21 @@ def attention_backward(
         # Of dropout, which there is none of; the kernel's signature asks for them.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         found = _aten._flash_attention_backward(
-            gradient[0].contiguous(), *(tensor[0].transpose(0, 1) for tensor in (query, key, value)), output[0].contiguous(),
-            logsumexp, placed, placed, longest, longest, 0.0, True, state, state, scale=scale, **_window(window, longest),
-        )  # fmt: skip
+            gradient[0].contiguous(),
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+            output[0].contiguous(),
+            logsumexp,
+            placed,
+            placed,
+            longest,
+            longest,
+            0.0,
+            True,
+            state,
+            state,
+            scale=scale,
+            **_window(window, longest),
+        )
         for result, tensor in zip(results, found, strict=True):
             result[0] = tensor.transpose(0, 1)[..., : result.shape[-1]]
         return results[0], results[1], results[2], for_sinks
@@ -190,7 +214,8 @@ def _first_seen(ends: list[int], window: int) -> Tensor:
 
 
 def _placed(boundaries: Tensor, device: torch.device) -> Tensor:
-    """As the fused kernel wants them. CUDA: the driver has read pageable memory when it returns, and waits for no stream."""
+    """As the fused kernel wants them. CUDA: the driver has read pageable memory when it returns, and waits for no
+    stream."""
     return boundaries.to(torch.int32).to(device, non_blocking=True)
 
 
@@ -204,7 +229,8 @@ def _window(window: int, longest: int) -> dict[str, int | None]:
 
 
 def _of_one_size(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """With zeros after the shorter heads, because kernels want queries, keys and values of one size: they change no product."""
+    """With zeros after the shorter heads, because kernels want queries, keys and values of one size: they change no
+    product."""
     size = max(query.shape[-1], value.shape[-1])
     if query.is_cuda:
         size += -size % _HEAD_MULTIPLE
@@ -222,8 +248,8 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _filled(tensor: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """A document's part of [groups, heads, T, ...]: in fp32 where `dtype` is, and for kernels in bf16 with zeros after it, which no earlier
-    query sees and which have no gradient."""
+    """A document's part of [groups, heads, T, ...]: in fp32 where `dtype` is, and for kernels in bf16 with zeros after
+    it, which no earlier query sees and which have no gradient."""
     document = tensor[:, :, start:stop]
     if dtype is torch.float32:
         return document.float()
@@ -236,6 +262,7 @@ def _filled(tensor: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Empty, of a tensor's shape [1, heads, T, E], with a token's heads next to each other as its projection wants them."""
+    """Empty, of a tensor's shape [1, heads, T, E], with a token's heads next to each other as its projection wants
+    them."""
     _, heads, tokens, size = tensor.shape
     return tensor.new_empty(1, tokens, heads, size).transpose(1, 2)

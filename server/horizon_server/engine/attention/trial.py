@@ -1,10 +1,11 @@
 """For which models attention without masks computes what the model means: found by trial, never by a list of names.
 
-The model makes masks as it always does, but under the name of an implementation whose masks are marks that remember how they were
-asked for. A layer run on tensors without storage then shows which mark reaches its attention, and with which arguments. The model is
-served where three things hold for every layer: the mask lets each query see what our function lets it see, on every pair of a short
-packed row and at the borders of windows far out; the function computes the numbers of the model's own one on random tensors; and
-nothing else touches a mark. Everything else keeps the implementation that transformers chose.
+The model makes masks as it always does, but under the name of an implementation whose masks are marks that remember how
+they were asked for. A layer run on tensors without storage then shows which mark reaches its attention, and with which
+arguments. The model is served where three things hold for every layer: the mask lets each query see what our function
+lets it see, on every pair of a short packed row and at the borders of windows far out; the function computes the
+numbers of the model's own one on random tensors; and nothing else touches a mark. Everything else keeps the
+implementation that transformers chose.
 
 Shapes: T = tokens of a trial, E = size of a head.
 """
@@ -45,7 +46,8 @@ class _NotServed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAttention:
-    """The layers of a model are served: `slots` of each take the boundaries of the row's documents in the place of a mask."""
+    """The layers of a model are served: `slots` of each take the boundaries of the row's documents in the place of a
+    mask."""
 
     slots: tuple[frozenset[Slot], ...]
 
@@ -57,9 +59,11 @@ class OwnAttention:
 def find_own_attention(
     model: PreTrainedModel, layers: Sequence[nn.Module], groups: Sequence[int], calls_of: CallsOf, *, hidden_size: int
 ) -> OwnAttention | str:
-    """Whether all layers can use our attention, or why not. If so, the model is switched to it, and calls come without masks from now on.
+    """Whether all layers can use our attention, or why not. If so, the model is switched to it, and calls come without
+    masks from now on.
 
-    `layers` are those of the model, `groups` the first equal one of each. The model must be in training mode, so that dropout shows.
+    `layers` are those of the model, `groups` the first equal one of each. The model must be in training mode, so that
+    dropout shows.
     """
     configs = _configs(model, layers)
     before = [config._attn_implementation for config in configs]
@@ -116,7 +120,8 @@ def _mark(*, mask_function: Callable[..., Tensor], attention_mask: Tensor | None
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerTrial:
-    """The run of one layer: `packed` and `alone` are the marks that it is given in a packed row, and for a single document."""
+    """The run of one layer: `packed` and `alone` are the marks that it is given in a packed row, and for a single
+    document."""
 
     packed: Mapping[Slot, _Mark]
     alone: Mapping[Slot, _Mark]
@@ -163,7 +168,8 @@ class _LayerTrial:
                 with torch.no_grad():
                     layer(*args, **kwargs)
             except RUN_ERRORS:
-                # Without storage, some layers run only so far (experts are chosen by values): far enough, if attention was before that.
+                # Without storage, some layers run only so far (experts are chosen by values): far enough, if attention
+                # was before that.
                 if unseen or (self.packed and not used):
                     raise
         return frozenset(used)
@@ -237,7 +243,8 @@ def _registered(attention: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _real_parameters(module: nn.Module, generator: torch.Generator) -> Iterator[dict[int, Tensor]]:
-    """Gives a module's own parameters (sinks) random values inside the block, by the identity of those without storage."""
+    """Gives a module's own parameters (sinks) random values inside the block, by the identity of those without
+    storage."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     real = {name: nn.Parameter(torch.randn(p.shape, generator=generator), False) for name, p in own.items()}
     module._parameters.update(real)

@@ -1,7 +1,7 @@
 """Makes the compiled layers of a model: traces, compiles and tries each kind that the library does not have yet.
 
-Source: regional compilation as in torch.compile, https://docs.pytorch.org/tutorials/recipes/regional_compilation.html: one layer's code
-serves all layers of its kind.
+Source: regional compilation as in torch.compile, https://docs.pytorch.org/tutorials/recipes/regional_compilation.html:
+one layer's code serves all layers of its kind.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
 
 @dataclass(frozen=True)
 class _Build:
-    """The making of one kind of layer, of which `layer` is the first. Candidates: what TorchInductor makes of the layer, and the same with
-    Triton's operators in it.
+    """The making of one kind of layer, of which `layer` is the first. Candidates: what TorchInductor makes of the
+    layer, and the same with Triton's operators in it.
     """
 
     template: Template
@@ -105,7 +105,8 @@ class _Build:
 
     def _better(self, entry: Entry, file: Path) -> Entry:
         """Of `entry` and the candidate with Triton's operators: the faster one, or the one that computes the same."""
-        # Where the compiler crashes, takes too long or is stopped, this process ends; the next one finds the mark and leaves it out.
+        # Where the compiler crashes, takes too long or is stopped, this process ends; the next one finds the mark and
+        # leaves it out.
         mark = self.library.scratch / f"{self.key}.tried"
         if not runs_triton(self.target.device) or mark.exists():
             return entry
@@ -147,7 +148,10 @@ class _Build:
         refusal, tolerance = "", TOLERANCE[self.target.dtype]
         # Written so that a NaN does not pass.
         if not trial.error <= tolerance:
-            refusal = f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}; rounding explains at most {tolerance:.0e}"
+            refusal = (
+                f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}; rounding explains at "
+                f"most {tolerance:.0e}"
+            )
         ranges = [graph.token_range(self.target.num_tokens) for graph in (graphs.forward, graphs.backward)]
         return Entry(
             refusal=refusal,

@@ -1,7 +1,8 @@
-"""A decoder layer as two graphs of aten operations: forward, and recompute with backward. The number of tokens stays a symbol.
+"""A decoder layer as two graphs of aten operations: forward, and recompute with backward. The number of tokens stays a
+symbol.
 
-The second graph computes gradients from the layer's input, so that products whose result no gradient needs are not in it: what
-`skipped_projection` searches for in layers that run eagerly is dead code here.
+The second graph computes gradients from the layer's input, so that products whose result no gradient needs are not in
+it: what `skipped_projection` searches for in layers that run eagerly is dead code here.
 
 Shapes: T = tokens of a micro-batch, D = hidden size.
 Source: torch.fx.experimental.proxy_tensor.make_fx over torch.func.vjp.
@@ -35,8 +36,8 @@ from horizon_server.engine.template import Template
 
 log = logging.getLogger(__name__)
 
-# Where a graph's conditions depend on the number of tokens, they are tried for these. One token is not among them: a dimension of
-# size 1 broadcasts, so a graph for it would be another one.
+# Where a graph's conditions depend on the number of tokens, they are tried for these. One token is not among them: a
+# dimension of size 1 broadcasts, so a graph for it would be another one.
 _TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
 _FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
 _MAP_ARGUMENTS = 3
@@ -65,9 +66,10 @@ class Graph:
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden state, the tensors of
-    the call. Its output is the hidden state. `backward` takes after these: the gradient of the output, then for every place that
-    `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters in `returned`.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden
+    state, the tensors of the call. Its output is the hidden state. `backward` takes after these: the gradient of the
+    output, then for every place that `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden
+    state, then those of the parameters in `returned`.
     """
 
     forward: Graph
@@ -85,7 +87,8 @@ def trace_layer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerGraphs:
-    """Trace a layer as the template runs it. `example` is a call for `num_tokens`, the size that the code will be best for.
+    """Trace a layer as the template runs it. `example` is a call for `num_tokens`, the size that the code will be best
+    for.
 
     Raises:
         NotCompilable: the layer's code depends on values, or on the number of tokens.
@@ -150,7 +153,10 @@ def _why_not_traced(places: Sequence[Place]) -> str:
     """In words why a layer's code could not be turned into a graph for rows of any length."""
     names = [place.name for place in places]
     if any("experts" in name for name in names):
-        return "it chooses experts by values, and the products of experts cannot be compiled in this type of computation on this device"
+        return (
+            "it chooses experts by values, and the products of experts cannot be compiled in this type of "
+            "computation on this device"
+        )
     if any(part in name for name in names for part in ("conv1d", "A_log", "in_proj_qkvz", "linear_attn")):
         return "its recurrent layers are computed in steps whose number depends on the length of a row"
     return "its code in transformers decides by values or by the length of a row"
@@ -185,7 +191,8 @@ class _Inputs:
 
 
 class _Conditions(ShapeEnv):
-    """Ends a trace once its conditions hold for no other number of tokens: a loop over chunks of them is not followed to its end."""
+    """Ends a trace once its conditions hold for no other number of tokens: a loop over chunks of them is not followed
+    to its end."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
@@ -218,7 +225,8 @@ def _trace(
     # Buffers that a layer computes itself (rotary tables) are real, and become constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     inputs = make_inputs(_Inputs(mode, device))
-    # Without Python's dispatcher, torch 2.11 takes a product apart in C++, which asks for sizes that are symbols and fails.
+    # Without Python's dispatcher, torch 2.11 takes a product apart in C++, which asks for sizes that are symbols and
+    # fails.
     with mode, enable_python_dispatcher(), _MapsWithBias():
         module = make_fx(function, tracing_mode="real", decomposition_table=select_decomp_table())(*inputs)
     shape_env.is_tracing = False  # the compiler's conditions narrow the range, and end nothing
@@ -228,8 +236,8 @@ def _trace(
 
 
 class _MapsWithBias(TorchFunctionMode):
-    """While a graph with gradients is traced: torch takes a frozen map with a bias apart in C++, which fixes the number of tokens. The same
-    product of the same matrices, asked for in Python."""
+    """While a graph with gradients is traced: torch takes a frozen map with a bias apart in C++, which fixes the number
+    of tokens. The same product of the same matrices, asked for in Python."""
 
     def __torch_function__(
         self,

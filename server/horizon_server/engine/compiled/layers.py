@@ -31,7 +31,8 @@ def call_patterns(template: Template, dtype: torch.dtype) -> dict[int, CallPatte
         try:
             if template.draws_random_numbers:
                 raise NotCompilable(
-                    "its config or its adapters ask for dropout, whose random numbers a compiled layer would draw differently"
+                    "its config or its adapters ask for dropout, whose random numbers a compiled layer would draw "
+                    "differently"
                 )
             found[kind] = CallPattern.through(one[kind], other[kind])
         except NotCompilable as error:
@@ -76,7 +77,8 @@ class CompiledCall:
         gradient_1TD: Tensor,
         gradients: UnitGradients | None,
     ) -> Tensor:
-        """The gradient of the layer's input, [1, T, D]; those of its trained parameters are added to `gradients`, if it has any."""
+        """The gradient of the layer's input, [1, T, D]; those of its trained parameters are added to `gradients`, if it
+        has any."""
         accumulators = {} if gradients is None else gradients.accumulators
         targets = [(found.out, found.first) for found in accumulators.values()]
         with torch.no_grad():
@@ -114,7 +116,8 @@ class CompiledLayers:
         only_faster: bool = False,
         keys: Sequence[str] | None = None,
     ) -> CompiledLayers:
-        """Take what the library has; with `only_faster`, of that what the trial found faster than the eager layers; with `keys`, those."""
+        """Take what the library has; with `only_faster`, of that what the trial found faster than the eager layers;
+        with `keys`, those."""
         layers = cls(template)
         for kind, pattern in call_patterns(template, target.dtype).items():
             try:

@@ -1,7 +1,7 @@
 """Compiled layers on disk: one file of code per kind of layer, with what its trial found. Jobs of one model share them.
 
-A file goes by a key of everything that its code depends on: the model's structure, the versions of the programs that made it, and the
-machine. So a job that is resumed runs the very code that it began with.
+A file goes by a key of everything that its code depends on: the model's structure, the versions of the programs that
+made it, and the machine. So a job that is resumed runs the very code that it began with.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Target:
 class Entry:
     """What is known of one kind of layer. `refusal` says why it has no code; where it is empty, there is a file of it.
 
-    `speedup` is by how much the code is faster than the eager layer, which only `auto` asks for. `kernels` are the compiler's own, or
-    Triton's (`fused`) where those were faster. `returned`, `min_tokens` and `max_tokens` are as in `graphs`, `sha256` is that of the
-    file of code.
+    `speedup` is by how much the code is faster than the eager layer, which only `auto` asks for. `kernels` are the
+    compiler's own, or Triton's (`fused`) where those were faster. `returned`, `min_tokens` and `max_tokens` are as in
+    `graphs`, `sha256` is that of the file of code.
     """
 
     refusal: str = ""

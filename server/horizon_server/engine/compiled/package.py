@@ -29,13 +29,15 @@ class CompilerFailed(NotCompilable):
 
 
 class LayerCode:
-    """The two functions of a package, as `LayerGraphs` describes them. Call them without gradients, on the compute queue."""
+    """The two functions of a package, as `LayerGraphs` describes them. Call them without gradients, on the compute
+    queue."""
 
     def __init__(self, path: Path) -> None:
-        # The loader itself: the function around it imports the compiler, for seconds, to check what this machine can run.
+        # The loader itself: the function around it imports the compiler, for seconds, to check what this machine can
+        # run.
         loader = torch._C._aoti.AOTIModelPackageLoader
-        # Run by one thread at a time: a loader for several would wait, with Python's lock in hand, until the device has ended the run
-        # before (pytorch#197516), so that the host could never run ahead of a GPU.
+        # Run by one thread at a time: a loader for several would wait, with Python's lock in hand, until the device has
+        # ended the run before (pytorch#197516), so that the host could never run ahead of a GPU.
         self._forward = loader(str(path), _FORWARD, _ONE_THREAD, 1, -1)
         self._backward = loader(str(path), _BACKWARD, _ONE_THREAD, 1, -1)
 
@@ -75,7 +77,8 @@ def _compiled(graph: Graph) -> list[Any]:
         "aot_inductor.package": True,
         # Headers are most of what the wrapper's compiler reads, and its own speed hardly matters: it calls kernels.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # /proc/cpuinfo says what the processor has. Compiling and loading a trial of every extension takes half a minute.
+        # /proc/cpuinfo says what the processor has. Compiling and loading a trial of every extension takes half a
+        # minute.
         "cpp.vec_isa_ok": True,
         # Of 300 MB, to save a few seconds.
         "aot_inductor.precompile_headers": False,

@@ -27,7 +27,8 @@ _NUM_PAIRS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a trial found. `error` is the greatest relative difference of an output or gradient, which is that of `worst`.
+    """What a trial found. `error` is the greatest relative difference of an output or gradient, which is that of
+    `worst`.
 
     `speedup` is the eager layer's time for forward, recompute and backward, over the compiled layer's.
     """
@@ -107,7 +108,8 @@ def _scale(shape: tuple[int, ...]) -> float:
 def relative_differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
     """The differences of tensors, relative to what is expected.
 
-    A gradient that is zero but for rounding (of a bias that softmax does not see) counts relative to the largest of all.
+    A gradient that is zero but for rounding (of a bias that softmax does not see) counts relative to the largest of
+    all.
     """
     norms = {name: float(value.double().norm()) / value.numel() ** 0.5 for name, value in expected.items()}
     floor = _NEGLIGIBLE * max(norms.values())

@@ -25,8 +25,8 @@ def device_for(
     trace: Trace | None = None,
     gpu: str = "",
 ) -> HostDevice | CudaDevice:
-    """A device of a kind; `num_threads` is for the host's compute, `trace` receives what its queues do, `gpu` is the UUID of the one that
-    cuda means, where it is not the first.
+    """A device of a kind; `num_threads` is for the host's compute, `trace` receives what its queues do, `gpu` is the
+    UUID of the one that cuda means, where it is not the first.
 
     Without a `compute_dtype`, the kind's default.
 

@@ -1,10 +1,11 @@
-"""The cuda device: bf16 weights straight from the store's `hi` plane, gradients accumulated in fp32 and sent to the host in bf16.
+"""The cuda device: bf16 weights straight from the store's `hi` plane, gradients accumulated in fp32 and sent to the
+host in bf16.
 
 Device memory is torch's caching allocator under a limit, with an account by component: slots and activations are
 allocated once and counted exactly, the workspace is what the allocator's own peak says beyond them.
 
-CUDA: h2d, compute and d2h are streams; a queue's work launches inside its stream and never waits for the device, except where
-host memory could not be pinned, and for the few rows of an embedding.
+CUDA: h2d, compute and d2h are streams; a queue's work launches inside its stream and never waits for the device, except
+where host memory could not be pinned, and for the few rows of an embedding.
 Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 """
 
@@ -118,7 +119,8 @@ class CudaDevice(QueuedDevice):
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """CUDA: synchronises the device. A device that is broken fails the queues, not the caller, who is closing what is left."""
+        """CUDA: synchronises the device. A device that is broken fails the queues, not the caller, who is closing what
+        is left."""
         super().free(tensor)
         self._synchronize()
 
@@ -182,8 +184,8 @@ class CudaDevice(QueuedDevice):
         self.d2h.submit(partial(_copy, source, target), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        """CUDA: the sum is taken on d2h, in fp32 over rows, or blocks of the size that units are padded to, and in float64 over those. A
-        square beyond fp32 (an element of 1.8e19) counts as not finite.
+        """CUDA: the sum is taken on d2h, in fp32 over rows, or blocks of the size that units are padded to, and in
+        float64 over those. A square beyond fp32 (an element of 1.8e19) counts as not finite.
         """
         blocks = gradient if gradient.dim() > 1 else gradient.view(-1, UNIT_ALIGN_ELEMENTS)
 
@@ -201,7 +203,8 @@ class CudaDevice(QueuedDevice):
         return use
 
     def peak_bytes(self) -> Mapping[str, int]:
-        """The workspace is the allocator's peak beyond what was allocated by name; `cached` is what it holds beyond all tensors."""
+        """The workspace is the allocator's peak beyond what was allocated by name; `cached` is what it holds beyond all
+        tensors."""
         peak = dict(self.arena.peak_bytes())
         named = sum(num_bytes for component, num_bytes in peak.items() if component != "workspace")
         allocated = self._runtime.peak_allocated_bytes()

@@ -141,7 +141,8 @@ class CudaQueue(HostQueue):
         if isinstance(event, CudaEvent):
             self._runtime.wait(self.stream, event.issued())
         else:
-            # An event of the host has no mark that the stream could wait for, so the thread waits before it launches more.
+            # An event of the host has no mark that the stream could wait for, so the thread waits before it launches
+            # more.
             event.wait()
         end.record(self.stream)
         self.timeline.add_marks(start, end, waits_for=event.origin)

@@ -84,8 +84,9 @@ class TorchCuda:
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
-        # With a mask and a row length of 64 beyond a multiple of 128, cuDNN's backward of attention gives NaN on Hopper (pytorch#196678),
-        # and it compiles a plan for every new row length. Flash and memory-efficient attention do neither.
+        # With a mask and a row length of 64 beyond a multiple of 128, cuDNN's backward of attention gives NaN on Hopper
+        # (pytorch#196678), and it compiles a plan for every new row length. Flash and memory-efficient attention do
+        # neither.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         # What an earlier device of this process held at its peak is not ours.

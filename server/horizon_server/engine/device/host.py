@@ -27,8 +27,8 @@ _GATHER_ROWS = 4096
 class HostDevice(QueuedDevice):
     """Trains on a CPU-only machine and makes the schedule testable: in fp32, or in bf16 exactly as a cuda device does.
 
-    `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the CPUs this
-    process may use, unless given. Results do not depend on any option but this one and `compute_dtype`.
+    `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the
+    CPUs this process may use, unless given. Results do not depend on any option but this one and `compute_dtype`.
     """
 
     name: DeviceKind = "host"
@@ -50,8 +50,8 @@ class HostDevice(QueuedDevice):
         super().__init__(arena=Arena(limit_bytes=limit_bytes), host_buffers=host_buffers, **switches)
         self._link_bytes_per_s = link_bytes_per_s
         self._workspace_bytes: dict[Hashable, int] = {}
-        # First, because OpenMP's own threads take the count that any thread has set last. Theirs must stay 1, or a product inside attention
-        # would be summed in another order once torch has given them a count.
+        # First, because OpenMP's own threads take the count that any thread has set last. Theirs must stay 1, or a
+        # product inside attention would be summed in another order once torch has given them a count.
         self.compute = HostQueue("compute", self._group, num_threads=num_threads)
         self.h2d = HostQueue("h2d", self._group, num_threads=1)
         self.d2h = HostQueue("d2h", self._group, num_threads=1)
@@ -96,8 +96,8 @@ class HostDevice(QueuedDevice):
         return tensor
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
-        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed tensors cross it as
-        they are.
+        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed
+        tensors cross it as they are.
         """
         unit = store.layout.units[index]
         first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]

@@ -1,4 +1,5 @@
-"""A device's memory: accounts by component with a limit, host memory that it copies from and to, and what of that is pinned.
+"""A device's memory: accounts by component with a limit, host memory that it copies from and to, and what of that is
+pinned.
 
 Units: bytes, unless a name says elements. Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 """
@@ -24,7 +25,8 @@ STAGING_BYTES = 32 << 20
 
 
 class Arena:
-    """Allocations by component under one limit, on a torch device. `limit_bytes` None means unbounded. Thread: safe from any."""
+    """Allocations by component under one limit, on a torch device. `limit_bytes` None means unbounded. Thread: safe
+    from any."""
 
     def __init__(self, *, limit_bytes: int | None, device: torch.device | None = None) -> None:
         self._limit_bytes = limit_bytes
@@ -42,7 +44,8 @@ class Arena:
         Raises:
             DoesNotFit: the limit would be exceeded.
         """
-        # It would have no address to find it by, and the kernel maps no empty range: a model of one layer has nothing to offload.
+        # It would have no address to find it by, and the kernel maps no empty range: a model of one layer has nothing
+        # to offload.
         if num_elements == 0:
             return torch.empty(0, dtype=dtype, device=self._device)
         num_bytes = num_elements * dtype.itemsize
@@ -80,7 +83,8 @@ class Arena:
                 held = ", ".join(f"{name} {size:,}" for name, size in sorted(self._held.items()) if size)
                 raise DoesNotFit(
                     f"device memory: {component} needs {num_bytes:,} bytes more, but {held_total:,} of the limit of "
-                    f"{self._limit_bytes:,} bytes are in use ({held or 'nothing'}); lower tokens_per_step or sequence_length, "
+                    f"{self._limit_bytes:,} bytes are in use ({held or 'nothing'}); lower tokens_per_step or "
+                    "sequence_length, "
                     "or raise the device's memory limit"
                 )
             self._held[component] = self._held.get(component, 0) + num_bytes
@@ -105,7 +109,8 @@ class Arena:
 
 
 class HostBuffers(Arena):
-    """Page-aligned blocks of zeros, provided by the kernel at once and in parallel: nothing faults in the middle of a step."""
+    """Page-aligned blocks of zeros, provided by the kernel at once and in parallel: nothing faults in the middle of a
+    step."""
 
     def __init__(self, *, num_threads: int) -> None:
         super().__init__(limit_bytes=None)
@@ -123,7 +128,8 @@ class PinnedRanges:
 
     def __init__(self, runtime: Runtime, *, max_piece_bytes: int = MAX_PIECE_BYTES) -> None:
         self._runtime, self._max_piece_bytes = runtime, max_piece_bytes
-        # First and last address, with the memory: were it unmapped first, the driver would continue to copy from the old pages.
+        # First and last address, with the memory: were it unmapped first, the driver would continue to copy from the
+        # old pages.
         self._pieces: list[tuple[int, int, Tensor]] = []
         self.refusals: list[str] = []
 
@@ -143,11 +149,14 @@ class PinnedRanges:
             if code == 0:
                 self._pieces.append((address, address + num_bytes, memory))
             else:
-                # Which of the reasons it is, the driver does not say: cudaHostRegister reports most of them as one code.
+                # Which of the reasons it is, the driver does not say: cudaHostRegister reports most of them as one
+                # code.
                 self.refusals.append(
-                    f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies from and to it "
-                    "take a detour and are slower; the usual reasons are too little free host memory (free some, or lower "
-                    "tokens_per_step), WSL, which pins only part of it, or a container or unit with a memory lock limit (ulimit -l)"
+                    f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies "
+                    "from and to it "
+                    "take a detour and are slower; the usual reasons are too little free host memory (free some, or "
+                    "lower tokens_per_step), WSL, which pins only part of it, or a container or unit with a memory "
+                    "lock limit (ulimit -l)"
                 )
 
     def remove(self, memory: Tensor) -> None:
@@ -172,7 +181,8 @@ class PinnedRanges:
 
 
 def split_at(cuts: Sequence[int], *, max_size: int) -> list[tuple[int, int]]:
-    """Whole stretches between ascending cuts, joined as long as they stay within `max_size`; a longer one stays whole."""
+    """Whole stretches between ascending cuts, joined as long as they stay within `max_size`; a longer one stays
+    whole."""
     pieces: list[tuple[int, int]] = []
     start = cuts[0]
     for stop, next_stop in zip(cuts, [*cuts[1:], None], strict=True):

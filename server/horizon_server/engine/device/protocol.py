@@ -1,6 +1,7 @@
 """What the engine needs of a device: three queues joined by events, and a bounded arena.
 
-Work given to a queue runs in order, later than the call that submitted it, and must neither read results back nor wait for the host.
+Work given to a queue runs in order, later than the call that submitted it, and must neither read results back nor wait
+for the host.
 
 Units: bytes are what crosses the link, seconds come from the queues themselves.
 """
@@ -114,7 +115,8 @@ class Device(Protocol):
         """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""
 
     def release_memory(self) -> None:
-        """Free what the device itself holds in its memory, what its allocator keeps included, until `adopt` is called again.
+        """Free what the device itself holds in its memory, what its allocator keeps included, until `adopt` is called
+        again.
 
         The queues must be idle. Host memory stays as it is.
         """
@@ -129,7 +131,8 @@ class Device(Protocol):
         """Token ids and indices where compute can read them; small, and not part of the account."""
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
-        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has the others already."""
+        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has
+        the others already."""
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""
@@ -147,10 +150,11 @@ class Device(Protocol):
         """Append the copy of a few numbers to d2h, too small to be part of the account."""
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        """Append the copy of a unit's gradient to d2h, and the sum of its squares. `target` is flat; `gradient` may be rows of a table.
+        """Append the copy of a unit's gradient to d2h, and the sum of its squares. `target` is flat; `gradient` may be
+        rows of a table.
 
-        The sum is in float64, in a fixed order, of the fp32 values before they are rounded to the target's dtype; it is not
-        finite when an element is not.
+        The sum is in float64, in a fixed order, of the fp32 values before they are rounded to the target's dtype; it is
+        not finite when an element is not.
         """
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:

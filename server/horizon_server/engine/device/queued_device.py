@@ -40,7 +40,8 @@ class Switches(TypedDict, total=False):
 
 
 class QueueGroup:
-    """What the queues of a device share: their first error, after which all of them skip their work. Thread: safe from any."""
+    """What the queues of a device share: their first error, after which all of them skip their work. Thread: safe from
+    any."""
 
     def __init__(self, *, max_delay_s: float = 0.0, delay_seed: int = 0, trace: Trace | None = None) -> None:
         self.max_delay_s, self.delay_seed, self.trace = max_delay_s, delay_seed, trace
@@ -80,7 +81,8 @@ class HostEvent(threading.Event):
 class HostQueue:
     """Runs work in order on a thread of its own.
 
-    After a failure anywhere in the group the remaining work is skipped, while events still happen: nothing waits forever.
+    After a failure anywhere in the group the remaining work is skipped, while events still happen: nothing waits
+    forever.
     """
 
     def __init__(self, name: str, group: QueueGroup, *, num_threads: int, timeline: Timeline | None = None) -> None:
@@ -89,7 +91,8 @@ class HostQueue:
         self._group = group
         # By name, so that queues of one seed do not pause in step.
         self._random = random.Random(f"{group.delay_seed}-{name}")
-        # Not an executor, whose futures make a submission seven times as costly; the driver submits hundreds for each step.
+        # Not an executor, whose futures make a submission seven times as costly; the driver submits hundreds for each
+        # step.
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._tasks, group, num_threads), name=f"horizon-{name}", daemon=True
@@ -99,7 +102,8 @@ class HostQueue:
         # A queue that is dropped without `close` takes its thread along.
         self._finish = weakref.finalize(self, self._tasks.put, None)
         self._finish.atexit = False
-        # Until the thread runs: the next queue's thread must not set its count of threads before this one has asked for its own.
+        # Until the thread runs: the next queue's thread must not set its count of threads before this one has asked for
+        # its own.
         self.record().wait()
 
     def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
@@ -233,7 +237,8 @@ class QueuedDevice:
 
 
 def _poison(tensor: Tensor) -> None:
-    """Fill memory with what nobody writes: not a number where it holds numbers, ones in every bit where it holds packed bytes."""
+    """Fill memory with what nobody writes: not a number where it holds numbers, ones in every bit where it holds packed
+    bytes."""
     tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
 
 
@@ -269,6 +274,6 @@ def _serve(tasks: SimpleQueue[Task | None], group: QueueGroup, num_threads: int)
 
 def _start_thread(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    # torch gives a thread its counts (OpenMP's and MKL's, both per thread) when the thread first asks, from the last value that any thread
-    # has set: ask now, while that value is this thread's own.
+    # torch gives a thread its counts (OpenMP's and MKL's, both per thread) when the thread first asks, from the last
+    # value that any thread has set: ask now, while that value is this thread's own.
     torch.get_num_threads()

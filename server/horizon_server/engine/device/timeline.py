@@ -41,7 +41,8 @@ class Span:
 
 
 class Trace:
-    """The last `max_spans` spans of all queues. A span is here once it has ended, on a cuda device once its step has been reported.
+    """The last `max_spans` spans of all queues. A span is here once it has ended, on a cuda device once its step has
+    been reported.
 
     Thread: queues add from threads of their own; the rest is for one thread, while the queues are idle.
     """
@@ -85,7 +86,8 @@ class Trace:
 
 
 class Timeline:
-    """One queue's log; `trace` receives every span too. Thread: the queue's own thread writes, one other thread takes."""
+    """One queue's log; `trace` receives every span too. Thread: the queue's own thread writes, one other thread
+    takes."""
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._spans: deque[Span] = deque()
@@ -107,9 +109,10 @@ class Timeline:
 def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> QueueFigures:
     """Busy and exposed seconds of a period.
 
-    Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue, that queue
-    (the optimizer) is what is exposed, not the copy. When it lacks copies of both directions, the time counts once: for the one it
-    asks for first, which the schedule makes the weights, up to their arrival, and then for the other.
+    Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
+    that queue (the optimizer) is what is exposed, not the copy. When it lacks copies of both directions, the time
+    counts once: for the one it asks for first, which the schedule makes the weights, up to their arrival, and then for
+    the other.
     """
     compute_work, compute_waits = compute.take()
     host_work = [span for timeline in host_queues for span in timeline.take()[0]]

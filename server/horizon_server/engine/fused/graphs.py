@@ -1,6 +1,7 @@
 """Additions in a traced graph that a norm's operator can do: of a residual before it, and of the gradients after it.
 
-A norm reads or writes what is added anyway, whatever the model: between two of its operators no other code is looked at.
+A norm reads or writes what is added anyway, whatever the model: between two of its operators no other code is looked
+at.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from horizon_server.engine.fused.availability import runs_triton
 class NormRule:
     """How a module normalises: `x * rsqrt(mean(x^2) + eps)` in fp32, times `offset + weight`.
 
-    With `rounds_first` the normalised values are rounded to the dtype of the input before they meet the weight, as in Llama.
+    With `rounds_first` the normalised values are rounded to the dtype of the input before they meet the weight, as in
+    Llama.
     """
 
     eps: float
@@ -57,7 +58,8 @@ def _(values: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: b
 def rms_norm_backward(
     gradient: Tensor, values: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the values and of the weight, contiguous. What forward computed is computed again: it is read anyway."""
+    """The gradients of the values and of the weight, contiguous. What forward computed is computed again: it is read
+    anyway."""
     if runs_triton(values.device):
         from horizon_server.engine.fused.rms_norm_triton import backward
 

@@ -1,8 +1,8 @@
 """Where a layer computes RMSNorm, rotary positions and SwiGLU: found by trial, never by a list of models.
 
-A module that holds one vector is an RMSNorm if it gives the numbers of one on random inputs. A function that turns queries and keys is
-compared with the usual formula in the same way; only for it transformers' name is asked. SwiGLU is seen when a layer runs: what silu
-returned is multiplied.
+A module that holds one vector is an RMSNorm if it gives the numbers of one on random inputs. A function that turns
+queries and keys is compared with the usual formula in the same way; only for it transformers' name is asked. SwiGLU is
+seen when a layer runs: what silu returned is multiplied.
 
 Shapes: D = size of a vector, T = tokens of a trial, E = size of a head, R = size of rotary tables.
 """
@@ -43,7 +43,8 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 @dataclass(frozen=True, kw_only=True)
 class _Rotation:
-    """A rotary function among the globals of a model's code, and the dtypes of values and tables that it is replaced for."""
+    """A rotary function among the globals of a model's code, and the dtypes of values and tables that it is replaced
+    for."""
 
     namespace: dict[str, Any]
     function: Rotary
@@ -67,7 +68,8 @@ class Substitution:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the block the layer computes with the operators. For one thread at a time, and for no other layer of the same code."""
+        """Inside the block the layer computes with the operators. For one thread at a time, and for no other layer of
+        the same code."""
         with ExitStack() as stack:
             # In the class, because a template puts the attributes of modules back after each call.
             for kind in {type(module) for module in self.norms}:
@@ -116,7 +118,8 @@ def _layer_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Gates(TorchFunctionMode):
-    """Replaces the product of what silu returned with a tensor of its shape. The value of silu is then dead code in a traced graph."""
+    """Replaces the product of what silu returned with a tensor of its shape. The value of silu is then dead code in a
+    traced graph."""
 
     def __init__(self) -> None:
         super().__init__()

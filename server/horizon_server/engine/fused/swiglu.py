@@ -1,4 +1,5 @@
-"""`silu(gate) * up` as operators that torch can trace, forward and backward, with the rounding of the code they replace."""
+"""`silu(gate) * up` as operators that torch can trace, forward and backward, with the rounding of the code they
+replace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a sequence keeps from token to token: the cache of transformers, filled and read by the layers' own code, one layer at a time.
+"""What a sequence keeps from token to token: the cache of transformers, filled and read by the layers' own code, one
+layer at a time.
 
-Equal layers run as the first of them (`Template.layer_groups`), whose code asks the cache for its own number. So each call gets a view
-of the cache that has the called layer's part in every place.
+Equal layers run as the first of them (`Template.layer_groups`), whose code asks the cache for its own number. So each
+call gets a view of the cache that has the called layer's part in every place.
 
 Units: bytes. Shapes: T = tokens of the sequence.
 """
@@ -55,7 +56,8 @@ class SequenceCache:
         )
 
     def compact(self, index: int) -> None:
-        """Drop memory that a layer's part does not use: a window is cut out of all keys of a prompt, which would stay otherwise."""
+        """Drop memory that a layer's part does not use: a window is cut out of all keys of a prompt, which would stay
+        otherwise."""
 
         def compacted(tensor: Tensor) -> Tensor:
             return tensor.clone() if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes else tensor
@@ -105,7 +107,8 @@ class SequenceCache:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCacheSize:
-    """What one layer keeps of a sequence, in elements: `fixed` for a state, `per_token` for each token, of the last `window` alone."""
+    """What one layer keeps of a sequence, in elements: `fixed` for a state, `per_token` for each token, of the last
+    `window` alone."""
 
     fixed: int
     per_token: int
@@ -122,7 +125,8 @@ class LayerCacheSize:
         return cls(fixed=max(0, elements[1] - per_token * kept[1]), per_token=per_token, window=window)
 
     def num_bytes(self, num_tokens: int, *, item_bytes: int) -> int:
-        """At most, for a sequence of `num_tokens`. States count in fp32, which most architectures keep them in whatever the weights are."""
+        """At most, for a sequence of `num_tokens`. States count in fp32, which most architectures keep them in whatever
+        the weights are."""
         # One token more than the window keeps: what it is cut out of.
         kept = num_tokens if self.window is None else min(num_tokens, self.window)
         return self.fixed * torch.float32.itemsize + self.per_token * kept * item_bytes
@@ -131,7 +135,8 @@ class LayerCacheSize:
 def cannot_generate(config: PretrainedConfig, why: str) -> InvalidModel:
     """The refusal of a model, by name."""
     return InvalidModel(
-        f"model_type {config.model_type!r}: answers cannot be generated, because {why}; it can be trained, and its checkpoints "
+        f"model_type {config.model_type!r}: answers cannot be generated, because {why}; it can be trained, and its "
+        "checkpoints "
         "can be sampled with other software"
     )
 

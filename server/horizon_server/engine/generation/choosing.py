@@ -1,7 +1,7 @@
 """The next token from a sequence's logits: the likeliest, or drawn by temperature and top-p.
 
-A draw takes one uniform number, which comes from the host for each sequence and token. So it depends on the seed, the prompt's place and
-the token's, and on nothing else: not on the device, nor on what else is in the batch.
+A draw takes one uniform number, which comes from the host for each sequence and token. So it depends on the seed, the
+prompt's place and the token's, and on nothing else: not on the device, nor on what else is in the batch.
 
 Shapes: V = vocabulary.
 Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", arXiv 1904.09751 (top-p).
@@ -18,8 +18,8 @@ from torch import Tensor
 def choose(logits_V: Tensor, *, temperature: float, top_p: float, draw: float) -> Tensor:
     """The token, without waiting for the device. Shapes: [V] to [].
 
-    With `temperature` 0 it is the likeliest, the first of several. Otherwise it is drawn by `draw`, from 0 up to 1, among the likeliest
-    tokens that together have at least `top_p` of the probability.
+    With `temperature` 0 it is the likeliest, the first of several. Otherwise it is drawn by `draw`, from 0 up to 1,
+    among the likeliest tokens that together have at least `top_p` of the probability.
     """
     # As transformers does: it compares in fp32 whatever the model computes in.
     logits_V = logits_V.float()

@@ -1,11 +1,11 @@
-"""Generates answers to a batch of prompts through streamed layers: all prompts advance layer by layer, so that the weights cross the
-link once per token for the whole batch.
+"""Generates answers to a batch of prompts through streamed layers: all prompts advance layer by layer, so that the
+weights cross the link once per token for the whole batch.
 
-The prompts are computed first, then one token of each at a time with a cache of keys and values. A layer runs on one sequence after the
-other, without padding: an answer has the same bits whatever else is in the batch.
+The prompts are computed first, then one token of each at a time with a cache of keys and values. A layer runs on one
+sequence after the other, without padding: an answer has the same bits whatever else is in the batch.
 
-Shapes: T = tokens of a sequence in one pass, N = those of all sequences, R = rows of the embedding in use, D = hidden size.
-Source: FlexGen (arXiv 2303.06865), many sequences per visit of a layer's weights.
+Shapes: T = tokens of a sequence in one pass, N = those of all sequences, R = rows of the embedding in use, D = hidden
+size. Source: FlexGen (arXiv 2303.06865), many sequences per visit of a layer's weights.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class GeneratedAnswer:
 
 @dataclass(eq=False, kw_only=True)
 class _Sequence:
-    """A prompt and its answer. `new_ids` are the tokens that the next pass computes. `hidden_1TD` and `calls` are compute's."""
+    """A prompt and its answer. `new_ids` are the tokens that the next pass computes. `hidden_1TD` and `calls` are
+    compute's."""
 
     prompt: int
     cache: SequenceCache
@@ -92,11 +93,12 @@ class _Sequence:
 
 
 class TokenGenerator:
-    """Answers prompts with the model of `template`, made without own attention, and the weights in `store`, which must not change.
+    """Answers prompts with the model of `template`, made without own attention, and the weights in `store`, which must
+    not change.
 
-    The cache is on the device where it fits beside the weights in flight, else in host memory: then each layer's part is copied to the
-    device for its call and back, which changes the speed only. Weights of `resident_layers` stay on the device.
-    Thread: one driving thread.
+    The cache is on the device where it fits beside the weights in flight, else in host memory: then each layer's part
+    is copied to the device for its call and back, which changes the speed only. Weights of `resident_layers` stay on
+    the device. Thread: one driving thread.
     """
 
     def __init__(
@@ -191,7 +193,8 @@ class TokenGenerator:
                 yield from news
 
     def release_device(self) -> None:
-        """Free the device's memory for other work, until the next token takes it again; not while the token of a batch is computed.
+        """Free the device's memory for other work, until the next token takes it again; not while the token of a batch
+        is computed.
 
         The weights may change until the next batch begins: it copies them again. No answer depends on it.
         """
@@ -242,7 +245,8 @@ class TokenGenerator:
                 # At the second limit the architecture counts positions differently, for the tokens in the cache too.
                 raise _refused(
                     name,
-                    f"has {len(prompt)} tokens, and max_tokens is {options.max_tokens}; together they may be at most {limit} "
+                    f"has {len(prompt)} tokens, and max_tokens is {options.max_tokens}; together they may be at most "
+                    f"{limit} "
                     "for this model; shorten the prompt or lower max_tokens",
                 )
 

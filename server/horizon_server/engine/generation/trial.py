@@ -1,7 +1,9 @@
-"""Whether a model's layers compute with a cache what they compute without one: tried on the real weights, never by a list of names.
+"""Whether a model's layers compute with a cache what they compute without one: tried on the real weights, never by a
+list of names.
 
-One layer of each kind runs on a few tokens at once, and again on the first of them, then on one at a time with the cache. It computes in
-fp32, whatever the device does, so that only a cache that is wrong makes a difference. The run also measures what a layer keeps.
+One layer of each kind runs on a few tokens at once, and again on the first of them, then on one at a time with the
+cache. It computes in fp32, whatever the device does, so that only a cache that is wrong makes a difference. The run
+also measures what a layer keeps.
 
 Shapes: T = tokens of the trial, D = hidden size.
 """
@@ -114,7 +116,10 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
         error = float((difference.norm(dim=-1) / kind.whole_1TD.norm(dim=-1).clamp_min(1e-12)).max())
         # Not `error > tolerance`, which is False where it is not a number.
         if not error <= _TOLERANCE:
-            what = f"layer {layer} computes something else with a cache than without (they differ by {error:.1e} of what it adds)"
+            what = (
+                f"layer {layer} computes something else with a cache than without (they differ by {error:.1e} of "
+                "what it adds)"
+            )
             raise cannot_generate(config, what)
     sizes = {group: _size(kind, windows[group]) for group, kind in trial.kinds.items()}
     return [sizes[group] for group in groups]

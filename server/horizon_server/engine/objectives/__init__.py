@@ -1,8 +1,8 @@
 """What a step trains for, as a function of its tokens' log-probabilities.
 
-The head computes the log-probability of every supervised token, asks the objective for the loss and its derivative by each of them, and
-turns those into gradients of the logits. So an objective is a few lines on a vector with one number per token: it knows no model, no
-chunk and no device, and its derivative comes from autograd on that vector::
+The head computes the log-probability of every supervised token, asks the objective for the loss and its derivative by
+each of them, and turns those into gradients of the logits. So an objective is a few lines on a vector with one number
+per token: it knows no model, no chunk and no device, and its derivative comes from autograd on that vector::
 
     # (chosen, rejected), by number in the step
     documents = Documents.of(rows, pairs_P2=torch.tensor([[0, 1], [2, 3]]))
@@ -10,7 +10,8 @@ chunk and no device, and its derivative comes from autograd on that vector::
     references_S = torch.cat(trainer.log_probabilities(rows))
     trainer.train_step(rows, StepObjective(objective=DPO(beta=0.1), documents=documents, references_S=references_S))
 
-Plain cross-entropy is none of them: it needs no second look at the logits and has a pass of its own, which `WeightedSFT` shares.
+Plain cross-entropy is none of them: it needs no second look at the logits and has a pass of its own, which
+`WeightedSFT` shares.
 """
 
 from collections.abc import Callable

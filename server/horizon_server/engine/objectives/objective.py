@@ -1,6 +1,7 @@
 """The interface of objectives, and what they are given about the documents of a step.
 
-Documents and supervised tokens have the order of the step's rows. The trainer may divide rows and join them, which changes neither.
+Documents and supervised tokens have the order of the step's rows. The trainer may divide rows and join them, which
+changes neither.
 
 Shapes: K = documents of the step, S = its supervised tokens, P = pairs.
 """
@@ -22,8 +23,8 @@ from horizon_server.engine.micro_batch import MicroBatch, refused
 class Documents:
     """The documents of a step: how many supervised tokens each has, and what the data says of them.
 
-    `pairs_P2` are numbers of documents, chosen and rejected. `labels_K` say what a document is to KTO. `recorded_S` are the
-    log-probabilities under the policy that sampled the tokens, `advantages_S` what each of them was worth.
+    `pairs_P2` are numbers of documents, chosen and rejected. `labels_K` say what a document is to KTO. `recorded_S` are
+    the log-probabilities under the policy that sampled the tokens, `advantages_S` what each of them was worth.
     """
 
     num_targets_K: Tensor
@@ -43,7 +44,8 @@ class Documents:
         advantages_S: Tensor | None = None,
         advantages_K: Tensor | None = None,
     ) -> Documents:
-        """The documents of these rows. `advantages_K` are of whole documents, as GRPO has them, instead of `advantages_S`."""
+        """The documents of these rows. `advantages_K` are of whole documents, as GRPO has them, instead of
+        `advantages_S`."""
         assert advantages_S is None or advantages_K is None, "give the advantages of tokens or of documents, not both"
         num_targets_K = torch.cat([row.num_targets_of_documents for row in micro_batches])
         if advantages_K is not None:
@@ -71,7 +73,8 @@ class Documents:
         return sums_K / self.sizes(weights_S) if average else sums_K
 
     def sizes(self, weights_S: Tensor | None) -> Tensor:
-        """What a document's average divides by: how many supervised tokens it has, or the sum of their weights. Shapes: [K]."""
+        """What a document's average divides by: how many supervised tokens it has, or the sum of their weights. Shapes:
+        [K]."""
         return self.num_targets_K.double() if weights_S is None else self.sums(weights_S.double())
 
 
@@ -85,8 +88,9 @@ class Objective(ABC):
     """The fields of `Documents` and `StepObjective` that must be given."""
 
     is_cross_entropy: ClassVar[bool] = False
-    """Whether the loss is the mean cross-entropy weighted by `weights_S`. Its derivatives are known before any log-probability is, so a
-    training step computes it in the head's single pass, with label smoothing where that is on."""
+    """Whether the loss is the mean cross-entropy weighted by `weights_S`. Its derivatives are known before any
+    log-probability is, so a training step computes it in the head's single pass, with label smoothing where that is
+    on."""
 
     def __call__(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
@@ -107,7 +111,8 @@ class Objective(ABC):
     def figures(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> dict[str, Tensor]:
-        """What to report besides the loss, by the names that TRL has for it, without gradients; all tensors are float64 or absent.
+        """What to report besides the loss, by the names that TRL has for it, without gradients; all tensors are float64
+        or absent.
 
         Shapes: [] each. A figure of nothing, as the mean over no document, is left out.
         """
@@ -122,8 +127,8 @@ class Objective(ABC):
 class StepObjective:
     """An objective with all that it is given in one step, on the CPU.
 
-    `references_S` are the log-probabilities of the reference model. `weights_S` weigh each token in the sums and averages that the
-    objective takes over tokens; None weighs all alike.
+    `references_S` are the log-probabilities of the reference model. `weights_S` weigh each token in the sums and
+    averages that the objective takes over tokens; None weighs all alike.
     """
 
     objective: Objective
@@ -135,7 +140,8 @@ class StepObjective:
         """Check that this belongs to these rows.
 
         Raises:
-            InvalidData: something is missing, of another length than the rows, not finite, or not what the objective takes.
+            InvalidData: something is missing, of another length than the rows, not finite, or not what the objective
+                takes.
         """
         documents, name = self.documents, type(self.objective).__name__
         expected_K = torch.cat([row.num_targets_of_documents for row in micro_batches])

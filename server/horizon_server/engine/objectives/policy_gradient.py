@@ -25,14 +25,16 @@ class PolicyGradient(Objective):
         loss_t = - min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)        with it: PPO
         loss_t += kl_coefficient (exp(d_t) - d_t - 1),  d_t = log ref_t - log p_t  where kl_coefficient is above 0
 
-    Advantages are data: GRPO's are one number per document, (reward - mean of its group) / standard deviation of its group, which
-    `Documents.of` takes as `advantages_K`. On samples of the very policy that is trained r_t is 1, and the gradient is REINFORCE's.
+    Advantages are data: GRPO's are one number per document, (reward - mean of its group) / standard deviation of its
+    group, which `Documents.of` takes as `advantages_K`. On samples of the very policy that is trained r_t is 1, and the
+    gradient is REINFORCE's.
 
-    `mean` is over what losses are averaged: all tokens of the step alike (DAPO), or the tokens of each document and then the
-    documents, so that every document counts the same (GRPO). Documents without a supervised token do not count.
+    `mean` is over what losses are averaged: all tokens of the step alike (DAPO), or the tokens of each document and
+    then the documents, so that every document counts the same (GRPO). Documents without a supervised token do not
+    count.
 
-    Source: PPO, Schulman et al. (arXiv 1707.06347), equations 6 and 7; GRPO, Shao et al. (arXiv 2402.03300), equations 3 and 4; mean
-    over tokens and two clips, Yu et al., DAPO (arXiv 2503.14476), equation 8.
+    Source: PPO, Schulman et al. (arXiv 1707.06347), equations 6 and 7; GRPO, Shao et al. (arXiv 2402.03300), equations
+    3 and 4; mean over tokens and two clips, Yu et al., DAPO (arXiv 2503.14476), equation 8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"documents.recorded_S", "documents.advantages_S"})
@@ -80,8 +82,8 @@ class PolicyGradient(Objective):
     def figures(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> dict[str, Tensor]:
-        """The mean ratio, the share of tokens that a clip leaves without a gradient, the KL divergence from the reference model where there
-        is one, and that from the policy that sampled."""
+        """The mean ratio, the share of tokens that a clip leaves without a gradient, the KL divergence from the
+        reference model where there is one, and that from the policy that sampled."""
         assert documents.recorded_S is not None and documents.advantages_S is not None, "checked before the step"
         old_S, advantages_S = documents.recorded_S.double(), documents.advantages_S.double()
         ratios_S = torch.exp(logprobs_S - old_S)

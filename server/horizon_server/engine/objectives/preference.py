@@ -1,7 +1,7 @@
 """Objectives that learn from pairs of a chosen and a rejected answer: DPO and its relatives, SimPO, ORPO.
 
-Every loss is the mean over the pairs of a step. In all of them log p(y) is the sum of the log-probabilities of a document's supervised
-tokens, and |y| their number; with token weights w, the sum of w_t log p_t and the sum of w_t.
+Every loss is the mean over the pairs of a step. In all of them log p(y) is the sum of the log-probabilities of a
+document's supervised tokens, and |y| their number; with token weights w, the sum of w_t log p_t and the sum of w_t.
 
 Shapes: P = pairs of the step, K = documents, S = supervised tokens.
 """
@@ -32,8 +32,8 @@ class PairedObjective(Objective):
     def figures(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> dict[str, Tensor]:
-        """Means over the pairs: rewards of chosen and rejected answers, how often and how far the chosen one's is higher, and their
-        log-probabilities."""
+        """Means over the pairs: rewards of chosen and rejected answers, how often and how far the chosen one's is
+        higher, and their log-probabilities."""
         assert documents.pairs_P2 is not None, "checked before the step"
         rewards_K = self._rewards(logprobs_S, references_S, weights_S, documents)
         logps_K = documents.log_probabilities(logprobs_S, weights_S, average=self.averages)
@@ -79,12 +79,12 @@ class DPO(PairedObjective):
         hinge     max(0, 1 - beta h)
         ipo       (h - 1 / (2 beta))^2
 
-    `length_normalised` divides each log p(y) and log ref(y) by |y|. The paper of IPO sums; TRL's `ipo` averages, which is
-    `length_normalised=True` here, and its `sigmoid_norm` is `sigmoid` with it.
+    `length_normalised` divides each log p(y) and log ref(y) by |y|. The paper of IPO sums; TRL's `ipo` averages, which
+    is `length_normalised=True` here, and its `sigmoid_norm` is `sigmoid` with it.
 
-    Source: Rafailov et al. (arXiv 2305.18290), equation 7; label smoothing: Mitchell, "A note on DPO with noisy preferences" (2023),
-    equation 3; hinge: Zhao et al., SLiC-HF (arXiv 2305.10425), in the form of Liu et al., RSO (arXiv 2309.06657), equation 9; IPO:
-    Azar et al. (arXiv 2310.12036), equation 17.
+    Source: Rafailov et al. (arXiv 2305.18290), equation 7; label smoothing: Mitchell, "A note on DPO with noisy
+    preferences" (2023), equation 3; hinge: Zhao et al., SLiC-HF (arXiv 2305.10425), in the form of Liu et al., RSO
+    (arXiv 2309.06657), equation 9; IPO: Azar et al. (arXiv 2310.12036), equation 17.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"documents.pairs_P2", "references_S"})
@@ -161,8 +161,9 @@ class ORPO(PairedObjective):
         odds(y) = p / (1 - p)  with  log p = log p(y) / |y|
         loss = NLL(chosen) - lambda mean log sigmoid(log odds(y_w) - log odds(y_l))
 
-    NLL is the mean over all supervised tokens of the chosen documents, so a token of a long answer counts as one of a short one. TRL's
-    trainer (which calls lambda `beta`) takes it over the prompt's tokens too; here it is over what the data says is trained.
+    NLL is the mean over all supervised tokens of the chosen documents, so a token of a long answer counts as one of a
+    short one. TRL's trainer (which calls lambda `beta`) takes it over the prompt's tokens too; here it is over what the
+    data says is trained.
 
     Source: Hong et al. (arXiv 2403.07691), equations 3 to 7.
     """

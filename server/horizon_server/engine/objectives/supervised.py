@@ -19,8 +19,9 @@ class WeightedSFT(Objective):
 
         loss = - sum_t w_t log p_t / sum_t w_t
 
-    over all supervised tokens of the step. Equal weights give the mean over tokens, which is plain cross-entropy. Training steps compute
-    it without a second look at the logits (`chunk_loss`); the formula here is for log-probabilities that are there.
+    over all supervised tokens of the step. Equal weights give the mean over tokens, which is plain cross-entropy.
+    Training steps compute it without a second look at the logits (`chunk_loss`); the formula here is for
+    log-probabilities that are there.
 
     Source: the weighted mean of torch.nn.functional.cross_entropy, with a weight per token instead of per class.
     """

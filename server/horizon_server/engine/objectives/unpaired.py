@@ -14,21 +14,24 @@ from torch import Tensor
 from horizon_server.engine.micro_batch import refused
 from horizon_server.engine.objectives.objective import Documents, Objective, StepObjective
 
-# Values of `Documents.labels_K`. A mismatched document joins a prompt with another prompt's completion: it estimates the KL term alone.
+# Values of `Documents.labels_K`. A mismatched document joins a prompt with another prompt's completion: it estimates
+# the KL term alone.
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1, 0, -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(Objective):
-    """Kahneman-Tversky optimisation. With the gain of a document against the reference model, r = log p(y) - log ref(y)::
+    """Kahneman-Tversky optimisation. With the gain of a document against the reference model, r = log p(y) - log
+    ref(y)::
 
         z0 = max(0, mean of r over the step's mismatched documents)
         loss = mean over the others of  desirable_weight (1 - sigmoid(beta (r - z0)))      where labelled desirable
                                         undesirable_weight (1 - sigmoid(beta (z0 - r)))    where labelled undesirable
 
-    z0 estimates the KL divergence from the reference model and is not differentiated through. Mismatched documents are no part of the
-    mean. They come in the same step, one for each document as TRL makes them or fewer; a step without any has z0 = 0, which is TRL
-    without its KL term. The estimate is of the whole step, all micro-batches together, where TRL takes it over each of its batches.
+    z0 estimates the KL divergence from the reference model and is not differentiated through. Mismatched documents are
+    no part of the mean. They come in the same step, one for each document as TRL makes them or fewer; a step without
+    any has z0 = 0, which is TRL without its KL term. The estimate is of the whole step, all micro-batches together,
+    where TRL takes it over each of its batches.
 
     Source: Ethayarajh et al. (arXiv 2402.01306), equations 7 and 8, and section 4.1 for the estimate of z0.
     """
@@ -53,7 +56,8 @@ class KTO(Objective):
             label = labels_K[~known][0].item()
             raise refused(
                 field,
-                f"holds {label}; labels are {DESIRABLE} (desirable), {UNDESIRABLE} (undesirable) and {MISMATCHED} (mismatched)",
+                f"holds {label}; labels are {DESIRABLE} (desirable), {UNDESIRABLE} (undesirable) and {MISMATCHED} "
+                "(mismatched)",
             )
         if bool((labels_K == MISMATCHED).all()):
             raise refused(
@@ -93,5 +97,6 @@ class KTO(Objective):
 
 
 def _divergence(gains_K: Tensor, mismatched_K: Tensor) -> Tensor:
-    """The estimate of the KL divergence, without gradients; `mismatched_K` is 1 for mismatched documents, else 0. Shapes: []."""
+    """The estimate of the KL divergence, without gradients; `mismatched_K` is 1 for mismatched documents, else 0.
+    Shapes: []."""
     return ((gains_K.detach() * mismatched_K).sum() / mismatched_K.sum().clamp(min=1)).clamp(min=0)

@@ -1,4 +1,5 @@
-"""What can be made again: prepared data and compiled layers that no job has used for long, and the files of old attempts."""
+"""What can be made again: prepared data and compiled layers that no job has used for long, and the files of old
+attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Deleting datasets, models, jobs and checkpoints, one or many: what is in use stays, and the caller learns who uses it."""
+"""Deleting datasets, models, jobs and checkpoints, one or many: what is in use stays, and the caller learns who uses
+it."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Deletions:
             targets = await self._checkpoints(principal, selection)
         if len(targets) > MAX_DELETIONS:
             raise TooLarge(
-                f"{len(targets)} {selection.kind}s match; at most {MAX_DELETIONS} can be deleted in one call. Narrow the filter"
+                f"{len(targets)} {selection.kind}s match; at most {MAX_DELETIONS} can be deleted in one call. Narrow "
+                "the filter"
             )
         for i, target in enumerate(targets, 1):
             if about_to_delete is not None and not selection.dry_run:

@@ -1,4 +1,5 @@
-"""How `horizond gc` asks the running daemon to sweep: one file with the request, one with the answer, in the state folder.
+"""How `horizond gc` asks the running daemon to sweep: one file with the request, one with the answer, in the state
+folder.
 
 Both belong to the daemon's account, and nobody else can write there: no token is needed.
 """
@@ -45,7 +46,8 @@ async def answer_request(state_dir: Path, sweep: Sweep) -> None:
 
 
 def ask_daemon(state_dir: Path, *, dry_run: bool, timeout_s: float) -> tuple[list[Garbage], str]:
-    """Let the running daemon sweep and return what it found, and why nothing may be removed. Raises Stalled when it does not answer."""
+    """Let the running daemon sweep and return what it found, and why nothing may be removed. Raises Stalled when it
+    does not answer."""
     request_id = secrets.token_hex(8)
     replace_file(state_dir / _REQUEST, json.dumps({"id": request_id, "dry_run": dry_run}))
     deadline = time.monotonic() + timeout_s

@@ -1,6 +1,8 @@
-"""When the checkpoints of ended jobs are deleted: after the days that their spec says, or beyond what their owner may keep.
+"""When the checkpoints of ended jobs are deleted: after the days that their spec says, or beyond what their owner may
+keep.
 
-Nothing goes before its owner was warned: the time of the deletion is set first, shown with the job, and can be taken back.
+Nothing goes before its owner was warned: the time of the deletion is set first, shown with the job, and can be taken
+back.
 """
 
 from __future__ import annotations
@@ -95,9 +97,9 @@ class Retention:
             kept_bytes = sum(num_bytes[one.job_id] for one in kept)
             if kept_bytes > limit:
                 raise QuotaExceeded(
-                    f"with job {job.job_id}, the jobs that {job.owner} keeps take {size_text(kept_bytes)} of {size_text(limit)} that "
-                    f"{job.owner} may keep of ended jobs; delete other checkpoints, or ask an admin for more: "
-                    f"horizond user set {job.owner} --max-retained-bytes SIZE"
+                    f"with job {job.job_id}, the jobs that {job.owner} keeps take {size_text(kept_bytes)} of "
+                    f"{size_text(limit)} that {job.owner} may keep of ended jobs; delete other checkpoints, or ask an "
+                    f"admin for more: horizond user set {job.owner} --max-retained-bytes SIZE"
                 )
         text = f"its checkpoints are kept, by {principal.name}"
         await self.jobs.journal.append_now(
@@ -150,7 +152,8 @@ class Retention:
             await self.delete_checkpoints(job.job_id, why=due.why)
 
     async def delete_checkpoints(self, job_id: str, *, why: str) -> None:
-        """Delete all checkpoints of an ended job. Raises InUse while one of them is being downloaded; the others are gone then."""
+        """Delete all checkpoints of an ended job. Raises InUse while one of them is being downloaded; the others are
+        gone then."""
         store, checkpoints = self.jobs.journal.store, self.jobs.folders.checkpoints(job_id)
         # While it is marked, nobody can resume the job: it would begin from the start without an error.
         await store.begin_deletion(job_id, CHECKPOINTS_BEING_DELETED)
@@ -168,7 +171,8 @@ class Retention:
         log.warning("checkpoints deleted", job_id=job_id, number=deleted, num_bytes=num_bytes, why=why)
 
     async def useless_optimizers(self) -> list[tuple[str, int, int]]:
-        """Return job, step and bytes of trainer state that is of no more use: of succeeded jobs, but for the newest and the best."""
+        """Return job, step and bytes of trainer state that is of no more use: of succeeded jobs, but for the newest and
+        the best."""
         _, ended, _ = await self._kept()
         found: list[tuple[str, int, int]] = []
         for job in ended:

@@ -1,7 +1,7 @@
 """The sweep: what nothing needs any more is removed, at the daemon's start, every hour, and by `horizond gc`.
 
-What a mistake would cost data (contents, models and jobs that the database does not know) goes to the trash; the rest can be made again
-or was announced to its owner. Nothing goes while the database may be the wrong one.
+What a mistake would cost data (contents, models and jobs that the database does not know) goes to the trash; the rest
+can be made again or was announced to its owner. Nothing goes while the database may be the wrong one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Sweep:
                 try:
                     found += await part(dry_run)
                 except (HorizonError, OSError):
-                    # Tried again in an hour; a disk in trouble must not end the daemon, nor keep the other parts from freeing space.
+                    # Tried again in an hour; a disk in trouble must not end the daemon, nor keep the other parts from
+                    # freeing space.
                     log.exception("a part of the state folder could not be swept", part=part.__name__.strip("_"))
             if not dry_run:
                 _log(found)
@@ -243,6 +244,9 @@ def _log(found: Sequence[Garbage]) -> None:
     for kind in dict.fromkeys(one.kind for one in found):
         ones = [one for one in found if one.kind == kind]
         log.info(
-            "removed", kind=kind, number=len(ones), num_bytes=sum(one.size_bytes for one in ones),
+            "removed",
+            kind=kind,
+            number=len(ones),
+            num_bytes=sum(one.size_bytes for one in ones),
             places=[one.place for one in ones[:_MAX_NAMED]],
-        )  # fmt: skip
+        )

@@ -103,8 +103,12 @@ async def test_changes_are_in_the_audit_log_before_they_are_answered(world: Any)
     await world.ann.call("jobs", "GetJob", job_pb2.GetJobRequest(job_id=job.job_id))
     first, second, third = await world.services.audit.entries(limit=100)
     assert (first.user, first.action, first.resource, first.outcome, first.origin) == (
-        "ann", "JobService.CancelJob", job.job_id, "OK", "127.0.0.1",
-    )  # fmt: skip
+        "ann",
+        "JobService.CancelJob",
+        job.job_id,
+        "OK",
+        "127.0.0.1",
+    )
     (token,) = [one for one in await world.services.accounts.tokens() if one.user == "ann"]
     assert first.token_id == token.token_id
     assert (second.user, second.outcome) == ("bob", "NOT_FOUND")

@@ -22,9 +22,14 @@ def folder(seed: int = 0) -> dict[str, bytes]:
         offset += size
     raw = json.dumps(header).encode()
     config = {
-        "model_type": "tiny", "num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 4, "num_attention_heads": 1,
-        "tie_word_embeddings": False, "seed": seed,
-    }  # fmt: skip
+        "model_type": "tiny",
+        "num_hidden_layers": 1,
+        "hidden_size": 2,
+        "vocab_size": 4,
+        "num_attention_heads": 1,
+        "tie_word_embeddings": False,
+        "seed": seed,
+    }
     return {
         "config.json": json.dumps(config).encode(),
         "model.safetensors": struct.pack("<Q", len(raw)) + raw + bytes(offset),

@@ -1,4 +1,5 @@
-"""PreviewDataset on the wire: every field goes through, what is absent takes its default, what is impossible is named."""
+"""PreviewDataset on the wire: every field goes through, what is absent takes its default, what is impossible is
+named."""
 
 from __future__ import annotations
 
@@ -23,9 +24,18 @@ class Previews:
         self.asked.append((principal.name, dataset, model, options))
         spans = (PreviewSpan(text="hi ", trained=False), PreviewSpan(text="there", trained=True))
         row = PreviewRow(
-            file="a.jsonl", unit="line", number=7, spans=spans, num_tokens=5, num_trained_tokens=2, num_cut_tokens=3,
-            num_documents=1, clipped=True, problems=("too long",), part="chosen",
-        )  # fmt: skip
+            file="a.jsonl",
+            unit="line",
+            number=7,
+            spans=spans,
+            num_tokens=5,
+            num_trained_tokens=2,
+            num_cut_tokens=3,
+            num_documents=1,
+            clipped=True,
+            problems=("too long",),
+            part="chosen",
+        )
         return DatasetPreview(rows=(row,), num_rows=50, format="prompt-completion", options=options)
 
 
@@ -42,21 +52,39 @@ async def world(base_world: Any, serve: Any, previews: Previews) -> Any:
 
 async def test_every_field_goes_through(world: Any, previews: Previews) -> None:
     request = dataset_pb2.PreviewDatasetRequest(
-        name="chats", model="tiny", num_rows=2, offset=5, train_on=job_pb2.TRAIN_ON_LAST_ASSISTANT,
-        method=job_pb2.METHOD_PRETRAIN, sequence_length=64,
-    )  # fmt: skip
+        name="chats",
+        model="tiny",
+        num_rows=2,
+        offset=5,
+        train_on=job_pb2.TRAIN_ON_LAST_ASSISTANT,
+        method=job_pb2.METHOD_PRETRAIN,
+        sequence_length=64,
+    )
     answer = await world.ann.call("datasets", "PreviewDataset", request)
     options = PreviewOptions(num_rows=2, offset=5, train_on="last-assistant", method="pretrain", sequence_length=64)
     assert previews.asked == [("ann", "chats", "tiny", options)]
     spans = [dataset_pb2.PreviewSpan(text="hi "), dataset_pb2.PreviewSpan(text="there", trained=True)]
     row = dataset_pb2.PreviewRow(
-        spans=spans, num_tokens=5, num_trained_tokens=2, file="a.jsonl", unit="line", number=7, num_cut_tokens=3,
-        num_documents=1, clipped=True, problems=["too long"], part="chosen",
-    )  # fmt: skip
+        spans=spans,
+        num_tokens=5,
+        num_trained_tokens=2,
+        file="a.jsonl",
+        unit="line",
+        number=7,
+        num_cut_tokens=3,
+        num_documents=1,
+        clipped=True,
+        problems=["too long"],
+        part="chosen",
+    )
     assert answer == dataset_pb2.PreviewDatasetResponse(
-        rows=[row], num_rows=50, format=dataset_pb2.DATASET_FORMAT_PROMPT_COMPLETION, sequence_length=64,
-        train_on=job_pb2.TRAIN_ON_LAST_ASSISTANT, method=job_pb2.METHOD_PRETRAIN,
-    )  # fmt: skip
+        rows=[row],
+        num_rows=50,
+        format=dataset_pb2.DATASET_FORMAT_PROMPT_COMPLETION,
+        sequence_length=64,
+        train_on=job_pb2.TRAIN_ON_LAST_ASSISTANT,
+        method=job_pb2.METHOD_PRETRAIN,
+    )
     unset = {field.name for field in answer.rows[0].DESCRIPTOR.fields} - {
         f.name for f, _ in answer.rows[0].ListFields()
     }

@@ -42,8 +42,9 @@ async def test_the_queue_shows_outlooks_and_hides_what_others_do(world: Any) -> 
     }
     mine = (await world.ann.call("sharing", "GetQueue", sharing_pb2.GetQueueRequest())).jobs
     assert [(e.name, e.position, e.state) for e in mine] == [
-        ("first", 0, job_pb2.JOB_STATE_RUNNING), ("second", 1, job_pb2.JOB_STATE_QUEUED),
-    ]  # fmt: skip
+        ("first", 0, job_pb2.JOB_STATE_RUNNING),
+        ("second", 1, job_pb2.JOB_STATE_QUEUED),
+    ]
     assert mine[0].outlook.share == 1.0 and not mine[0].outlook.HasField("estimated_start_time")
     assert mine[1].outlook.why == "waiting for 3 GiB of host memory"
     theirs = (await world.bob.call("sharing", "GetQueue", sharing_pb2.GetQueueRequest())).jobs

@@ -298,7 +298,8 @@ async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, cha
 
 
 async def test_nothing_tells_whether_another_user_has_a_content(world: Any, chats: bytes) -> None:
-    """Whole, half or not at all: every answer and every refusal that bob gets is the same but for the name of the content."""
+    """Whole, half or not at all: every answer and every refusal that bob gets is the same but for the name of the
+    content."""
     half, nobodys = chats + b"\n", chats + b"\n\n"
     await world.ann.push("chats", {"a.jsonl": chats})
     await world.ann.write(half[:100], ref=world.ann.ref_of(half))

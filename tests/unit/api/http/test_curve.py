@@ -19,8 +19,12 @@ async def test_a_running_jobs_curve_ends(ann: httpx.AsyncClient, world: Any, mak
     job = await world.job(make_step(1, 3.0), make_step(2, float("nan")), evaluated)
     curve = (await ann.get(f"/horizon/v1/jobs/{job.job_id}/metrics")).json()
     assert curve["points"][0] == {
-        "step": 1, "loss": 3.0, "learning_rate": 1e-4, "grad_norm": 0.5, "tokens_per_second": 3.0,
-    }  # fmt: skip
+        "step": 1,
+        "loss": 3.0,
+        "learning_rate": 1e-4,
+        "grad_norm": 0.5,
+        "tokens_per_second": 3.0,
+    }
     assert [point["loss"] for point in curve["points"]] == [3.0, None]
     assert curve["evals"] == [{"step": 2, "eval_loss": 1.75}]
     assert (curve["every_steps"], curve["num_steps"]) == (1, 10)

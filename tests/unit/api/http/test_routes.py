@@ -111,19 +111,35 @@ async def test_a_job_in_full(ann: httpx.AsyncClient, world: Any, make_step: Any)
 def test_before_the_first_step_the_plan_gives_the_time_left() -> None:
     prediction = StepPrediction(step_s=2.0, tokens_per_second=5.0, bound="h2d", peak_flops_per_s=1e12)
     plan = Plan(
-        host_bytes={}, device_bytes={}, host_limit_bytes=1, num_parameters=1, device="host",
-        prediction=prediction, references=ReferencePass(tokens_per_second=8.0, num_tokens=40, total_s=5.0),
-    )  # fmt: skip
+        host_bytes={},
+        device_bytes={},
+        host_limit_bytes=1,
+        num_parameters=1,
+        device="host",
+        prediction=prediction,
+        references=ReferencePass(tokens_per_second=8.0, num_tokens=40, total_s=5.0),
+    )
     spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"max_steps": 10}})
     job = JobRecord(
-        job_id="j", owner="ann", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="", plan=plan, num_steps=10,
+        job_id="j",
+        owner="ann",
+        spec=spec,
+        model_id="m",
+        dataset_id="d",
+        eval_dataset_id="",
+        plan=plan,
+        num_steps=10,
         job_state=JobState.RUNNING,
-    )  # fmt: skip
+    )
     assert job_json(job)["eta_s"] == 10 * 2.0
     assert job_json(dataclasses.replace(job, num_steps=0))["eta_s"] == 10 * 2.0 + 5.0
     assert job_json(job)["plan"]["references"] == {
-        "tokens_per_second": 8.0, "num_tokens": 40, "tokens_estimated": False, "total_s": 5.0, "done_share": 0.0,
-    }  # fmt: skip
+        "tokens_per_second": 8.0,
+        "num_tokens": 40,
+        "tokens_estimated": False,
+        "total_s": 5.0,
+        "done_share": 0.0,
+    }
     assert job_json(job)["plan"]["prediction"]["tokens_per_second"] == 5.0
     ended = job_json(dataclasses.replace(job, job_state=JobState.FAILED, ended_s=1e9 + 90))
     assert (ended["eta_s"], ended["end_time"]) == (None, "2001-09-09T01:48:10Z")
@@ -256,8 +272,11 @@ async def test_quotas_are_those_of_user_and_project(ann: httpx.AsyncClient) -> N
         ("project", "ann", 1.0),
     ]
     assert allowances[0]["quotas"][0] == {
-        "quota": "queued_jobs", "limit": None, "used": 0.0, "frees": "a queued job starts, or: horizon job cancel JOB"
-    }  # fmt: skip
+        "quota": "queued_jobs",
+        "limit": None,
+        "used": 0.0,
+        "frees": "a queued job starts, or: horizon job cancel JOB",
+    }
 
 
 async def test_projects_are_listed_with_their_members(connect: Any, world: Any) -> None:

@@ -1,4 +1,5 @@
-"""The cuda device on the stand-in driver where things go wrong: limits, lack of memory, and a device that fails for good."""
+"""The cuda device on the stand-in driver where things go wrong: limits, lack of memory, and a device that fails for
+good."""
 
 from __future__ import annotations
 

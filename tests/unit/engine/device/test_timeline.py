@@ -66,7 +66,8 @@ def test_compute_while_its_launches_are_made_is_told_from_compute_that_was_queue
 
 
 def test_a_cuda_device_knows_when_its_work_was_launched() -> None:
-    """The stand-in driver computes while it launches, so all of its compute is launching; the host device launches nothing."""
+    """The stand-in driver computes while it launches, so all of its compute is launching; the host device launches
+    nothing."""
     device = CudaDevice(runtime=CpuRuntime())
     device.compute.submit(lambda: torch.ones(300, 300).mm(torch.ones(300, 300)))
     device.compute.record().wait()

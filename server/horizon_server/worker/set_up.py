@@ -1,0 +1,144 @@
+"""What an attempt works with, opened and laid out before the device is used: model, data, order of the steps, store,
+device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_server.children.entry import EventWriter
+from horizon_server.engine.data import PreparedDataset, StepPlan
+from horizon_server.engine.device import device_for
+from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.timeline import Trace
+from horizon_server.engine.template import Template
+from horizon_server.errors import InvalidSpec
+from horizon_server.events import Message
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.store import numa
+from horizon_server.store.checkpoint import AdapterExport
+from horizon_server.store.host_store import HostStore
+from horizon_server.worker import continuation
+from horizon_server.worker.adapter_export import adapter_export
+from horizon_server.worker.objective import MethodData
+from horizon_server.worker_link.request import WorkerRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetUp:
+    """Made by `open`, and closed once. Thread: the caller's."""
+
+    request: WorkerRequest
+    folder: ModelFolder
+    """Its layout is the daemon's, who sized the planes by it: where the model class differs, the tensor is named."""
+    template: Template
+    adapter: AdapterExport | None
+    """How the adapters of the job are written; None where it trains none."""
+    data: MethodData
+    store: HostStore
+    """On the planes that the daemon lends; nothing is loaded yet."""
+    device: Device
+    trace: Trace | None
+
+    @classmethod
+    def open(cls, request: WorkerRequest, events: EventWriter) -> SetUp:
+        """Open everything. Raises InvalidSpec or InvalidModel: the job does not go with the model or its data."""
+        train, execution = request.spec.train, request.plan.execution
+        folder = open_for_training(request.model, train)
+        template = Template.from_folder(folder.path, layout=folder.layout, recipe=train.recipe)
+        # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
+        longest = template.max_document_tokens
+        if longest is not None and train.sequence_length > longest:
+            problem = f"train.sequence_length is {train.sequence_length}; the model allows at most {longest} positions"
+            raise InvalidSpec.of("train.sequence_length", problem)
+        adapter = adapter_export(request, template)
+        data = MethodData(request.prepared, request.spec)
+        # Before the planes are touched: pages are taken where the policy of the touching thread says.
+        if execution.numa_interleave and (refusal := numa.interleave()):
+            events.send(Message(level="warning", text=refusal))
+        grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[execution.grad_bytes]
+        trace = Trace() if request.trace else None
+        return cls(
+            request=request,
+            folder=folder,
+            template=template,
+            adapter=adapter,
+            data=data,
+            store=HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype),
+            device=device_for(
+                execution.device_kind,
+                compute_dtype=execution.compute_dtype,
+                limit_bytes=execution.device_limit_bytes,
+                num_threads=execution.num_threads,
+                trace=trace,
+                gpu=execution.gpu,
+            ),
+            trace=trace,
+        )
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """Which documents are in which step; rows that turn out not to pack are split by the trainer."""
+        train = self.request.spec.train
+        return self.step_plan(
+            self.data.dataset,
+            packing=train.packing != "false",
+            seed=train.seed,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
+        )
+
+    def step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
+        """Return the plan of a dataset in rows and steps as the job's."""
+        train = self.request.spec.train
+        return StepPlan(
+            dataset,
+            sequence_length=train.sequence_length,
+            tokens_per_step=train.tokens_per_step,
+            packing_limit=self.template.packing_limit,
+            group_size=dataset.group_size,
+            **how,
+        )
+
+    def load(self, *, resume_from: Path | None, from_memory: bool) -> continuation.Continuation:
+        """Fill the store: from what a killed worker left in it, a checkpoint, or the model."""
+        return continuation.load(
+            self.store,
+            model=self.request.model,
+            seed=self.request.spec.train.seed,
+            adapter=self.request.adapter,
+            base_sha256=None if self.adapter is None else self.adapter.base_sha256,
+            resume_from=resume_from,
+            from_memory=from_memory,
+        )
+
+    def data_identity(self) -> dict[str, Any]:
+        """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has
+        their digest yet."""
+        request, train = self.request, self.request.spec.train
+        limit = self.template.packing_limit if train.packing != "false" else None
+        return {
+            # For people. What must be the same is the content.
+            "prepared": request.prepared.name,
+            "tokens": request.tokens_digest(request.prepared),
+            "rows": self.plan.digest(),
+            "num_steps": self.plan.num_steps,
+            "seed": train.seed,
+            # None where no row is long enough to reach it.
+            "packing_limit": limit if limit is not None and limit < train.sequence_length else None,
+        }
+
+    def close(self) -> None:
+        """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
+        # Each even where one before it fails: the device's copies use the store.
+        with ExitStack() as parts:
+            if self.trace is not None and self.request.trace is not None:
+                parts.callback(self.trace.write, self.request.trace)
+            parts.callback(self.store.close)
+            parts.callback(self.device.close)
