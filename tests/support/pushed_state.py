@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.support.daemon_process import DaemonProcess
 
+from horizon_server.blobs.space import RESERVE_FILE
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 from horizon_server.planning.machine import RATES_FILE
 
@@ -57,6 +58,7 @@ def _push(root: Path) -> str:
         assert daemon.terminate() == 0
     finally:
         daemon.close()
-    for name in (RATES_FILE, "test.log", "test.toml"):
+    # Each daemon has a configuration, rates and a reserve of its own.
+    for name in (RATES_FILE, RESERVE_FILE, "test.log", "test.toml"):
         (root / "state" / name).unlink()
     return token
