@@ -162,7 +162,9 @@ class Node:
         for job_id, priority in wanted.items():
             await self._daemon.services.jobs.update(admin, job_id, priority=priority)
         turns = self._daemon.parts.scheduler.turns["host"]
-        await self.until(lambda: {seat.job.job_id: seat.job.priority for seat in turns.seats} == wanted)
+        await self.until(
+            lambda: {participant.job.job_id: participant.job.priority for participant in turns.participants} == wanted
+        )
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what the collected steps show."""

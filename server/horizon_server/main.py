@@ -67,14 +67,14 @@ from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Rules
-from horizon_server.services.accounts import Accounts, UserTurns
+from horizon_server.services.accounts import Accounts, UserLocks
 from horizon_server.services.audit import Audit
 from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.requests import answer_request
 from horizon_server.services.housekeeping.retention import Retention
 from horizon_server.services.housekeeping.sweep import Sweep
 from horizon_server.services.identity import IdentityService
-from horizon_server.services.inputs import NodeResources
+from horizon_server.services.inputs import Inputs
 from horizon_server.services.jobs import JobService
 from horizon_server.services.merging import Merges, remove_cut_merges
 from horizon_server.services.model_child import try_model
@@ -224,7 +224,7 @@ async def wire(
     # A scripted worker trains no model, so that none is tried.
     trial = partial(try_model, environment=environment) if worker_module == WORKER_MODULE else None
     uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders, trial)
-    resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
+    resources = Inputs(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
     planner = Planner.of_node(settings, rates, usable)
@@ -270,7 +270,7 @@ async def wire(
         resources=resources,
         planner=planner,
         folders=folders,
-        turns=UserTurns(),
+        turns=UserLocks(),
         quotas=quotas,
     )
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)

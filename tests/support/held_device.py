@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from horizon_server.jobs.turns import DeviceTurns, Seat
+from horizon_server.jobs.turns import DeviceTurns, Participant
 from horizon_server.scheduling.state import Job
 from horizon_server.worker_link.orders import TURN
 
@@ -29,25 +29,25 @@ class HeldDevice:
             host_bytes=0,
             device_bytes=0,
         )
-        self._seat = Seat(
+        self._participant = Participant(
             job=job, send=self._order, charge=lambda _: None, is_storing=lambda: True, on_overrun=lambda *_: None
         )
 
     async def __aenter__(self) -> Self:
-        self._turns.join(self._seat)
-        self._turns.want(self._seat)
+        self._turns.join(self._participant)
+        self._turns.want(self._participant)
         await asyncio.wait_for(self._granted.wait(), self._timeout_s)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._turns.leave(self._seat)
+        self._turns.leave(self._participant)
 
     async def until_wanted_by(self, num_jobs: int) -> None:
         """Wait until that number of jobs waits for the device."""
         end_s = time.monotonic() + self._timeout_s
-        while sum(seat.waits for seat in self._turns.seats) < num_jobs:
+        while sum(participant.waits for participant in self._turns.participants) < num_jobs:
             assert time.monotonic() < end_s, "the jobs do not ask for the device"
             await asyncio.sleep(0.01)
 

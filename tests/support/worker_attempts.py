@@ -130,7 +130,7 @@ class Daemon(EventWriter):
         self.order(self._react(line))
 
     def order(self, orders: bytes) -> None:
-        self.orders.hear(orders)
+        self.orders.handle(orders)
 
     def hang_up(self) -> None:
         self.orders.lose_daemon()

@@ -18,7 +18,7 @@ from horizon_server.errors import InvalidModel, InvalidSpec, Stalled
 from horizon_server.jobs.preparation import DatasetFiles
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord
-from horizon_server.services.inputs import NodeResources
+from horizon_server.services.inputs import Inputs
 from horizon_server.services.previews import Previews
 from horizon_server.settings import child_environment
 
@@ -32,7 +32,7 @@ CRASHING = (
 )
 
 
-class OneOfEach(NodeResources):
+class OneOfEach(Inputs):
     """A dataset of one chat, and three models."""
 
     def __init__(self, folder: Path) -> None:

@@ -60,7 +60,7 @@ class Database:
         self.when_full: Callable[[], object] = lambda: None
         self._writing = asyncio.Lock()
         # Reads wait here, in the order of their arrival, and not at the pool, which gives up after 30 s. How many a
-        # user may have waiting is bounded above, by `services.accounts.UserTurns`.
+        # user may have waiting is bounded above, by `services.accounts.UserLocks`.
         self._reading = asyncio.Semaphore(NUM_READERS)
         self._stopping: dict[asyncio.Future[Any], object] = {}
 

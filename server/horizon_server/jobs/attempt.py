@@ -39,13 +39,13 @@ from horizon_server.jobs.preparation import Preparation, PreparedJob
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
 from horizon_server.jobs.runtime import Runtime
-from horizon_server.jobs.turns import DeviceTurns, Seat
+from horizon_server.jobs.turns import DeviceTurns, Participant
 from horizon_server.planning.machine import Accelerator, worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
 from horizon_server.store.adapter_files import is_adapter_folder
 from horizon_server.store.planes import lent_memory
-from horizon_server.worker_link.daemon_end import Worker, last_words
+from horizon_server.worker_link.daemon_end import Worker, replay_journal
 from horizon_server.worker_link.orders import GIVE_UP, stop_order
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
 from horizon_server.worker_link.request import RunLimits, WorkerRequest
@@ -197,9 +197,9 @@ class Attempt:
             self._worker.kill()
 
     @property
-    def seat(self) -> Seat | None:
+    def participant(self) -> Participant | None:
         """The worker's place among those that take turns on the device, once it has connected."""
-        return self._reports.seat
+        return self._reports.participant
 
     @property
     def is_loading(self) -> bool:
@@ -210,7 +210,7 @@ class Attempt:
     @property
     def waits_for_first_turn(self) -> bool:
         """Whether its worker has loaded the model and waits for the device, which it has not had yet."""
-        return self.seat is not None and self.seat.waits and not self.seat.had_turn
+        return self.participant is not None and self.participant.waits and not self.participant.had_turn
 
     @property
     def has_worker(self) -> bool:
@@ -219,7 +219,9 @@ class Attempt:
         return self._worker is not None
 
     async def _prepare_and_train(self) -> None:
-        model, dataset, eval_sets = await self.runtime.journal.patiently(lambda: self.runtime.find_inputs(self.job))
+        model, dataset, eval_sets = await self.runtime.journal.retry_until_stored(
+            lambda: self.runtime.find_inputs(self.job)
+        )
         prepared = await self.preparation.run_all(
             self.job.spec,
             model,
@@ -389,7 +391,7 @@ class Attempt:
             await self._finish("stopped", **HAD_NO_WORKER)
             return
         try:
-            answer = await last_words(folder, after, self._reports.hear)
+            answer = await replay_journal(folder, after, self._reports.handle)
         except (WorkerDied, WorkerCrashed):
             await self._reports.flush()
             if self._wanted:
@@ -418,7 +420,7 @@ class Attempt:
             if not leaves:
                 worker.kill()
                 await worker.wait()
-                self._reports.leave_seat()
+                self._reports.leave_turns()
             worker.leave()
             with contextlib.suppress(DiskFull, DatabaseUnavailable) if leaves else contextlib.nullcontext():
                 await self._reports.flush()
@@ -440,14 +442,14 @@ class Attempt:
                 # As far as this version can read them: without these reports, the steps that it has made alone would be
                 # missing.
                 with contextlib.suppress(HorizonError):
-                    await last_words(self._log.parent, after, self._reports.hear)
+                    await replay_journal(self._log.parent, after, self._reports.handle)
                 raise
             planes |= found
-            self._reports.take_seat(worker, greeting, self.job)
+            self._reports.join_turns(worker, greeting, self.job)
         if self._wanted:  # while the worker was being started, or by an earlier daemon
             worker.send_order(stop_order(self._wanted))
         try:
-            answer: dict[str, str] = await worker.answer(self._reports.hear, self._allowed_silence_s)
+            answer: dict[str, str] = await worker.answer(self._reports.handle, self._allowed_silence_s)
         except WorkerSilent as error:
             log.error("the worker makes no progress and is killed", pid=worker.pid, why=error.message)
             await self.runtime.journal.append(self.job.job_id, Message(level="warning", text=error.message))
@@ -455,7 +457,11 @@ class Attempt:
         return answer
 
     def _allowed_silence_s(self) -> float | None:
-        return None if self.seat is None else self.seat.silence_limit_s(self.runtime.settings.silence_limit_s)
+        return (
+            None
+            if self.participant is None
+            else self.participant.silence_limit_s(self.runtime.settings.silence_limit_s)
+        )
 
     async def _store(self, report: Report) -> None:
         job_id, (line, number) = self.job.job_id, report
@@ -474,7 +480,7 @@ class Attempt:
             case ReferencesDone():
                 assert self.job.plan is not None, "STARTING sets it"
                 known["plan"] = self.job.plan.with_references_done(line.done_tokens / line.total_tokens)
-                await self.runtime.journal.patiently(lambda: self.runtime.journal.store.set(job_id, **known))
+                await self.runtime.journal.retry_until_stored(lambda: self.runtime.journal.store.set(job_id, **known))
             case StepDone():
                 known |= {"step": line.step, "num_steps": line.num_steps, "last_step": line}
                 await self.runtime.journal.append(job_id, line, **known)
@@ -493,7 +499,7 @@ class Attempt:
                 self.job = await self.runtime.journal.move(self.job, state, **fields)
                 return True
 
-        return await self.runtime.journal.patiently(move)
+        return await self.runtime.journal.retry_until_stored(move)
 
     async def _explain(self) -> None:
         # A worker that is killed because its job is cancelled has nothing to explain.
@@ -522,7 +528,7 @@ class Attempt:
             target = JobState.QUEUED
         # A displaced job makes room for those that have waited; at its old place it could be the next.
         requeue = target is JobState.QUEUED and self._wanted is StopRequest.DISPLACE
-        self.job = await self.runtime.journal.patiently(
+        self.job = await self.runtime.journal.retry_until_stored(
             lambda: self.runtime.journal.move(
                 self.job, target, reason=reason, message=message, requeue=requeue, **fields
             )

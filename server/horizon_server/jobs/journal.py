@@ -122,7 +122,7 @@ class Journal:
 
     async def append(self, job_id: str, payload: Payload, **fields: Any) -> None:
         """Store an event of a running attempt, however long that has to wait."""
-        await self.patiently(lambda: self.append_now(job_id, payload, **fields))
+        await self.retry_until_stored(lambda: self.append_now(job_id, payload, **fields))
 
     async def append_now(self, job_id: str, payload: Payload, **fields: Any) -> None:
         """Store an event. Raises DiskFull or DatabaseUnavailable."""
@@ -130,7 +130,7 @@ class Journal:
         self._metrics.on_payload(record, payload)
         self._pass_on(event)
 
-    async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
+    async def retry_until_stored(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining
         begins."""
         # A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long

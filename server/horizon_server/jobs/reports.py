@@ -20,7 +20,7 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lines import LineStore, Report
-from horizon_server.jobs.turns import DeviceTurns, Seat, resident_job
+from horizon_server.jobs.turns import DeviceTurns, Participant, resident_job
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.records.job import JobRecord
 from horizon_server.worker_link.daemon_end import Worker
@@ -28,11 +28,11 @@ from horizon_server.worker_link.protocol import WorkerGreeting
 
 
 class Reports:
-    """The reports of one worker of an attempt, and its seat among those that take turns on the device.
+    """The reports of one worker of an attempt, and its participant among those that take turns on the device.
 
-    `seat` is None until the worker connects. `reached` is the last step that it is known to have done, or to have
-    continued after; -1 where none. `overrun` is set where it is killed because it did not give the device back, and
-    says so.
+    `participant` is None until the worker connects. `reached` is the last step that it is known to have done, or to
+    have continued after; -1 where none. `overrun` is set where it is killed because it did not give the device back,
+    and says so.
 
     Thread: belongs to one event loop.
 
@@ -52,7 +52,7 @@ class Reports:
         on_asked: Callable[[], None],
         reached: int = -1,
     ) -> None:
-        self.seat: Seat | None = None
+        self.participant: Participant | None = None
         self.reached = reached
         self.has_asked = False
         self.overrun = ""
@@ -61,7 +61,7 @@ class Reports:
         self._lines = LineStore(store)
         self._warning: asyncio.Task[None] | None = None
 
-    def take_seat(self, worker: Worker, greeting: WorkerGreeting, job: JobRecord) -> None:
+    def join_turns(self, worker: Worker, greeting: WorkerGreeting, job: JobRecord) -> None:
         """Let the worker, which has just connected, take turns."""
         plan = job.plan
         assert plan is not None, "STARTING sets it"
@@ -73,7 +73,7 @@ class Reports:
                 self.overrun = message
                 worker.kill()
 
-        self.seat = Seat(
+        self.participant = Participant(
             job=resident_job(job, self._turns.device),
             send=worker.send_order,
             charge=functools.partial(self._meter.add, job),
@@ -81,7 +81,7 @@ class Reports:
             on_overrun=on_overrun,
             step_s=plan.prediction.step_s if plan.prediction else 0.0,
         )
-        self._turns.join(self.seat, turn=greeting.turn, holds_memory=greeting.holds_memory)
+        self._turns.join(self.participant, turn=greeting.turn, holds_memory=greeting.holds_memory)
         if greeting.turn != "none":
             self._has_asked()
 
@@ -90,17 +90,17 @@ class Reports:
             self.has_asked = True
             self._on_asked()
 
-    def leave_seat(self) -> None:
+    def leave_turns(self) -> None:
         """Free the worker's turn. Only once its process is gone: until then it may still compute."""
-        if self.seat is not None:
-            self._turns.leave(self.seat)
+        if self.participant is not None:
+            self._turns.leave(self.participant)
 
-    async def hear(self, line: WorkerLine, number: int) -> None:
+    async def handle(self, line: WorkerLine, number: int) -> None:
         """Take one line, which has that number in the worker's journal. Raises what an earlier report could not be
         stored for."""
         if isinstance(line, TurnWanted | TurnEnded | MemoryReleased):
-            assert self.seat is not None, "a worker says so on its connection only"
-            self._turns.hear(self.seat, line)
+            assert self.participant is not None, "a worker says so on its connection only"
+            self._turns.handle(self.participant, line)
             self._has_asked()
             return
         if isinstance(line, WorkerProgress | ChildLine):  # that it came is all it says; no worker sends the other
@@ -108,8 +108,8 @@ class Reports:
         if isinstance(line, AttemptReady | StepDone):
             self.reached = line.step
         if isinstance(line, StepDone):
-            if self.seat is not None:  # of a worker that is gone, nothing takes turns
-                self._turns.stepped(self.seat, line)
+            if self.participant is not None:  # of a worker that is gone, nothing takes turns
+                self._turns.stepped(self.participant, line)
             self._meter.add(self._job, 0.0, num_tokens=line.num_tokens)
         await self._lines.add((line, number))
 

@@ -101,7 +101,7 @@ class Scheduler:
                 if self._news.is_set() or time.monotonic() - self._shown_s > SHOW_EVERY_S:
                     self._shown_s = 0.0
                 self._news.clear()
-                await self.runtime.journal.patiently(self._look)
+                await self.runtime.journal.retry_until_stored(self._reschedule)
                 # `wait_for` would lose a cancellation that comes together with news.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.look_every_s):
@@ -173,7 +173,7 @@ class Scheduler:
         if self._running:
             await asyncio.wait([one.task for one in self._running.values()])
 
-    async def _look(self) -> None:
+    async def _reschedule(self) -> None:
         """Load what fits, take out what has to make room, and work out where every job stands."""
         for turns in self.turns.values():
             turns.charge()
@@ -196,7 +196,8 @@ class Scheduler:
         await self._act(situation, decision, queued)
         self.runtime.metrics.set_node_open(situation.node.is_open)
         self.runtime.metrics.set_residents(
-            {name: len(turns.seats) for name, turns in self.turns.items()}, self.promised_bytes() + self.held_bytes()
+            {name: len(turns.participants) for name, turns in self.turns.items()},
+            self.promised_bytes() + self.held_bytes(),
         )
         self.runtime.metrics.set_share_uses(
             self.runtime.view.shares.uses(situation.now_s), self.runtime.view.shares.weight_of
@@ -234,8 +235,8 @@ class Scheduler:
         attempts = {job_id: running.attempt for job_id, running in self._running.items()}
         for resident in situation.residents:
             attempt = attempts.get(resident.job_id)
-            if attempt is not None and attempt.seat is not None:
-                attempt.seat.job = replace(attempt.seat.job, priority=resident.priority)
+            if attempt is not None and attempt.participant is not None:
+                attempt.participant.job = replace(attempt.participant.job, priority=resident.priority)
         is_drained = situation.condition.at(situation.now_s) == "drained"
         for job_id in attempts if is_drained else decision.displace:
             if job_id in attempts:
@@ -305,7 +306,7 @@ class Scheduler:
     async def recover(self) -> None:
         """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
-            for job in await self.runtime.journal.patiently(
+            for job in await self.runtime.journal.retry_until_stored(
                 lambda: self.runtime.journal.store.in_states(sorted(RESIDENT))
             ):
                 # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
@@ -337,6 +338,6 @@ class Scheduler:
                 await self.runtime.journal.move(job, JobState.FAILED, reason=reason, message=message)
 
         try:
-            await self.runtime.journal.patiently(move)
+            await self.runtime.journal.retry_until_stored(move)
         except (DiskFull, DatabaseUnavailable):
             log.error("the failure cannot be stored; the next daemon settles the job", job_id=job_id)

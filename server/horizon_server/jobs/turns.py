@@ -40,7 +40,7 @@ SILENT_STEPS = 20.0
 
 
 @dataclass(kw_only=True, eq=False)
-class Seat:
+class Participant:
     """A resident job's place in the turns of its device.
 
     Args:
@@ -111,7 +111,8 @@ class DeviceTurns:
 
     Args:
         device: its name: host, or cuda:N.
-        usable_bytes: memory that all seats may hold at the same time; None where their host memory holds it already.
+        usable_bytes: memory that all participants may hold at the same time; None where their host memory holds it
+            already.
     """
 
     def __init__(
@@ -128,89 +129,93 @@ class DeviceTurns:
         self.device = device
         self._usable_bytes = usable_bytes
         self._shares, self._rules, self._grace_s, self._metrics, self._clock = shares, rules, grace_s, metrics, clock
-        self._seats: dict[str, Seat] = {}
-        self.holder: Seat | None = None
+        self._participants: dict[str, Participant] = {}
+        self.holder: Participant | None = None
         self._charged_to_s = 0.0
         self._slice_began_s = self._ended_s = self._idle_since_s = 0.0
         self._is_asked_back = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def seats(self) -> Sequence[Seat]:
+    def participants(self) -> Sequence[Participant]:
         """All jobs that share the device."""
-        return tuple(self._seats.values())
+        return tuple(self._participants.values())
 
-    def join(self, seat: Seat, *, turn: TurnState = "none", holds_memory: bool = False) -> None:
+    def join(self, participant: Participant, *, turn: TurnState = "none", holds_memory: bool = False) -> None:
         """Take a resident job in, with where its worker stands: one of an earlier daemon may wait for a turn, or have
         it."""
-        self._seats[seat.job.job_id] = seat
-        seat.holds_memory = holds_memory
-        self._tell_company()
+        self._participants[participant.job.job_id] = participant
+        participant.holds_memory = holds_memory
+        self._announce_peers()
         if turn == "wanted":
-            self.want(seat)
+            self.want(participant)
         elif turn == "held" and self.holder is None:
-            self._hold(seat)
+            self._hold(participant)
             self._look()
         elif turn == "held":
             # It took its turn while no daemon was there. The holder waits for the device's lock until this one has
             # ended.
-            seat.send(YIELD)
+            participant.send(YIELD)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, participant: Participant) -> None:
         """Forget a job whose worker is gone, and with it its turn and what it held on the device."""
-        self._seats.pop(seat.job.job_id, None)
-        seat.waits = seat.holds_memory = False
-        self._tell_company()
-        if self.holder is seat:
+        self._participants.pop(participant.job.job_id, None)
+        participant.waits = participant.holds_memory = False
+        self._announce_peers()
+        if self.holder is participant:
             self._end_turn()
         self._look()
 
-    def hear(self, seat: Seat, line: TurnLine) -> None:
+    def handle(self, participant: Participant, line: TurnLine) -> None:
         """Take in what a worker says about its turn."""
         match line:
             case TurnWanted():
-                self.want(seat)
+                self.want(participant)
             case TurnEnded():
-                self.ended(seat, line)
+                self.ended(participant, line)
             case MemoryReleased():
-                self.released(seat)
+                self.released(participant)
 
-    def want(self, seat: Seat) -> None:
+    def want(self, participant: Participant) -> None:
         """The worker has asked for the device."""
-        if self._seats.get(seat.job.job_id) is seat and not seat.waits and self.holder is not seat:
-            seat.waits, seat.since_s = True, self._clock()
-            if seat.asked_to_release:  # in a turn that it gave back before it read that
-                self._expect_release(seat)
+        if (
+            self._participants.get(participant.job.job_id) is participant
+            and not participant.waits
+            and self.holder is not participant
+        ):
+            participant.waits, participant.since_s = True, self._clock()
+            if participant.asked_to_release:  # in a turn that it gave back before it read that
+                self._expect_release(participant)
             # It was next, and would be had it not written a checkpoint: it need not wait for the end of a slice that
             # began meanwhile.
-            if seat.left_early and self.holder is not None and not self._is_asked_back:
+            if participant.left_early and self.holder is not None and not self._is_asked_back:
                 self._cancel_timer()
                 self._slice_began_s = min(self._slice_began_s, self._clock() - self._rules.time_slice_s)
             self._look()
 
-    def ended(self, seat: Seat, line: TurnEnded) -> None:
+    def ended(self, participant: Participant, line: TurnEnded) -> None:
         """The worker has given the device back, or no longer wants it."""
-        self._released(seat, released=line.released)
-        seat.waits = False
-        if self.holder is seat:
-            seat.left_early = not self._is_asked_back
-            if seat.idle_since_s and line.began_s:
-                self._metrics.on_handover(self.device, max(0.0, line.began_s - seat.idle_since_s))
+        self._released(participant, released=line.released)
+        participant.waits = False
+        if self.holder is participant:
+            participant.left_early = not self._is_asked_back
+            if participant.idle_since_s and line.began_s:
+                self._metrics.on_handover(self.device, max(0.0, line.began_s - participant.idle_since_s))
             self._end_turn(line.ended_s)
         self._look()
 
-    def released(self, seat: Seat) -> None:
+    def released(self, participant: Participant) -> None:
         """The worker, which waits, has freed its memory on the device."""
-        self._released(seat, released=True)
+        self._released(participant, released=True)
         self._look()
 
-    def stepped(self, seat: Seat, step: StepDone) -> None:
+    def stepped(self, participant: Participant, step: StepDone) -> None:
         """Take in what a step took."""
-        seat.longest_step_s = max(seat.longest_step_s, step.duration_s)
-        seat.step_s = step.duration_s
+        participant.longest_step_s = max(participant.longest_step_s, step.duration_s)
+        participant.step_s = step.duration_s
         idle_s = step.duration_s - step.compute_s
-        seat.leaves_device_idle = idle_s > max(_LEAST_IDLE_S, _LEAST_IDLE_SHARE * step.duration_s)
-        if self.holder is seat and self._turns_are_steps:
+        participant.leaves_device_idle = idle_s > max(_LEAST_IDLE_S, _LEAST_IDLE_SHARE * step.duration_s)
+        if self.holder is participant and self._turns_are_steps:
             self._look()
 
     def charge(self) -> None:
@@ -224,25 +229,25 @@ class DeviceTurns:
 
     @property
     def _room_bytes(self) -> float:
-        """Memory for all that seats hold at the same time: the device's, less what the processes of waiting jobs take
-        themselves."""
+        """Memory for all that participants hold at the same time: the device's, less what the processes of waiting jobs
+        take themselves."""
         if self._usable_bytes is None:
             return math.inf
-        return self._usable_bytes - PROCESS_BYTES * max(0, len(self._seats) - 1)
+        return self._usable_bytes - PROCESS_BYTES * max(0, len(self._participants) - 1)
 
     @property
     def _turns_are_steps(self) -> bool:
-        return any(seat.leaves_device_idle for seat in self._seats.values())
+        return any(participant.leaves_device_idle for participant in self._participants.values())
 
     def _look(self) -> None:
         """Grant the device where it is free, or ask for it back where another job is next."""
         if self.holder is None:
             self._grant()
-        elif not self._is_asked_back and any(seat.waits for seat in self._seats.values()):
+        elif not self._is_asked_back and any(participant.waits for participant in self._participants.values()):
             self._plan_end(self.holder)
 
     def _grant(self) -> None:
-        chosen = self._next([seat for seat in self._seats.values() if seat.waits])
+        chosen = self._next([participant for participant in self._participants.values() if participant.waits])
         if chosen is None or not self._has_room(chosen):
             return
         now_s = self._clock()
@@ -252,56 +257,65 @@ class DeviceTurns:
         chosen.holds_memory = True
         self._hold(chosen)
         chosen.send(TURN)
-        if any(seat.waits for seat in self._seats.values()):
+        if any(participant.waits for participant in self._participants.values()):
             self._plan_end(chosen)
 
-    def _hold(self, seat: Seat) -> None:
-        seat.waits, self.holder, self._is_asked_back = False, seat, False
-        seat.had_turn, seat.left_early = True, False
+    def _hold(self, participant: Participant) -> None:
+        participant.waits, self.holder, self._is_asked_back = False, participant, False
+        participant.had_turn, participant.left_early = True, False
         self._charged_to_s = self._slice_began_s = self._clock()
 
-    def _tell_company(self) -> None:
+    def _announce_peers(self) -> None:
         """Tell each worker whether it is the only one: it may use the device's memory then even while no daemon is
         there."""
         if self._usable_bytes is not None:
-            for seat in self._seats.values():
-                seat.send(ALONE if len(self._seats) == 1 else SHARED)
+            for participant in self._participants.values():
+                participant.send(ALONE if len(self._participants) == 1 else SHARED)
 
-    def _has_room(self, chosen: Seat) -> bool:
+    def _has_room(self, chosen: Participant) -> bool:
         """Whether the device has memory for the job. Where it has not, those that wait are asked to free theirs
         first."""
         if chosen.holds_memory:
             return True
-        others = [seat for seat in self._seats.values() if seat.holds_memory and seat is not chosen]
-        excess = sum(seat.job.device_bytes for seat in others) + chosen.job.device_bytes - self._room_bytes
+        others = [
+            participant
+            for participant in self._participants.values()
+            if participant.holds_memory and participant is not chosen
+        ]
+        excess = (
+            sum(participant.job.device_bytes for participant in others) + chosen.job.device_bytes - self._room_bytes
+        )
         # The largest first: the fewest have to copy their weights again. One that writes a checkpoint is asked once it
         # waits.
-        for seat in sorted((seat for seat in others if seat.waits), key=lambda seat: -seat.job.device_bytes):
-            if excess > 0 and not seat.asked_to_release:
-                seat.asked_to_release = True
-                seat.send(RELEASE)
-                self._expect_release(seat)
-            excess -= seat.job.device_bytes
+        for participant in sorted(
+            (participant for participant in others if participant.waits),
+            key=lambda participant: -participant.job.device_bytes,
+        ):
+            if excess > 0 and not participant.asked_to_release:
+                participant.asked_to_release = True
+                participant.send(RELEASE)
+                self._expect_release(participant)
+            excess -= participant.job.device_bytes
         # Where nobody else holds any, waiting would change nothing: the job's own step says what it lacks.
-        return not others or (excess <= 0 and not any(seat.asked_to_release for seat in others))
+        return not others or (excess <= 0 and not any(participant.asked_to_release for participant in others))
 
-    def _expect_release(self, seat: Seat) -> None:
+    def _expect_release(self, participant: Participant) -> None:
         """Have a waiting worker killed that does not free its memory: the device would stay without work."""
 
         def check() -> None:
-            if seat.waits and seat.asked_to_release and not seat.is_storing():
+            if participant.waits and participant.asked_to_release and not participant.is_storing():
                 self._metrics.on_turn_overrun()
-                seat.on_overrun(
+                participant.on_overrun(
                     f"the worker has not freed its memory on {self.device} after {self._grace_s:.0f} s", True
                 )
 
         asyncio.get_running_loop().call_later(self._grace_s, check)
 
-    def _released(self, seat: Seat, *, released: bool) -> None:
+    def _released(self, participant: Participant, *, released: bool) -> None:
         if released:
-            seat.holds_memory = seat.asked_to_release = False
+            participant.holds_memory = participant.asked_to_release = False
 
-    def _plan_end(self, holder: Seat) -> None:
+    def _plan_end(self, holder: Participant) -> None:
         """Ask for the device back now or at the end of the slice."""
         # Now, as an order that comes after the step has ended is heard one step later. Where the holder is next, its
         # next step asks again; but a pass over the data before the first step, or an evaluation, reports no steps, so
@@ -314,27 +328,31 @@ class DeviceTurns:
             left_s = max(0.0, self._slice_began_s + self._rules.time_slice_s - self._clock())
             self._timer = asyncio.get_running_loop().call_later(left_s, self._slice_over, holder)
 
-    def _slice_over(self, holder: Seat) -> None:
+    def _slice_over(self, holder: Participant) -> None:
         self._timer = None
         self.charge()
         if self._next_but(holder, after_s=0.0) is not holder:
             self._ask_back(holder)
-        elif any(seat.waits for seat in self._seats.values()):
+        elif any(participant.waits for participant in self._participants.values()):
             self._slice_began_s = self._clock()
             self._plan_end(holder)
 
-    def _ask_back(self, holder: Seat) -> None:
+    def _ask_back(self, holder: Participant) -> None:
         self._is_asked_back = True
         self._cancel_timer()
-        chosen = self._next([seat for seat in self._seats.values() if seat.waits])
+        chosen = self._next([participant for participant in self._participants.values() if participant.waits])
         assert chosen is not None, "somebody waits, or the holder keeps the device"
-        held = sum(seat.job.device_bytes for seat in self._seats.values() if seat.holds_memory and seat is not chosen)
+        held = sum(
+            participant.job.device_bytes
+            for participant in self._participants.values()
+            if participant.holds_memory and participant is not chosen
+        )
         is_short = held + chosen.job.device_bytes > self._room_bytes
         holder.asked_to_release = is_short and not chosen.holds_memory
         holder.send(RELEASE if holder.asked_to_release else YIELD)
         self._watch(holder, is_last=False)
 
-    def _watch(self, holder: Seat, *, is_last: bool) -> None:
+    def _watch(self, holder: Participant, *, is_last: bool) -> None:
         """Report a worker that does not give the device back within a step and a grace period; after another, have it
         killed."""
         allowed_s = self._grace_s + (0.0 if is_last else holder.most_step_s)
@@ -367,13 +385,13 @@ class DeviceTurns:
             self._timer.cancel()
             self._timer = None
 
-    def _next(self, seats: Sequence[Seat], shares: Shares | None = None) -> Seat | None:
-        jobs = [seat.waiting for seat in seats]
+    def _next(self, participants: Sequence[Participant], shares: Shares | None = None) -> Participant | None:
+        jobs = [participant.waiting for participant in participants]
         now_s = self._clock()
         chosen = next_turn(jobs, shares or self._shares, now_s, rules=self._rules)
-        return None if chosen is None else self._seats[chosen.job_id]
+        return None if chosen is None else self._participants[chosen.job_id]
 
-    def _next_but(self, holder: Seat, *, after_s: float) -> Seat | None:
+    def _next_but(self, holder: Participant, *, after_s: float) -> Participant | None:
         """Who is next, the holder included, once it has used the device for `after_s` more."""
         now_s = self._clock()
         holder.since_s = now_s
@@ -381,4 +399,6 @@ class DeviceTurns:
         if after_s:
             shares = shares.copy()
             shares.charge(holder.job.project, holder.job.user, after_s, now_s)
-        return self._next([holder, *(seat for seat in self._seats.values() if seat.waits)], shares)
+        return self._next(
+            [holder, *(participant for participant in self._participants.values() if participant.waits)], shares
+        )

@@ -28,7 +28,7 @@ from horizon_server.scheduling.texts import jobs_text, time_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, steady_shares
 from horizon_server.texts import size_text
 
-Held = Callable[[Job, Sequence[Resident]], str]
+QuotaCheck = Callable[[Job, Sequence[Resident]], str]
 """What a quota has against loading a job next to the resident ones, or ""."""
 
 _Holder = tuple[str, str]
@@ -41,7 +41,7 @@ def decide(
     shares: Shares,
     rules: Rules,
     now_s: float,
-    held: Held,
+    held: QuotaCheck,
     *,
     ends: Mapping[str, float | None] | None = None,
     explain: bool = True,
@@ -155,7 +155,7 @@ def _being_loaded(number: int, whose: str = "") -> str:
 
 
 @dataclass(kw_only=True)
-class _Next:
+class _HeadOfQueue:
     """The first job that the free memory does not hold: when it is predicted to start, which resident jobs' memory it
     gets then, and how much memory it leaves free."""
 
@@ -169,13 +169,13 @@ class _Round:
     """One decision. What is resident and free changes while it is made."""
 
     def __init__(
-        self, node: Node, shares: Shares, rules: Rules, now_s: float, held: Held, residents: Sequence[Resident]
+        self, node: Node, shares: Shares, rules: Rules, now_s: float, held: QuotaCheck, residents: Sequence[Resident]
     ) -> None:
         self._node, self._shares, self._rules, self._now_s, self._held = node, shares, rules, now_s, held
         self._residents = list(residents)
         self._free_bytes = node.host_bytes - sum(job.host_bytes for job in residents)
         self._waiting: Sequence[Job] = ()
-        self._next: _Next | None = None
+        self._next: _HeadOfQueue | None = None
         self._start: list[tuple[str, str]] = []
         self._why: dict[str, str] = {}
         self._behind_quota: set[str] = set()
@@ -305,7 +305,7 @@ class _Round:
             "a job that ends frees some"
         )
 
-    def _make_next(self, job: Job, givers: Sequence[Resident], ends: Mapping[str, float | None]) -> _Next:
+    def _make_next(self, job: Job, givers: Sequence[Resident], ends: Mapping[str, float | None]) -> _HeadOfQueue:
         """Goes through the times at which memory becomes free, until there is enough of it for the job."""
         all_ends = {**predicted_ends(self._residents, self._shares, self._now_s), **ends}
         gives = {one.job_id for one in givers}
@@ -330,9 +330,9 @@ class _Round:
         start_s = self._node.open_from(start_s)
         # While the start is not known, any memory may be what the job is waiting for.
         spare_bytes = free_bytes - job.host_bytes if start_s < math.inf else 0
-        return _Next(job=job, start_s=start_s, freed_by=freed_by, spare_bytes=spare_bytes)
+        return _HeadOfQueue(job=job, start_s=start_s, freed_by=freed_by, spare_bytes=spare_bytes)
 
-    def _may_pass(self, job: Job, first: _Next) -> bool:
+    def _may_pass(self, job: Job, first: _HeadOfQueue) -> bool:
         """Whether the job has ended before the next one starts, or leaves the memory that the next one needs."""
         ready_s = self._now_s + job.load_s
         if job.remaining_s is not None and ready_s + job.remaining_s <= first.start_s < math.inf:
@@ -423,7 +423,7 @@ class _Round:
                 free_bytes -= one.host_bytes
         return chosen
 
-    def _why_next(self, first: _Next, displaced: Sequence[Resident]) -> str:
+    def _why_next(self, first: _HeadOfQueue, displaced: Sequence[Resident]) -> str:
         stopping = [one.job_id for one in first.freed_by if one.is_stopping]
         names = jobs_text([one.job_id for one in first.freed_by])
         plural = len(first.freed_by) > 1
@@ -441,7 +441,7 @@ class _Round:
             how = f"{names} {'free' if plural else 'frees'} it at about {time_text(first.start_s, self._now_s)}"
         return f"{self._needs(first.job)}; {how}"
 
-    def _why_behind(self, job: Job, first: _Next) -> str:
+    def _why_behind(self, job: Job, first: _HeadOfQueue) -> str:
         if job.host_bytes > self._free_bytes:
             return f"{self._needs(job)}; job {first.job.job_id} is next"
         behind = (

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from horizon_server.records.sharing import Outlook
-from horizon_server.scheduling.admission import Held, as_resident, as_waiting, decide, displaceable_s, in_order, kind_of
+from horizon_server.scheduling.admission import (
+    QuotaCheck,
+    as_resident,
+    as_waiting,
+    decide,
+    displaceable_s,
+    in_order,
+    kind_of,
+)
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Job, Node, Resident, Rules
 from horizon_server.scheduling.texts import ITS_SHARE, span_text
@@ -45,7 +53,7 @@ def simulate(
     shares: Shares,
     rules: Rules,
     now_s: float,
-    held: Held,
+    held: QuotaCheck,
 ) -> dict[str, Estimate]:
     """Estimates for all jobs, by id, as if no other job were submitted and each needed what is predicted. `shares`
     stays as it is."""
@@ -59,7 +67,7 @@ def outlooks(
     shares: Shares,
     rules: Rules,
     now_s: float,
-    held: Held,
+    held: QuotaCheck,
     *,
     asked: str = "",
 ) -> dict[str, Outlook]:
@@ -138,7 +146,7 @@ class _Simulation:
         shares: Shares,
         rules: Rules,
         now_s: float,
-        held: Held,
+        held: QuotaCheck,
     ) -> None:
         self._node, self._shares, self._rules, self._held = node, shares.copy(), rules, held
         self._bounds_loading = rules.max_loading_jobs is not None or rules.max_loading_jobs_of_user is not None

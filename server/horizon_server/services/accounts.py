@@ -181,7 +181,7 @@ class _User:
     num_calls: int = 0
 
 
-class UserTurns:
+class UserLocks:
     """Limits how many calls of one user run, so that others do not wait long for theirs. Thread: belongs to one event
     loop."""
 

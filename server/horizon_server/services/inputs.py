@@ -19,7 +19,7 @@ from horizon_server.store.adapter_files import PEFT_LORA, is_adapter_folder
 from horizon_server.store.model_files import CONFIG_FILE
 
 
-class NodeResources:
+class Inputs:
     """Finds the files that names mean, as the dataset and model services let the caller see them."""
 
     def __init__(

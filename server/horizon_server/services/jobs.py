@@ -39,8 +39,8 @@ from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.texts import to_owner
 from horizon_server.services.access import may_see, require_change, require_submit
-from horizon_server.services.accounts import UserTurns
-from horizon_server.services.inputs import NodeResources
+from horizon_server.services.accounts import UserLocks
+from horizon_server.services.inputs import Inputs
 from horizon_server.services.proposals import Proposals
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
@@ -66,10 +66,10 @@ class JobService:
     journal: Journal
     scheduler: Scheduler
     lifecycle: Lifecycle
-    resources: NodeResources
+    resources: Inputs
     planner: Planner
     folders: JobFolders
-    turns: UserTurns
+    turns: UserLocks
     quotas: Quotas
     leases: ReadLeases = field(default_factory=ReadLeases)
     proposals: Proposals = field(init=False)

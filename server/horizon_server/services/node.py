@@ -112,7 +112,7 @@ class NodeFacts:
                 DeviceStatus(
                     name=name,
                     holder=turns.holder.job.job_id if turns.holder else "",
-                    num_residents=len(turns.seats),
+                    num_residents=len(turns.participants),
                 )
                 for name, turns in scheduler.turns.items()
             ),

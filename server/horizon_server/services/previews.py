@@ -17,7 +17,7 @@ from horizon_server.datasets.preview import (
 )
 from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.records.account import Principal
-from horizon_server.services.inputs import NodeResources
+from horizon_server.services.inputs import Inputs
 
 _AT_ONCE = 2
 _MEMORY_BYTES = 4 * 2**30
@@ -30,7 +30,7 @@ class Previews:
     Thread: belongs to one event loop. A caller who hangs up ends the child.
     """
 
-    def __init__(self, resources: NodeResources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
+    def __init__(self, resources: Inputs, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
         """`limit_s` is the longest time that one preview may take."""
         self._resources = resources
         self._task = ChildTask(

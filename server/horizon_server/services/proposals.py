@@ -23,8 +23,8 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.services.access import require_project
-from horizon_server.services.accounts import UserTurns
-from horizon_server.services.inputs import NodeResources
+from horizon_server.services.accounts import UserLocks
+from horizon_server.services.inputs import Inputs
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
 from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
@@ -81,11 +81,11 @@ class Proposals:
         find_job: the job of a name or id that the caller may see; raises NotFound.
     """
 
-    resources: NodeResources
+    resources: Inputs
     planner: Planner
     folders: JobFolders
     quotas: Quotas
-    turns: UserTurns
+    turns: UserLocks
     find_job: Callable[[Principal, str], Awaitable[JobRecord]]
 
     @asynccontextmanager

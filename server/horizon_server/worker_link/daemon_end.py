@@ -305,7 +305,7 @@ async def _line_of(stream: asyncio.StreamReader, silence_limit: SilenceLimit) ->
             raise WorkerSilent(f"{WHO} made no progress for {silent_s:.0f} s, and was killed")
 
 
-async def last_words(folder: Path, after: int, on_line: OnLine) -> Any:
+async def replay_journal(folder: Path, after: int, on_line: OnLine) -> Any:
     """Pass on what a worker that is gone has reported since `after`, and return its answer. Raises as `Worker.answer`
     does."""
     async for raw in rest_of_journal(folder, after):

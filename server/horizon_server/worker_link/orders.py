@@ -45,7 +45,7 @@ class Orders:
             threading.Condition()
         )  # its lock can be taken again by a signal handler that interrupts its holder
 
-    def hear(self, lines: bytes) -> None:
+    def handle(self, lines: bytes) -> None:
         """Take in whole lines of the daemon. Unknown ones, of a newer daemon, are left alone."""
         with self._changed:
             for line in lines.splitlines(keepends=True):

@@ -274,7 +274,7 @@ class WorkerEnd(EventWriter):
             lines, newline, pending = (pending + data).rpartition(b"\n")
             if len(pending) > _MOST_ORDER_BYTES:
                 raise WorkerFailed("the daemon sent an order that does not end")
-            self.orders.hear(lines + newline)
+            self.orders.handle(lines + newline)
 
     def _offset_of(self, num_lines: int) -> int:
         """Where the journal's lines after that many begin."""
@@ -309,7 +309,7 @@ def serve_worker(work: Work, *, who: str, progress_every_s: float = PROGRESS_EVE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     # A machine that shuts down, and a daemon of another version, ask in this way.
-    signal.signal(signal.SIGTERM, lambda *_: orders.hear(stop_order(StopRequest.DRAIN)))
+    signal.signal(signal.SIGTERM, lambda *_: orders.handle(stop_order(StopRequest.DRAIN)))
     if arguments.alive_fd >= 0:
         os.set_inheritable(arguments.alive_fd, False)
     request = json.loads(arguments.request.read_bytes())

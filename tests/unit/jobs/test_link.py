@@ -21,7 +21,7 @@ from horizon_server.children.entry import Answer
 from horizon_server.errors import Diverged, WorkerCrashed, WorkerDied
 from horizon_server.events import Message, TurnEnded, TurnWanted, WorkerLine
 from horizon_server.settings import child_environment
-from horizon_server.worker_link.daemon_end import Worker, last_words
+from horizon_server.worker_link.daemon_end import Worker, replay_journal
 from horizon_server.worker_link.orders import RELEASE, TURN
 from horizon_server.worker_link.protocol import PROTOCOL, OtherVersion, WorkerGreeting
 
@@ -164,7 +164,7 @@ async def test_one_that_ended_without_a_daemon_has_left_its_last_words(
         assert await found.wait(60)
         found.leave()
     with pytest.raises(Diverged, match="the loss is not finite"):
-        await last_words(tmp_path / "attempt", heard.num_lines, heard)
+        await replay_journal(tmp_path / "attempt", heard.num_lines, heard)
     assert heard.texts == [str(number) for number in range(5000)]
 
 

@@ -177,9 +177,9 @@ async def _costs_the_same(daemon: DaemonParts, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_the_bound_is_each_users_own(tmp_path: Path) -> None:
-    from horizon_server.services.accounts import UserTurns
+    from horizon_server.services.accounts import UserLocks
 
-    turns, entered, release = UserTurns(at_once=1, max_calls=2), asyncio.Event(), asyncio.Event()
+    turns, entered, release = UserLocks(at_once=1, max_calls=2), asyncio.Event(), asyncio.Event()
 
     async def call(user: str) -> str:
         async with turns.of(user):

@@ -546,7 +546,7 @@ async def test_jobs_that_have_waited_for_a_preparation_are_loaded_a_few_at_a_tim
         for job in jobs[:2]:
             await daemon.until(job.job_id, S.STARTING)
         for _ in range(20):
-            await daemon.parts.scheduler._look()
+            await daemon.parts.scheduler._reschedule()
         assert (await daemon.job(jobs[2].job_id)).job_state is S.PREPARING
         daemon.release("wa")
         await daemon.until(jobs[2].job_id, S.STARTING)

@@ -11,7 +11,7 @@ from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
 from horizon_server.jobs import recovery
-from horizon_server.jobs.turns import FIRST_STEP_S, SILENT_STEPS, Seat
+from horizon_server.jobs.turns import FIRST_STEP_S, SILENT_STEPS, Participant
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.scheduling.state import Job
 
@@ -79,14 +79,14 @@ async def test_one_that_is_slow_or_waits_for_its_turn_is_never_killed(make_daemo
 
 
 def test_nothing_is_expected_of_a_worker_that_waits_and_without_a_limit_of_none() -> None:
-    seat = Seat(
+    participant = Participant(
         job=JOB, send=lambda _: None, charge=lambda _: None, is_storing=lambda: False, on_overrun=lambda *_: None
     )
-    assert seat.silence_limit_s(1.0) == FIRST_STEP_S, "the first step may load, compile and try for minutes"
-    seat.step_s = 100.0
-    assert seat.silence_limit_s(1.0) == 1000.0
-    seat.longest_step_s = 3.0
-    assert (seat.silence_limit_s(1.0), seat.silence_limit_s(90.0)) == (SILENT_STEPS * 3.0, 90.0)
-    assert seat.silence_limit_s(0.0) is None
-    seat.waits = True
-    assert seat.silence_limit_s(1.0) is None
+    assert participant.silence_limit_s(1.0) == FIRST_STEP_S, "the first step may load, compile and try for minutes"
+    participant.step_s = 100.0
+    assert participant.silence_limit_s(1.0) == 1000.0
+    participant.longest_step_s = 3.0
+    assert (participant.silence_limit_s(1.0), participant.silence_limit_s(90.0)) == (SILENT_STEPS * 3.0, 90.0)
+    assert participant.silence_limit_s(0.0) is None
+    participant.waits = True
+    assert participant.silence_limit_s(1.0) is None

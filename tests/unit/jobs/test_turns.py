@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from horizon_server.events import StepDone, TurnEnded
-from horizon_server.jobs.turns import FIRST_STEP_S, DeviceTurns, Seat
+from horizon_server.jobs.turns import FIRST_STEP_S, DeviceTurns, Participant
 from horizon_server.planning.gpus import PROCESS_BYTES
 from horizon_server.records.sharing import Allowance
 from horizon_server.scheduling.shares import Shares
@@ -26,7 +26,7 @@ SLICE_S, GRACE_S = 0.05, 0.1
 class Worker:
     """What the daemon sends one worker, and what it is charged."""
 
-    seat: Seat
+    participant: Participant
     orders: list[bytes] = field(default_factory=list)
     used_s: float = 0.0
     overruns: list[tuple[str, bool]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Desk:
             host_bytes=0,
             device_bytes=device_bytes,
         )
-        worker: Any = Worker(seat=None)  # type: ignore[arg-type]
+        worker: Any = Worker(participant=None)  # type: ignore[arg-type]
 
         def charge(device_s: float) -> None:
             worker.used_s += device_s
@@ -96,8 +96,10 @@ class Desk:
             worker.overruns.append((text, is_last))
             worker.news.set()
 
-        worker.seat = Seat(job=job, send=send, charge=charge, is_storing=lambda: worker.storing, on_overrun=on_overrun)
-        self.turns.join(worker.seat)
+        worker.participant = Participant(
+            job=job, send=send, charge=charge, is_storing=lambda: worker.storing, on_overrun=on_overrun
+        )
+        self.turns.join(worker.participant)
         return worker  # type: ignore[no-any-return]
 
     def series(self, name: str) -> float:
@@ -117,7 +119,7 @@ def test_the_only_job_keeps_the_device_and_is_never_asked_for_it() -> None:
     async def life() -> None:
         desk = Desk()
         only = desk.worker("a")
-        desk.turns.want(only.seat)
+        desk.turns.want(only.participant)
         await asyncio.sleep(3 * SLICE_S)
         desk.turns.charge()
         assert only.orders == [TURN]
@@ -130,15 +132,15 @@ def test_after_a_slice_the_device_goes_to_the_one_that_has_used_less() -> None:
     async def life() -> None:
         desk = Desk()
         first, second = desk.worker("a"), desk.worker("b")
-        desk.turns.want(first.seat)
-        desk.turns.want(second.seat)
+        desk.turns.want(first.participant)
+        desk.turns.want(second.participant)
         assert second.orders == []
         await first.until_ordered(YIELD)
-        desk.turns.ended(first.seat, TurnEnded(began_s=1.0, ended_s=2.0))
+        desk.turns.ended(first.participant, TurnEnded(began_s=1.0, ended_s=2.0))
         assert second.orders == [TURN]
         assert first.used_s >= SLICE_S
         assert desk.series("horizon_device_turns_total") == 1
-        desk.turns.ended(second.seat, TurnEnded(began_s=2.125, ended_s=3.0))
+        desk.turns.ended(second.participant, TurnEnded(began_s=2.125, ended_s=3.0))
         assert desk.series("horizon_device_handover_seconds_sum") == 0.125
 
     in_loop(life)
@@ -149,19 +151,19 @@ def test_a_job_that_wrote_a_checkpoint_need_not_wait_for_the_end_of_anothers_sli
         desk = Desk(slice_s=3600.0, allowances=(Allowance(holder="project", name="a", weight=1000.0),))
         writer, other = desk.worker("a"), desk.worker("b")
         desk.shares.charge("b", "b", 100.0, time.time())
-        desk.turns.want(writer.seat)
-        desk.turns.want(other.seat)
-        desk.turns.ended(writer.seat, TurnEnded(released=False))
+        desk.turns.want(writer.participant)
+        desk.turns.want(other.participant)
+        desk.turns.ended(writer.participant, TurnEnded(released=False))
         assert other.orders == [TURN], "the device is not idle meanwhile"
-        desk.turns.want(writer.seat)
+        desk.turns.want(writer.participant)
         await other.until_ordered(YIELD)
-        desk.turns.ended(other.seat, TurnEnded(released=False))
+        desk.turns.ended(other.participant, TurnEnded(released=False))
         assert writer.orders == [TURN, TURN]
         # One that has used more than its share waits for the end of the slice.
-        desk.turns.want(other.seat)
-        desk.turns.ended(writer.seat, TurnEnded(released=False))
+        desk.turns.want(other.participant)
+        desk.turns.ended(writer.participant, TurnEnded(released=False))
         desk.shares.charge("a", "a", 1e9, time.time())
-        desk.turns.want(writer.seat)
+        desk.turns.want(writer.participant)
         await asyncio.sleep(0.05)
         assert other.orders == [TURN, YIELD, TURN]
 
@@ -172,12 +174,12 @@ def test_a_job_that_is_still_next_after_its_slice_gets_another() -> None:
     async def life() -> None:
         desk = Desk(allowances=(Allowance(holder="project", name="a", weight=1000.0),))
         heavy, light = desk.worker("a"), desk.worker("b")
-        desk.turns.want(light.seat)
+        desk.turns.want(light.participant)
         await asyncio.sleep(SLICE_S)
-        desk.turns.want(heavy.seat)
+        desk.turns.want(heavy.participant)
         await light.until_ordered(YIELD)
-        desk.turns.ended(light.seat, TurnEnded(released=False))
-        desk.turns.want(light.seat)
+        desk.turns.ended(light.participant, TurnEnded(released=False))
+        desk.turns.want(light.participant)
         await asyncio.sleep(3 * SLICE_S)
         assert heavy.orders == [TURN]
 
@@ -189,14 +191,14 @@ def test_a_job_that_comes_in_the_middle_of_a_slice_waits_for_its_end_and_no_long
         now_s = time.time()
         desk = Desk(slice_s=1000.0, clock=lambda: now_s)
         first, second, third = desk.worker("a"), desk.worker("b"), desk.worker("c")
-        desk.turns.want(first.seat)
+        desk.turns.want(first.participant)
         now_s += 999.9
-        desk.turns.want(second.seat)
+        desk.turns.want(second.participant)
         assert first.orders == [TURN]
         await first.until_ordered(YIELD)
-        desk.turns.ended(first.seat, TurnEnded())
+        desk.turns.ended(first.participant, TurnEnded())
         now_s += 5000.0  # alone for longer than a slice
-        desk.turns.want(third.seat)
+        desk.turns.want(third.participant)
         await second.until_ordered(YIELD)
 
     in_loop(life)
@@ -207,9 +209,9 @@ def test_a_worker_that_is_gone_frees_the_device_at_once() -> None:
         desk = Desk()
         first, second, third = desk.worker("a"), desk.worker("b"), desk.worker("c")
         for worker in (first, second, third):
-            desk.turns.want(worker.seat)
-        desk.turns.leave(second.seat)  # it died while it waited
-        desk.turns.leave(first.seat)  # and this one with the device
+            desk.turns.want(worker.participant)
+        desk.turns.leave(second.participant)  # it died while it waited
+        desk.turns.leave(first.participant)  # and this one with the device
         assert third.orders == [TURN]
         assert second.orders == []
 
@@ -221,12 +223,12 @@ def test_a_worker_that_no_longer_wants_its_turn_is_not_granted_it() -> None:
         desk = Desk()
         one, stopped, third = desk.worker("one"), desk.worker("stopped"), desk.worker("third")
         for worker in (one, stopped, third):
-            desk.turns.want(worker.seat)
+            desk.turns.want(worker.participant)
         # It was ordered to stop while it waited, and writes its checkpoint now.
-        desk.turns.ended(stopped.seat, TurnEnded(released=True))
-        desk.turns.ended(one.seat, TurnEnded(released=False))
+        desk.turns.ended(stopped.participant, TurnEnded(released=True))
+        desk.turns.ended(one.participant, TurnEnded(released=False))
         assert (stopped.orders, third.orders) == ([], [TURN])
-        assert desk.turns.holder is third.seat
+        assert desk.turns.holder is third.participant
 
     in_loop(run)
 
@@ -235,9 +237,9 @@ def test_a_worker_that_keeps_the_device_is_reported_and_then_killed() -> None:
     async def life() -> None:
         desk = Desk()
         deaf, other = desk.worker("a"), desk.worker("b")
-        desk.turns.stepped(deaf.seat, step_done(duration_s=0.01, compute_s=0.01))
-        desk.turns.want(deaf.seat)
-        desk.turns.want(other.seat)
+        desk.turns.stepped(deaf.participant, step_done(duration_s=0.01, compute_s=0.01))
+        desk.turns.want(deaf.participant)
+        desk.turns.want(other.participant)
         await deaf.until_ordered(YIELD)
         await deaf.until(lambda: len(deaf.overruns) == 2)
         assert [is_last for _, is_last in deaf.overruns] == [False, True]
@@ -251,9 +253,9 @@ def test_a_worker_whose_answer_the_daemon_has_not_read_is_not_killed() -> None:
         desk = Desk()
         slow, other = desk.worker("a"), desk.worker("b")
         slow.storing = True
-        desk.turns.stepped(slow.seat, step_done(duration_s=0.01, compute_s=0.01))
-        desk.turns.want(slow.seat)
-        desk.turns.want(other.seat)
+        desk.turns.stepped(slow.participant, step_done(duration_s=0.01, compute_s=0.01))
+        desk.turns.want(slow.participant)
+        desk.turns.want(other.participant)
         await asyncio.sleep(SLICE_S + 4 * GRACE_S)
         assert slow.overruns == []
 
@@ -265,16 +267,16 @@ def test_memory_is_freed_before_another_job_gets_a_device_without_room(gives_bac
     async def life() -> None:
         desk = Desk(usable_bytes=10 + PROCESS_BYTES)
         first, second = desk.worker("a", device_bytes=6), desk.worker("b", device_bytes=6)
-        desk.turns.want(first.seat)
-        desk.turns.want(second.seat)
+        desk.turns.want(first.participant)
+        desk.turns.want(second.participant)
         await first.until_ordered(RELEASE)
         if gives_back == "with its memory":
-            desk.turns.ended(first.seat, TurnEnded(released=True))
+            desk.turns.ended(first.participant, TurnEnded(released=True))
         else:  # it gave the device back by itself just before the order came
-            desk.turns.ended(first.seat, TurnEnded(released=False))
+            desk.turns.ended(first.participant, TurnEnded(released=False))
             assert second.orders == []
-            desk.turns.want(first.seat)
-            desk.turns.released(first.seat)
+            desk.turns.want(first.participant)
+            desk.turns.released(first.participant)
         assert second.orders == [TURN]
 
     in_loop(life)
@@ -284,8 +286,8 @@ def test_memory_stays_where_there_is_room_for_both() -> None:
     async def life() -> None:
         desk = Desk(usable_bytes=12 + PROCESS_BYTES)
         first, second = desk.worker("a", device_bytes=6), desk.worker("b", device_bytes=6)
-        desk.turns.want(first.seat)
-        desk.turns.want(second.seat)
+        desk.turns.want(first.participant)
+        desk.turns.want(second.participant)
         await first.until_ordered(YIELD)
         assert RELEASE not in first.orders
 
@@ -296,14 +298,14 @@ def test_jobs_that_leave_the_device_idle_change_at_every_step() -> None:
     async def life() -> None:
         desk = Desk()
         first, second = desk.worker("a"), desk.worker("b")
-        desk.turns.want(first.seat)
-        desk.turns.want(second.seat)
-        desk.turns.stepped(first.seat, step_done(duration_s=1.0, compute_s=0.5))
+        desk.turns.want(first.participant)
+        desk.turns.want(second.participant)
+        desk.turns.stepped(first.participant, step_done(duration_s=1.0, compute_s=0.5))
         assert first.orders == [TURN, YIELD]
-        desk.turns.ended(first.seat, TurnEnded(released=False))
-        desk.turns.want(first.seat)
+        desk.turns.ended(first.participant, TurnEnded(released=False))
+        desk.turns.want(first.participant)
         assert second.orders == [TURN]
-        desk.turns.stepped(second.seat, step_done(duration_s=1.0, compute_s=0.5))
+        desk.turns.stepped(second.participant, step_done(duration_s=1.0, compute_s=0.5))
         assert second.orders == [TURN, YIELD]
 
     in_loop(life)
@@ -314,14 +316,14 @@ def test_a_job_that_reports_no_steps_is_asked_for_the_device_when_others_change_
         desk = Desk()
         # As in the pass over the data before the first step, or in an evaluation.
         passing, stepping = desk.worker("a"), desk.worker("b")
-        desk.turns.want(stepping.seat)
-        desk.turns.stepped(stepping.seat, step_done(duration_s=1.0, compute_s=0.5))
-        desk.turns.want(passing.seat)
+        desk.turns.want(stepping.participant)
+        desk.turns.stepped(stepping.participant, step_done(duration_s=1.0, compute_s=0.5))
+        desk.turns.want(passing.participant)
         await stepping.until_ordered(YIELD)
         desk.shares.charge("b", "b", SLICE_S, time.time())
-        desk.turns.ended(stepping.seat, TurnEnded(released=False))
+        desk.turns.ended(stepping.participant, TurnEnded(released=False))
         # It has used less so far, so that it keeps the device at first.
-        desk.turns.want(stepping.seat)
+        desk.turns.want(stepping.participant)
         assert passing.orders == [TURN]
         await passing.until_ordered(YIELD)
 
@@ -334,8 +336,8 @@ def test_inside_one_users_share_the_higher_priority_goes_first() -> None:
         busy = desk.worker("busy", user="ada")
         low, high = desk.worker("low", user="ada"), desk.worker("high", user="ada", priority=5)
         for worker in (busy, low, high):
-            desk.turns.want(worker.seat)
-        desk.turns.leave(busy.seat)
+            desk.turns.want(worker.participant)
+        desk.turns.leave(busy.participant)
         assert high.orders == [TURN]
 
     in_loop(life)
@@ -361,11 +363,11 @@ def test_a_job_of_which_no_step_is_known_has_long_for_its_first() -> None:
     async def life() -> None:
         desk = Desk()
         starting, other = desk.worker("a"), desk.worker("b")
-        desk.turns.want(starting.seat)
-        desk.turns.want(other.seat)
+        desk.turns.want(starting.participant)
+        desk.turns.want(other.participant)
         await asyncio.sleep(SLICE_S + 4 * GRACE_S)
         assert starting.orders == [TURN, YIELD]
         assert starting.overruns == []
-        assert starting.seat.most_step_s == FIRST_STEP_S
+        assert starting.participant.most_step_s == FIRST_STEP_S
 
     in_loop(life)

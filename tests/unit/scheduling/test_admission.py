@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.sharing_parts import GIB, HOUR, NODE, NOW, RULES, job, no_quota, resident, shares
 
-from horizon_server.scheduling.admission import Held, as_resident, as_waiting, decide
+from horizon_server.scheduling.admission import QuotaCheck, as_resident, as_waiting, decide
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
 
@@ -20,7 +20,7 @@ def decided(
     use: Shares | None = None,
     *,
     node: Node = NODE,
-    held: Held = no_quota,
+    held: QuotaCheck = no_quota,
     rules: Rules = RULES,
 ) -> Decision:
     return decide(waiting, residents, node, use or shares(), rules, NOW, held)

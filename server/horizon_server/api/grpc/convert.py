@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import TypeAdapter, ValidationError
 
-from horizon_server.api.kept import kept
+from horizon_server.api.cached_on import cached_on
 from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
 from horizon_server.events import KINDS, JobEvent, kind_of
 from horizon_server.records.job import JobRecord
@@ -92,7 +92,7 @@ def packed(kind: type[Message], items: str, records: Iterable[object], **fields:
         return kind(**{items: [value] if field.is_repeated else value}).SerializeToString()
 
     # A message is the fields that follow each other.
-    pieces = [kept(record, name, functools.partial(piece, record)) for record in records]
+    pieces = [cached_on(record, name, functools.partial(piece, record)) for record in records]
     return b"".join([*pieces, response(kind, **fields).SerializeToString()])
 
 
@@ -171,7 +171,7 @@ def _prefix(enum: EnumDescriptor) -> str:
 def _fill(message: Message, record: object) -> None:
     if isinstance(record, _SENT_OFTEN):
         kind = type(message)
-        message.CopyFrom(kept(record, message.DESCRIPTOR.full_name, lambda: _filled(kind(), record)))
+        message.CopyFrom(cached_on(record, message.DESCRIPTOR.full_name, lambda: _filled(kind(), record)))
     else:
         _filled(message, record)
 

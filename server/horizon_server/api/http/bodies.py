@@ -23,7 +23,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_h
 from fastapi import Response
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from horizon_server.api.kept import kept
+from horizon_server.api.cached_on import cached_on
 from horizon_server.api.sharing import AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.records.account import Project
@@ -159,7 +159,7 @@ def packed(kind: type[BaseModel], items: str, records: Iterable[object], **field
         body = kind.model_validate(record, from_attributes=True).model_dump(mode="json", by_alias=True)
         return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
-    listed = b",".join(kept(record, "json", partial(text, record)) for record in records)
+    listed = b",".join(cached_on(record, "json", partial(text, record)) for record in records)
     rest = json.dumps(fields, separators=(",", ":")).encode("utf-8")
     return Response(b'{"%s":[%s],%s' % (items.encode("ascii"), listed, rest[1:]), media_type="application/json")
 

@@ -18,11 +18,11 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BeforeValidator
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from horizon_server.api.cached_on import cached_on
 from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import ErrorBody
 from horizon_server.api.http.curve import CurveBody, Curves
 from horizon_server.api.http.middleware import Caller, Services, error_body
-from horizon_server.api.kept import kept
 from horizon_server.api.services import OpenStreams
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
@@ -201,7 +201,7 @@ async def event_frames(
         async with streams.one(principal), aclosing(events):
             # Ended by a timeout of this very task, so it must be the one that iterates: EventSourceResponse does.
             async for event in events:
-                yield kept(event, "sse", functools.partial(_event_frame, event))
+                yield cached_on(event, "sse", functools.partial(_event_frame, event))
         yield _frame("end", {})
     except HorizonError as error:
         yield _frame("problem", error_body(error).model_dump())

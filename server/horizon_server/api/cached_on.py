@@ -9,8 +9,8 @@ from typing import TypeVar, cast
 Made = TypeVar("Made")
 
 
-def kept(record: object, name: str, make: Callable[[], Made]) -> Made:
-    """Return what `make` gives for a frozen record. It is kept with the record under that name, and so goes when the
+def cached_on(record: object, name: str, make: Callable[[], Made]) -> Made:
+    """Return what `make` gives for a frozen record. It is cached on the record under that name, and so goes when the
     record goes."""
     made = vars(record).get(name)
     if made is None:

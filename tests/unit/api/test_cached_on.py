@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from horizon_proto.v1 import job_pb2
+from horizon_server.api.cached_on import cached_on
 from horizon_server.api.grpc import convert
 from horizon_server.api.grpc.convert import packed, response, to_message
 from horizon_server.api.http import routes
-from horizon_server.api.kept import kept
 from horizon_server.events import JobEvent, Message
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import parse_job_spec
@@ -57,8 +57,8 @@ def test_a_changed_record_is_another_record() -> None:
 
 
 def test_one_frame_for_all_who_watch_by_http() -> None:
-    first = kept(EVENT, "sse", lambda: routes._event_frame(EVENT))
-    second = kept(EVENT, "sse", lambda: routes._event_frame(EVENT))
+    first = cached_on(EVENT, "sse", lambda: routes._event_frame(EVENT))
+    second = cached_on(EVENT, "sse", lambda: routes._event_frame(EVENT))
     assert first is second
     assert first.encode() == second.encode()
     assert b"id: 7" in first.encode()
