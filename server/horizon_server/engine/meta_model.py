@@ -304,3 +304,22 @@ def _restore(module: nn.Module, attributes: dict[str, object], buffers: dict[str
     for name, buffer in list(module._buffers.items()):
         if name not in buffers and buffer is not None and not buffer.is_meta:
             del module._buffers[name]
+
+
+def ends_of(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
+    """Return the embedding table and the output projection. Raises InvalidModel: they are something else."""
+    table: object = model.get_input_embeddings()
+    projection: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(table, nn.Embedding) or not isinstance(projection, nn.Linear):
+        kinds = f"{type(table).__name__} and {type(projection).__name__}"
+        raise InvalidModel(f"a model whose ends are {kinds}, not an embedding table and a projection, is not supported")
+    return table, projection
+
+
+def stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return what a checkpoint in the form of the class would hold; shared tensors once, by their first name."""
+    first_names: dict[int, str] = {}
+    tensors = checkpoint_tensors(model)
+    for name, tensor in tensors.items():
+        first_names.setdefault(id(tensor), name)
+    return {name: tuple(tensors[name].shape) for name in first_names.values()}

@@ -44,12 +44,13 @@ from horizon_server.engine.logits import keeps_logits
 from horizon_server.engine.meta_model import (
     ModuleState,
     build_meta_model,
-    checkpoint_tensors,
     draws_random_numbers,
+    ends_of,
     find_layer_list,
     layer_signature,
     load_config,
     max_positions,
+    stored_shapes,
 )
 from horizon_server.engine.own_forward import check_own_forward
 from horizon_server.engine.packing_limit import find_packing_limit
@@ -90,7 +91,7 @@ class Template:
     ) -> None:
         model = build_meta_model(config)
         self.config = model.config
-        table, projection = _ends(model)
+        table, projection = ends_of(model)
         self.tied = projection.weight is table.weight
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=self.tied)}
         layer_list_name, layer_list = find_layer_list(model)
@@ -98,7 +99,7 @@ class Template:
         base_name = layer_list_name.partition(".")[0]
         self._base_model = model.get_submodule(base_name)
         self._prefixes = {"embedding": f"{base_name}.", "layer": f"{layer_list_name}.", "head": ""}
-        self.layout = layout or build_layout(_stored_shapes(model), num_layers=self.num_layers, tied=self.tied)
+        self.layout = layout or build_layout(stored_shapes(model), num_layers=self.num_layers, tied=self.tied)
         # The head's buffer is laid out by `tied`, so both must mean the same.
         if self.layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
@@ -575,15 +576,6 @@ class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    table: object = model.get_input_embeddings()
-    projection: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if not isinstance(table, nn.Embedding) or not isinstance(projection, nn.Linear):
-        kinds = f"{type(table).__name__} and {type(projection).__name__}"
-        raise InvalidModel(f"a model whose ends are {kinds}, not an embedding table and a projection, is not supported")
-    return table, projection
-
-
 def _forms(places: Sequence[Place]) -> list[object]:
     """How parameters are stored. In order, and without the offsets, which differ from layer to layer."""
     return [
@@ -595,15 +587,6 @@ def _forms(places: Sequence[Place]) -> list[object]:
         )
         for place in places
     ]
-
-
-def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint in the form of the model's class would hold; shared tensors once, by their first name."""
-    first_names: dict[int, str] = {}
-    tensors = checkpoint_tensors(model)
-    for name, tensor in tensors.items():
-        first_names.setdefault(id(tensor), name)
-    return {name: tuple(tensors[name].shape) for name in first_names.values()}
 
 
 def _accepted(module: nn.Module, inputs: Mapping[str, Tensor], cache: Cache | None = None) -> dict[str, Any]:
