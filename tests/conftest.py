@@ -54,7 +54,7 @@ TEST_ALL = "HORIZON_TEST_ALL"
 """Set by `make test-all`."""
 INSIDE_A_TEST = "HORIZON_INSIDE_A_TEST"
 """Set where a test runs tests in a child: that test has the lock, and would wait for a child that waits for it."""
-_LONGEST_FIRST = ("scenarios", "faults", "golden")
+_LONGEST_FIRST = ("scenarios", "faults", "golden", "component")
 _HAS_FAILED = pytest.StashKey[bool]()
 
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from horizon_client import Client, NotAllowed, NotFound
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 Run = Callable[..., Result]
 

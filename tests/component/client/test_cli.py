@@ -28,7 +28,7 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.version import VERSION
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 Run = Callable[..., Result]
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 Run = Callable[..., Result]
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 from click.testing import Result
-from tests.unit.client.conftest import Daemon
+from tests.component.client.conftest import Daemon
 
 from horizon_client import Client
 from horizon_client.errors import InvalidRequest, NotFound

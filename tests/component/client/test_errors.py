@@ -29,7 +29,7 @@ from horizon_client.reporter import Reporter
 from horizon_server.records.job import JobState
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 
 class Said(Reporter):

@@ -18,7 +18,7 @@ from horizon_server.events import StepDone
 from horizon_server.records.job import JobRecord, JobState
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 Run = Callable[..., Result]
 SPEC = "name: n\nmodel: {model}\ndataset: {dataset}\n"

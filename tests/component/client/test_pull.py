@@ -17,7 +17,7 @@ from horizon_proto.v1 import checkpoint_pb2
 from horizon_server.records.job import JobRecord, JobState
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 WEIGHTS = random.Random(1).randbytes(25_300)
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "trainer/state.json": b'{"step": 10}'}

@@ -20,7 +20,7 @@ from horizon_server.records.job import JobState
 from horizon_server.records.sharing import Outlook
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 Run = Callable[..., Result]
 SPEC = (

@@ -27,7 +27,7 @@ from horizon_client.connection import RetryPolicy
 from horizon_client.rpc_errors import from_rpc
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 Run = Callable[..., Result]
 ONCE = RetryPolicy(max_attempts=1)

@@ -14,7 +14,7 @@ from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, 
 from horizon_client.upload import CHUNK_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 SIZE = 3 * CHUNK_BYTES + 1234
 

@@ -20,7 +20,7 @@ from horizon_proto.v1 import job_pb2
 from horizon_server.records.job import JobRecord, JobState
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import Daemon
+    from tests.component.client.conftest import Daemon
 
 QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
 

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import pytest
+from tests.component.housekeeping.conftest import ended_job
 from tests.daemon_parts import ROOT, DaemonParts
-from tests.unit.housekeeping.conftest import ended_job
 
 from horizon_server.errors import InUse, InvalidSpec, NotAllowed, NotFound, RequestIdReused
 from horizon_server.jobs.leases import ReadLeases

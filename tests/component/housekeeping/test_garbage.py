@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.component.housekeeping.conftest import ended_job
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts
 from tests.support.node import run_horizond
-from tests.unit.housekeeping.conftest import ended_job
 
 from horizon_server.main import sweep
 from horizon_server.records.account import Principal

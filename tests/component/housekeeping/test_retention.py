@@ -8,8 +8,8 @@ import json
 import time
 
 import pytest
+from tests.component.housekeeping.conftest import ended_job
 from tests.daemon_parts import DaemonParts
-from tests.unit.housekeeping.conftest import ended_job
 
 from horizon_server.errors import InUse, NotAllowed, QuotaExceeded, WrongJobState
 from horizon_server.events import Message

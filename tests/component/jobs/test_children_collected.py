@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import WAIT_S, Script
 from tests.support.processes import zombies_of
-from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.jobs import attempt, recovery
 from horizon_server.records.job import JobState

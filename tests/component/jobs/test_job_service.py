@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import structlog
+from tests.component.jobs.conftest import held
 from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
-from tests.unit.jobs.conftest import held
 
 from horizon_server.errors import (
     DoesNotFit,

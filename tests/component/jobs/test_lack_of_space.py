@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, event, text
+from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts
-from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.errors import DatabaseUnavailable, DiskFull
 from horizon_server.events import Message, StepDone

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import pytest
 from sqlalchemy import event, text
+from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts
-from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.db.job_rows import _spec
 from horizon_server.db.tables import JobRow

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.component.jobs.conftest import ADA
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, Script, chat_rows
-from tests.unit.jobs.conftest import ADA
 
 from horizon_server.errors import HorizonError, QuotaExceeded
 from horizon_server.jobs.preparation import known_size

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import WAIT_S, DaemonParts, Script
 from tests.support.processes import processes_of
-from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.events import StepDone
 from horizon_server.records.job import JobState

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.component.jobs.conftest import ADA
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
 from tests.support.rates import write_rates
-from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
 from horizon_server.jobs.folders import JobFolders

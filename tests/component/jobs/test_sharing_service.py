@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, DaemonParts, blob_file, chat_rows
-from tests.unit.jobs.conftest import ADA, held
 
 from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import (

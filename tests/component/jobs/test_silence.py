@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.component.jobs.conftest import ADA
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, Script
-from tests.unit.jobs.conftest import ADA
 
 from horizon_server.events import Message, StateChanged, StepDone
 from horizon_server.jobs import recovery

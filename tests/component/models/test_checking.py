@@ -225,5 +225,5 @@ async def test_a_trial_has_the_limits(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ChildTask, "run", run)
     await try_model(tmp_path, environment={})
-    # `ChildTask` sets them, which `unit/test_child_limits.py` shows.
+    # `ChildTask` sets them, which `component/test_child_limits.py` shows.
     assert [(one.memory_bytes, one.cpu_s) for one in asked] == [(TRIAL_LIMITS.memory_bytes, TRIAL_LIMITS.cpu_s)]

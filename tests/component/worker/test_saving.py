@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.component.worker.test_resuming import train
 from tests.support.orders import CANCEL, STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
-from tests.unit.worker.test_resuming import train
 
 from horizon_server.children.entry import Line
 from horizon_server.events import CheckpointWritten, Message, StepDone
