@@ -16,8 +16,8 @@ from horizon_server.store.adapters import LORA_B, MAGNITUDE
 from horizon_server.store.base_digest import model_digest
 from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
 from horizon_server.store.checkpoint_parts import Export, MergeBase
+from horizon_server.store.exported import ExportDtype
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.merging import ExportDtype
 from horizon_server.store.model_load import load_model
 
 RANK, ALPHA = 4, 12.0

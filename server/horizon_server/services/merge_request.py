@@ -8,8 +8,8 @@ from pathlib import Path
 
 from horizon_server.spec.lora import BaseFormat
 from horizon_server.store.checkpoint_parts import MergeBase
+from horizon_server.store.exported import ExportDtype
 from horizon_server.store.manifest import BaseModel
-from horizon_server.store.merging import ExportDtype
 
 
 @dataclass(frozen=True, kw_only=True)

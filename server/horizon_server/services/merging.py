@@ -31,8 +31,9 @@ from horizon_server.store.checkpoint_parts import (
     adapter_part,
     model_part,
 )
+from horizon_server.store.exported import ExportDtype
 from horizon_server.store.manifest import FileRecord, Manifest, read_manifest
-from horizon_server.store.merging import ExportDtype, has_dtype, merged_bytes, merged_dtype, read_origin
+from horizon_server.store.merging import has_dtype, merged_bytes, merged_dtype, read_origin
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
 # Headers, and pieces of a few tensors; whatever the model's size.

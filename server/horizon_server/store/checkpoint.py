@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import platform
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_formats.model_files import companion_files
 from horizon_server import progress
 from horizon_server.durable import durable_folder
 from horizon_server.errors import InvalidModel
@@ -48,6 +46,15 @@ from horizon_server.store.adapter_files import (
 from horizon_server.store.adapter_load import rounding_of, weight_change
 from horizon_server.store.base_digest import check_base
 from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, MergeBase, adapter_part
+from horizon_server.store.exported import (
+    CONFIG_DTYPES,
+    DTYPE_OF_EXPORT,
+    MODEL_STEM,
+    ExportDtype,
+    copy_companions,
+    folder_bytes,
+    write_model_folder,
+)
 from horizon_server.store.generation_config import text_with_ends
 from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import StoreLayout, TensorLayout
@@ -60,17 +67,12 @@ from horizon_server.store.manifest import (
     record_file,
     write_manifest,
 )
-from horizon_server.store.merging import CONFIG_DTYPES as _CONFIG_NAMES
-from horizon_server.store.merging import DTYPE_OF_EXPORT as _ASKED_FOR
 from horizon_server.store.merging import (
-    ExportDtype,
     MergeOrigin,
     base_format,
-    copy_companions,
     merged_bytes,
     write_merged,
 )
-from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.model_load import load_model
 from horizon_server.store.safetensors_files import (
     DEFAULT_SHARD_BYTES,
@@ -87,14 +89,10 @@ from horizon_server.version import VERSION
 STATE_FILE = f"{TRAINER_FOLDER}/trainer_state.json"
 
 # The stems of the safetensors files: the model's own, and those under trainer/.
-_MODEL, _ROUNDING = "model", "rounding"
+_ROUNDING = "rounding"
 _DTYPE_OF_PLANE = {"hi": "BF16", "lo": "I16", "exp_avg": "F32", "exp_avg_sq": "F32"}
-_STEMS = (_MODEL, _ROUNDING, *_DTYPE_OF_PLANE)
+_STEMS = (MODEL_STEM, _ROUNDING, *_DTYPE_OF_PLANE)
 
-# The space to ask for besides the bytes of tensors: a header's entry of one, and config, state, manifest and index
-# together.
-_ENTRY_BYTES = 200
-_SMALL_FILES_BYTES = 1 << 20
 # Of a tensor, converted at once. Each writer thread keeps the memory of one such piece: at 4 Mi elements a worker grew
 # by 180 MiB, at this size by 27, and writing takes as long.
 _PIECE_ELEMENTS = 1 << 19
@@ -147,11 +145,9 @@ def save_checkpoint(
     """
     assert (adapter is not None) == _has_adapters(store.layout), "adapters are written as the job says"
     dtypes = _export_dtypes(store, source, dtype) if adapter is None else _adapter_dtypes(store.layout)
-    companions = companion_files(source)
     generation_config = text_with_ends(source, answer_ends)
     groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes, adapter, on_overflow))}
-    needed_bytes = _SMALL_FILES_BYTES + sum((source / name).stat().st_size for name in companions)
-    needed_bytes += sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for tensors in groups.values() for t in tensors)
+    needed_bytes = folder_bytes(source, ((t.name, t.size_bytes) for tensors in groups.values() for t in tensors))
     if adapter is not None and adapter.export != "adapter":
         needed_bytes += merged_bytes(source, dtype)
     # Before anything is written: it may take long the first time.
@@ -161,25 +157,29 @@ def save_checkpoint(
     with durable_folder(target, needed_bytes=needed_bytes, min_free_bytes=min_free_bytes) as folder:
 
         def write_group(stem: str) -> dict[str, FileRecord]:
-            prefix = model_prefix if stem == _MODEL else f"{TRAINER_FOLDER}/"
-            name = ADAPTER_STEM if stem == _MODEL and adapter is not None else stem
+            tensors = groups[stem]
+            if stem != MODEL_STEM:
+                prefix = f"{TRAINER_FOLDER}/"
+                return _below(prefix, write_sharded(folder / prefix, stem, tensors, shard_bytes=shard_bytes))
+            if adapter is None:
+                return write_model_folder(
+                    folder, tensors, source=source, shard_bytes=shard_bytes, generation_config=generation_config
+                )
             # PEFT reads no shards.
-            most_bytes = shard_bytes if name == stem else sum(tensor.size_bytes for tensor in groups[stem])
-            return _below(prefix, write_sharded(folder / prefix, name, groups[stem], shard_bytes=most_bytes))
+            whole_bytes = sum(tensor.size_bytes for tensor in tensors)
+            written = write_sharded(folder / model_prefix, ADAPTER_STEM, tensors, shard_bytes=whole_bytes)
+            return _below(model_prefix, written)
 
         (folder / TRAINER_FOLDER).mkdir()
         (folder / model_prefix).mkdir(parents=True, exist_ok=True)
-        if adapter is None:
-            config = _config(source, store, dtypes)
-            files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-        else:
+        if adapter is not None:
             name, text = f"{model_prefix}{ADAPTER_CONFIG_FILE}", _adapter_config(store.layout, adapter)
             files[name] = write_text(folder / name, text)
             assert base is not None, "adapters have a base"
             # Without the manifest, which is not part of the adapter, who gets it would not know what it is for.
             name = f"{model_prefix}{BASE_SHA256_FILE}"
             files[name] = write_text(folder / name, base.sha256)
-        files |= copy_companions(source, folder, generation_config=generation_config)
+            files |= copy_companions(source, folder, generation_config=generation_config)
         # Hashing and writing release the GIL, so the groups take no longer than the largest of them.
         with ThreadPoolExecutor(max_workers=len(groups)) as pool:
             for written in pool.map(write_group, groups):
@@ -300,20 +300,10 @@ def _export_dtypes(store: HostStore, source: Path, wanted: ExportDtype) -> dict[
     headers = read_safetensors_headers(source)
     names = [place.name for _, place in store.layout.tensors()]
     if wanted != "source":
-        return dict.fromkeys(names, _ASKED_FOR[wanted])
+        return dict.fromkeys(names, DTYPE_OF_EXPORT[wanted])
     dtypes = {name: headers[name].dtype if name in headers else "" for name in names}
     # bfloat16 for what the source does not have, such as a projection that it ties and the model does not.
-    return {name: dtype if dtype in _CONFIG_NAMES else "BF16" for name, dtype in dtypes.items()}
-
-
-def _config(source: Path, store: HostStore, dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The source's config, with the format that most of the exported weights have."""
-    # torch_dtype is the older name of dtype; both in one file could contradict each other.
-    config = {key: value for key, value in read_config(source).items() if key != "torch_dtype"}
-    sizes: Counter[str] = Counter()
-    for _, place in store.layout.tensors():
-        sizes[dtypes[place.name]] += place.num_elements
-    return config | {"dtype": _CONFIG_NAMES[sizes.most_common(1)[0][0]]}
+    return {name: dtype if dtype in CONFIG_DTYPES else "BF16" for name, dtype in dtypes.items()}
 
 
 def _tensor_bytes(
@@ -332,7 +322,7 @@ def _tensor_bytes(
         size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
         pieces = partial(_pieces, store, place.name, stem, dtype, on_overflow)
         name = place.name
-        if stem == _MODEL and adapter is not None:
+        if stem == MODEL_STEM and adapter is not None:
             name = f"{PEFT_PREFIX}{adapter.module_prefix}{name}"
         tensors.append(TensorBytes(name=name, dtype=dtype, shape=shape, size_bytes=size_bytes, pieces=pieces))
     return tensors
@@ -340,7 +330,7 @@ def _tensor_bytes(
 
 def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[int, ...]] | None:
     """Dtype and shape of a tensor in the files of a stem; None where they do not hold it."""
-    if stem == _MODEL:
+    if stem == MODEL_STEM:
         return exported_as, place.shape
     if stem == _ROUNDING:
         return ("U8", (-(-place.num_elements // 8),)) if exported_as == "BF16" and place.exact else None
@@ -393,11 +383,11 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     dtypes: dict[str, str] = {}
     held, of_adapter = _held(store.layout), adapter_part(manifest.files)
     for stem in _STEMS:
-        prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
+        prefix = "" if stem == MODEL_STEM else f"{TRAINER_FOLDER}/"
         wanted = {t.name: form for t in held if (form := _form(stem, t, dtypes.get(t.name, "")))}
         if not wanted:
             continue
-        if stem == _MODEL and of_adapter is not None:
+        if stem == MODEL_STEM and of_adapter is not None:
             headers = read_adapter_folder(folder / of_adapter).tensors(wanted)
         else:
             headers = read_safetensors_headers(folder / prefix, stem=stem)
@@ -408,14 +398,14 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         for name, (dtype, shape) in wanted.items():
             found = headers[name]
             # The model's own weights may have any dtype that is exported.
-            is_read = found.dtype in _CONFIG_NAMES if stem == _MODEL else found.dtype == dtype
+            is_read = found.dtype in CONFIG_DTYPES if stem == MODEL_STEM else found.dtype == dtype
             if found.shape != shape or not is_read:
                 raise InvalidModel(
                     f": {name} is {found.dtype} {list(found.shape)}, "
                     f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model",
                     file=found.file,
                 )
-        if stem == _MODEL:
+        if stem == MODEL_STEM:
             # Which halves are in the files under trainer/ follows from the format of the model's own.
             dtypes = {name: header.dtype for name, header in headers.items()}
         for header in headers.values():
@@ -437,7 +427,7 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
         for tensor in headers:
             hi, is_exact = store.flat(tensor.name, "hi"), store.layout.find(tensor.name)[1].exact
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
-            plane = "hi" if stem == _MODEL and tensor.dtype == "BF16" else stem
+            plane = "hi" if stem == MODEL_STEM and tensor.dtype == "BF16" else stem
             in_place = None
             if plane in _DTYPE_OF_PLANE:
                 in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
@@ -449,7 +439,7 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
                 if stem == _ROUNDING:
                     bits = hi[8 * start : 8 * (start + size)].view(torch.uint16).numpy()
                     bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
-                elif stem == _MODEL and tensor.dtype == "F32":
+                elif stem == MODEL_STEM and tensor.dtype == "F32":
                     part = slice(start // 4, (start + size) // 4)
                     lo = store.flat(tensor.name, "lo")[part] if is_exact else torch.empty(size // 4, dtype=torch.int16)
                     split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo)

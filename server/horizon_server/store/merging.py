@@ -11,40 +11,32 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from horizon_formats.model_files import companion_files
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.checkpoint_parts import MergeBase
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
+from horizon_server.store.exported import CONFIG_DTYPES, DTYPE_OF_EXPORT, ExportDtype, folder_bytes, write_model_folder
 from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, Packing
-from horizon_server.store.manifest import FileRecord, record_file
-from horizon_server.store.model_files import CONFIG_FILE, read_config
+from horizon_server.store.manifest import FileRecord
 from horizon_server.store.safetensors_files import (
     DEFAULT_SHARD_BYTES,
     DTYPE_BYTES,
     TensorBytes,
     TensorHeader,
     read_safetensors_headers,
-    write_sharded,
     write_text,
 )
-
-ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
-DTYPE_OF_EXPORT: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-CONFIG_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 ORIGIN_FILE = "horizon_merge.json"
 """In the folder of a merged model: what it was made from."""
@@ -52,10 +44,6 @@ ORIGIN_FILE = "horizon_merge.json"
 # Of a tensor, converted at once by a thread: what it makes stays in the processor's cache.
 _PIECE_ELEMENTS = 1 << 18
 _NUM_THREADS = 4
-# A header's entry, and config and index together.
-_ENTRY_BYTES = 200
-_SMALL_FILES_BYTES = 1 << 20
-
 Floats = npt.NDArray[np.float32]
 ChangeOf = Callable[[TensorHeader, TensorHeader, float, bool], Callable[[int, int], Floats]]
 RoundRows = Callable[[Floats, Packing], None]
@@ -119,11 +107,8 @@ def has_dtype(merged: Path, dtype: ExportDtype, base: Path | None) -> bool:
 
 def merged_bytes(base: Path, dtype: ExportDtype) -> int:
     """The disk space that a merged model takes at most."""
-    headers = read_safetensors_headers(base)
-    sizes = (
-        math.prod(h.shape) * DTYPE_BYTES[_written_as(h, dtype)] + _ENTRY_BYTES + len(h.name) for h in headers.values()
-    )
-    return sum(sizes) + _SMALL_FILES_BYTES + sum((base / name).stat().st_size for name in companion_files(base))
+    headers = read_safetensors_headers(base).values()
+    return folder_bytes(base, ((h.name, math.prod(h.shape) * DTYPE_BYTES[_written_as(h, dtype)]) for h in headers))
 
 
 def write_merged(
@@ -165,31 +150,11 @@ def write_merged(
             tensors.append(
                 TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
             )
-        files = write_sharded(folder, "model", tensors, shard_bytes=shard_bytes)
-    sizes = Counter[str]()
-    for tensor in tensors:
-        sizes[tensor.dtype] += tensor.size_bytes // DTYPE_BYTES[tensor.dtype]
-    # torch_dtype is the older name of dtype; both in one file could contradict each other.
-    config: dict[str, Any] = {key: value for key, value in read_config(base).items() if key != "torch_dtype"}
-    if (most := sizes.most_common(1)[0][0]) in CONFIG_DTYPES:
-        config["dtype"] = CONFIG_DTYPES[most]
+        files = write_model_folder(
+            folder, tensors, source=base, shard_bytes=shard_bytes, generation_config=generation_config
+        )
     if origin is not None:
         files[ORIGIN_FILE] = write_text(folder / ORIGIN_FILE, json.dumps(asdict(origin), indent=2) + "\n")
-    files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return files | copy_companions(base, folder, generation_config=generation_config)
-
-
-def copy_companions(source: Path, target: Path, *, generation_config: str | None = None) -> dict[str, FileRecord]:
-    """Copy what belongs next to a model's weights; returns the files. `generation_config` takes the place of the
-    source's own."""
-    files: dict[str, FileRecord] = {}
-    for name in companion_files(source):
-        (target / name).parent.mkdir(exist_ok=True)
-        # Contents only: a read-only source must not make the copy undeletable.
-        shutil.copyfile(source / name, target / name)
-        files[name] = record_file(target / name)
-    if generation_config is not None:
-        files[GENERATION_CONFIG_FILE] = write_text(target / GENERATION_CONFIG_FILE, generation_config)
     return files
 
 

@@ -19,9 +19,9 @@ from horizon_server.durable import durable_folder, remove_unfinished
 from horizon_server.errors import AlreadyExists, DiskFull, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.exported import ExportDtype
 from horizon_server.store.host_store import HostStore, merge_master
 from horizon_server.store.manifest import is_complete, read_manifest, record_file
-from horizon_server.store.merging import ExportDtype
 from horizon_server.store.model_load import load_model
 
 MakeModel = Callable[..., Path]
