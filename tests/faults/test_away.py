@@ -119,7 +119,7 @@ def test_an_open_client_finds_a_daemon_that_is_back(cordoned: Node, jobs: dict[s
         for call in once:
             cordoned.daemon.kill()
             with Client(cordoned.daemon.endpoints["grpc"], token=cordoned.token) as impatient:
-                impatient._inner._connection.unary_retry = replace(UNARY_RETRY, max_elapsed_s=1.0)
+                impatient._inner._connection.unary_retry = replace(UNARY_RETRY, max_elapsed_s=3.0)
                 with pytest.raises(Unavailable, match="nothing listens there"):
                     call(impatient)
                 cordoned.daemon.start()

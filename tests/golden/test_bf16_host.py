@@ -21,7 +21,7 @@ from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PlainLoss = Callable[..., Tensor]
@@ -36,9 +36,12 @@ def host_device(**switches: Any) -> HostDevice:
 
 
 @pytest.fixture
-def rows_of_step(documents: Callable[..., list[Tensor]], pack: Pack) -> Callable[[int], list[MicroBatch]]:
+def rows_of_step(engine: Engine) -> Callable[[int], list[MicroBatch]]:
     """Two rows for a step, one of them with two documents."""
-    return lambda step: [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+    return lambda step: [
+        engine.pack(engine.documents(12, 7, seed=step)),
+        engine.pack(engine.documents(21, seed=step + 50)),
+    ]
 
 
 def reference_in_bf16(model: TinyModel) -> torch.nn.Module:
@@ -78,16 +81,14 @@ def relative_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "phi3", "olmo2", "qwen3_moe"])
 def test_losses_gradients_and_updates_are_those_of_a_plain_loop_in_bf16(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows_of_step: Callable[[int], list[MicroBatch]],
-    plain_loss: PlainLoss,
 ) -> None:
     """Weights rounded from fp32 masters before each step, gradients added up in fp32, AdamW in fp32."""
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     # Stored in fp32, so that what is compared has not been rounded on its way to the store.
     store = model.store(grad_dtype=torch.float32)
-    run = start(model, store=store, device=host_device(), max_grad_norm=None, lr_schedule="constant")
+    run = engine.start(model, store=store, device=host_device(), max_grad_norm=None, lr_schedule="constant")
     plain, reference = reference_in_bf16(model), model.reference()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(3):
@@ -96,11 +97,11 @@ def test_losses_gradients_and_updates_are_those_of_a_plain_loop_in_bf16(
         report = run.trainer.train_step(rows)
         run.trainer.flush()
 
-        loss, wanted = gradients_of(plain, rows, plain_loss)
+        loss, wanted = gradients_of(plain, rows, engine.plain_loss)
         got = {name: run.gradient(name) for name in wanted}
         assert report.loss == pytest.approx(loss, rel=5e-4)
         # Attention rounds elsewhere than the model's own code, so both are compared with the truth.
-        _, exact = gradients_of(reference, rows, plain_loss)
+        _, exact = gradients_of(reference, rows, engine.plain_loss)
         assert relative_error(got, exact) <= max(4 * ROUNDING, 1.5 * relative_error(wanted, exact))
         # From the same gradients, because AdamW makes a full step of one that is nothing but rounding.
         for name, master in reference.named_parameters():
@@ -116,21 +117,17 @@ def test_losses_gradients_and_updates_are_those_of_a_plain_loop_in_bf16(
 @pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *MIXES_DOCUMENTS} - {"xlstm"}))
 def test_every_architecture_has_the_gradients_of_its_own_code_in_bf16(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: PlainLoss,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
-    rows = [pack(documents(14)), pack(documents(25, seed=3))]
-    run = start(model, store=model.store(grad_dtype=torch.float32), device=host_device())
+    model = engine.tiny_model(architecture)
+    rows = [engine.pack(engine.documents(14)), engine.pack(engine.documents(25, seed=3))]
+    run = engine.start(model, store=model.store(grad_dtype=torch.float32), device=host_device())
 
     report = run.trainer.train_step(rows)
 
     assert report.skipped == ""
-    _, exact = gradients_of(model.reference(), rows, plain_loss)
-    loss, rounded = gradients_of(reference_in_bf16(model), rows, plain_loss)
+    _, exact = gradients_of(model.reference(), rows, engine.plain_loss)
+    loss, rounded = gradients_of(reference_in_bf16(model), rows, engine.plain_loss)
     got = {name: run.gradient(name) for name in exact}
     assert report.loss == pytest.approx(loss, rel=5e-4)
     # Not closer to each other: attention and the loss round elsewhere than the model's own code. But no further from
@@ -138,12 +135,10 @@ def test_every_architecture_has_the_gradients_of_its_own_code_in_bf16(
     assert relative_error(got, exact) <= max(4 * ROUNDING, 1.5 * relative_error(rounded, exact))
 
 
-def test_a_model_whose_code_cannot_compute_in_bf16_is_refused(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
-) -> None:
-    model = tiny_model("xlstm")
+def test_a_model_whose_code_cannot_compute_in_bf16_is_refused(engine: Engine) -> None:
+    model = engine.tiny_model("xlstm")
     with pytest.raises(InvalidModel, match="'xlstm' cannot be computed in bfloat16"):
-        start(model, store=model.store(grad_dtype=torch.bfloat16), device=host_device())
+        engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=host_device())
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_placement": "host"}, {"max_grad_norm": None}])
@@ -151,18 +146,17 @@ def test_a_model_whose_code_cannot_compute_in_bf16_is_refused(
 def test_it_gives_the_bits_of_the_cuda_devices_schedule(
     architecture: str,
     options: dict[str, Any],
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows_of_step: Callable[[int], list[MicroBatch]],
 ) -> None:
     """On the stand-in for CUDA, which computes with the same kernels. Nothing is clipped, as the norms are summed in
     another order."""
-    model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
+    model = engine.tiny_model(architecture, num_hidden_layers=5, layer_types=None)
     grad_dtype = None if "max_grad_norm" in options else torch.bfloat16
     found = []
     for device in (host_device(max_delay_s=0.001, poison_on_free=True), CudaDevice(runtime=CpuRuntime())):
         store = model.store(grad_dtype=grad_dtype)
-        run = start(model, store=store, device=device, **{"max_grad_norm": 1e9, **options})
+        run = engine.start(model, store=store, device=device, **{"max_grad_norm": 1e9, **options})
         reports = [run.trainer.train_step(rows_of_step(step)) for step in range(3)]
         run.trainer.flush()
         found.append((reports, {plane: store.plane(plane).clone() for plane in PLANES}))
@@ -184,12 +178,9 @@ def test_the_ledger_knows_what_it_will_hold(
     architecture: str,
     grad_bytes: int,
     placement: ActivationPlacement,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     plan = ledger_of(
         model.template.layout,
         ModelShape.from_config(model.config.to_dict()),
@@ -202,9 +193,9 @@ def test_the_ledger_knows_what_it_will_hold(
     )
     store = model.store(grad_dtype=torch.bfloat16 if grad_bytes else None)
     options = {"activation_placement": placement, "max_grad_norm": 1.0 if grad_bytes else None}
-    run = start(model, store=store, device=host_device(), tokens_per_step=220, **options)
+    run = engine.start(model, store=store, device=host_device(), tokens_per_step=220, **options)
 
-    report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+    report = run.trainer.train_step([engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))])
 
     held, on_host = report.device_memory_bytes, report.host_memory_bytes
     for component in ("weights", "gradients", "activations"):

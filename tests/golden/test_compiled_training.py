@@ -20,7 +20,7 @@ import torch
 from tests.support.further import further
 from tests.support.plans import settings
 from tests.support.processes import children_of, command_of
-from tests.support.tiny_models import TinyModel, config_of
+from tests.support.tiny_models import Engine, TinyModel, config_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -145,9 +145,9 @@ Pack = Callable[[Sequence[Tensor]], MicroBatch]
 
 
 @pytest.fixture
-def batches(documents: Callable[..., list[Tensor]], pack: Pack) -> list[list[MicroBatch]]:
+def batches(engine: Engine) -> list[list[MicroBatch]]:
     return [
-        [pack(documents(*lengths, seed=10 * step + index)) for index, lengths in enumerate(batch)]
+        [engine.pack(engine.documents(*lengths, seed=10 * step + index)) for index, lengths in enumerate(batch)]
         for step, batch in enumerate(ROWS)
     ]
 
@@ -208,10 +208,10 @@ def train(
 def test_compiled_training_is_eager_training_within_rounding(
     library: Path,
     batches: list[list[MicroBatch]],
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_model(MODEL)
+    model = engine.tiny_model(MODEL)
     eager, compiled = (train(model, batches, where, monkeypatch) for where in (None, library))
     assert compiled.losses == pytest.approx(eager.losses, rel=2e-6)
     assert compiled.norms == pytest.approx(eager.norms, rel=2e-6)
@@ -224,11 +224,11 @@ def test_compiled_training_is_eager_training_within_rounding(
 def test_layers_compiled_in_bf16_train_as_eager_ones(
     folder: Path,
     batches: list[list[MicroBatch]],
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    model = tiny_model(MODEL)
+    model = engine.tiny_model(MODEL)
     compilation, _ = compilation_of(model.template, request_for(folder, tmp_path, "bfloat16"), "on")
     assert compilation.layers(model_flops=1.0, before=None).num_layers == model.template.num_layers
     eager, compiled = (train(model, batches, where, monkeypatch, dtype=torch.bfloat16) for where in (None, tmp_path))
@@ -241,14 +241,14 @@ def test_layers_compiled_in_bf16_train_as_eager_ones(
 def test_layers_that_are_frozen_in_part_or_whole_compile_as_kinds_of_their_own(
     folder: Path,
     batches: list[list[MicroBatch]],
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     # The first and the last layer are frozen: backward passes through the last one, and ends before the first.
     trainable = (r"layers\.1\.self_attn",)
     layout = open_for_training(folder, TrainSpec(trainable=trainable)).layout
-    model = dataclasses.replace(tiny_model(MODEL), template=Template.from_folder(folder, layout=layout))
+    model = dataclasses.replace(engine.tiny_model(MODEL), template=Template.from_folder(folder, layout=layout))
     compilation, heard = compilation_of(model.template, request_for(folder, tmp_path, trainable=trainable), "on")
     assert compilation.layers(model_flops=1.0, before=None).num_layers == model.template.num_layers
     assert any("kind 2 of 2" in text for text in heard.texts)
@@ -267,7 +267,7 @@ def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
     dora: bool,
     folder: Path,
     batches: list[list[MicroBatch]],
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -277,7 +277,7 @@ def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
     added = {t.name: 0.1 * torch.randn(t.shape, generator=generator) for _, t in layout.tensors() if t.adapts}
     # Magnitudes of about the norms that the model's weights have.
     added |= {name: values + 1 for name, values in added.items() if name.endswith(MAGNITUDE)}
-    tiny = tiny_model(MODEL)
+    tiny = engine.tiny_model(MODEL)
     template = Template.from_folder(folder, layout=layout)
     template.adapter_scale = lora.scale
     model = dataclasses.replace(tiny, template=template, weights={**tiny.weights, **added})
@@ -299,11 +299,11 @@ def test_a_resumed_job_has_the_bits_of_one_that_was_not_stopped(
     library: Path,
     folder: Path,
     batches: list[list[MicroBatch]],
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    model = tiny_model(MODEL)
+    model = engine.tiny_model(MODEL)
     whole = train(model, batches, library, monkeypatch)
     saved = tmp_path / "step-2"
     train(model, batches, library, monkeypatch, save_to=(2, saved, folder))

@@ -20,7 +20,7 @@ from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -49,9 +49,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 @pytest.fixture
-def three_steps(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+def three_steps(engine: Engine) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
     """Runs three steps of a five-layer model on the cuda device; returns losses with norms, and every plane."""
 
     def run_them(
@@ -61,12 +59,12 @@ def three_steps(
         *,
         grad_dtype: torch.dtype | None = torch.bfloat16,
     ) -> tuple[list[float], dict[str, Tensor]]:
-        model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
+        model = engine.tiny_model(architecture, num_hidden_layers=5, layer_types=None)
         store = model.store(grad_dtype=grad_dtype)
-        run = start(model, store=store, device=device, **options)
+        run = engine.start(model, store=store, device=device, **options)
         numbers = []
         for step in range(3):
-            rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+            rows = [engine.pack(engine.documents(12, 7, seed=step)), engine.pack(engine.documents(21, seed=step + 50))]
             report = run.trainer.train_step(rows)
             assert report.skipped == ""
             numbers += [report.loss, report.grad_norm]
@@ -114,21 +112,17 @@ def test_updating_in_backward_gives_the_bits_of_the_deferred_update(
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "phi3", "olmo2"])
 def test_gradients_are_those_of_autograd_within_bf16(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
-    rows = [pack(documents(14, 22)), pack(documents(25, seed=3))]
-    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=CpuRuntime()))
+    model = engine.tiny_model(architecture)
+    rows = [engine.pack(engine.documents(14, 22)), engine.pack(engine.documents(25, seed=3))]
+    run = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=CpuRuntime()))
 
     report = run.trainer.train_step(rows)
 
     reference = model.reference()
     num_targets = sum(row.num_targets for row in rows)
-    losses = [plain_loss(reference, row) / num_targets for row in rows]
+    losses = [engine.plain_loss(reference, row) / num_targets for row in rows]
     for loss in losses:
         torch.autograd.backward(loss)
     assert report.loss == pytest.approx(sum(loss.item() for loss in losses), rel=5e-3)
@@ -141,14 +135,12 @@ def test_gradients_are_those_of_autograd_within_bf16(
     assert (error / squares) ** 0.5 <= 5e-2
 
 
-def test_the_norm_is_that_of_the_gradients_before_rounding(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, reports, norms = tiny_model("llama"), [], []
+def test_the_norm_is_that_of_the_gradients_before_rounding(engine: Engine) -> None:
+    model, reports, norms = engine.tiny_model("llama"), [], []
     # What one row adds is bf16 itself; the sum over two is not.
-    rows = [pack(documents(30)), pack(documents(17, seed=1))]
+    rows = [engine.pack(engine.documents(30)), engine.pack(engine.documents(17, seed=1))]
     for grad_dtype in (torch.float32, torch.bfloat16):
-        run = start(model, store=model.store(grad_dtype=grad_dtype), device=CudaDevice(runtime=CpuRuntime()))
+        run = engine.start(model, store=model.store(grad_dtype=grad_dtype), device=CudaDevice(runtime=CpuRuntime()))
         reports.append(run.trainer.train_step(rows))
         norms.append(float(run.gradients().double().norm()))
 
@@ -156,15 +148,13 @@ def test_the_norm_is_that_of_the_gradients_before_rounding(
     assert norms[1] != pytest.approx(norms[0], rel=1e-6)
 
 
-def test_bytes_seconds_and_pins_are_accounted(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, runtime = tiny_model("llama"), CpuRuntime()
-    (document,) = documents(24)
+def test_bytes_seconds_and_pins_are_accounted(engine: Engine) -> None:
+    model, runtime = engine.tiny_model("llama"), CpuRuntime()
+    (document,) = engine.documents(24)
     device = CudaDevice(runtime=runtime, max_delay_s=0.001, limit_bytes=1 << 30)
-    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
+    run = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
 
-    report = run.trainer.train_step([pack([document])])
+    report = run.trainer.train_step([engine.pack([document])])
 
     units, bf16_bytes = model.template.layout.units, 2
     layers = sum(unit.num_elements for unit in units[1:-1])
@@ -183,14 +173,12 @@ def test_bytes_seconds_and_pins_are_accounted(
     assert set(device.arena.held_bytes().values()) == {0}
 
 
-def test_a_device_that_is_full_in_the_middle_of_a_step_fails_it_with_numbers_and_closes(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, rows = tiny_model("llama"), [pack(documents(60, 40))]
-    roomy = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=CpuRuntime()))
+def test_a_device_that_is_full_in_the_middle_of_a_step_fails_it_with_numbers_and_closes(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), [engine.pack(engine.documents(60, 40))]
+    roomy = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=CpuRuntime()))
     roomy.trainer.train_step(rows)
     tight = CudaDevice(runtime=CpuRuntime(), limit_bytes=roomy.device.arena.peak_total_bytes - 1)
-    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=tight)
+    run = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=tight)
 
     with pytest.raises(DoesNotFit, match="device memory: workspace needs"):
         run.trainer.train_step(rows)
@@ -201,28 +189,24 @@ def test_a_device_that_is_full_in_the_middle_of_a_step_fails_it_with_numbers_and
     }
 
 
-def test_a_step_that_is_too_large_is_refused_before_its_tokens_take_memory(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, runtime = tiny_model("llama"), CpuRuntime()
-    roomy = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=runtime))
+def test_a_step_that_is_too_large_is_refused_before_its_tokens_take_memory(engine: Engine) -> None:
+    model, runtime = engine.tiny_model("llama"), CpuRuntime()
+    roomy = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=runtime))
     limit_bytes = sum(roomy.device.arena.held_bytes().values()) + 4096
     tight = CudaDevice(runtime=runtime, limit_bytes=limit_bytes)
-    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=tight)
+    run = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=tight)
     # If tokens came first, the driver's refusal without the account would be what the user sees.
     runtime.is_full = True
 
     with pytest.raises(DoesNotFit, match=r"device memory: activations needs [\d,]+ bytes more, but"):
-        run.trainer.train_step([pack(documents(100, seed=seed)) for seed in range(4)])
+        run.trainer.train_step([engine.pack(engine.documents(100, seed=seed)) for seed in range(4)])
 
 
-def test_an_update_that_fails_ends_the_run_and_no_checkpoint_follows(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model = tiny_model("llama")
+def test_an_update_that_fails_ends_the_run_and_no_checkpoint_follows(engine: Engine) -> None:
+    model = engine.tiny_model("llama")
     store = model.store(grad_dtype=torch.bfloat16)
-    run = start(model, store=store, device=CudaDevice(runtime=CpuRuntime()))
-    rows, unit = [pack(documents(14))], store.unit
+    run = engine.start(model, store=store, device=CudaDevice(runtime=CpuRuntime()))
+    rows, unit = [engine.pack(engine.documents(14))], store.unit
     run.trainer.train_step(rows)
     run.trainer.flush()
 
@@ -241,9 +225,7 @@ def test_an_update_that_fails_ends_the_run_and_no_checkpoint_follows(
     run.trainer.close()
 
 
-def test_the_driver_is_at_most_two_units_ahead_of_compute(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
+def test_the_driver_is_at_most_two_units_ahead_of_compute(engine: Engine) -> None:
     device = CudaDevice(runtime=CpuRuntime())
     waiting, most = 0, 0
     submit, lock = device.compute.submit, threading.Lock()
@@ -263,8 +245,8 @@ def test_the_driver_is_at_most_two_units_ahead_of_compute(
         submit(run_it, num_bytes=num_bytes, label=label)
 
     device.compute.submit = counted  # type: ignore[method-assign]
-    run = start(tiny_model("llama", num_hidden_layers=12), device=device)
-    run.trainer.train_step([pack(documents(9))])
+    run = engine.start(engine.tiny_model("llama", num_hidden_layers=12), device=device)
+    run.trainer.train_step([engine.pack(engine.documents(9))])
 
     # A unit is one piece of work or two (its gradient's zeroing), and three of them may be queued: the one that runs,
     # and two.
@@ -278,12 +260,9 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
     grad_bytes: int,
     placement: ActivationPlacement,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     plan = ledger_of(
         model.template.layout,
         ModelShape.from_config(model.config.to_dict()),
@@ -294,7 +273,7 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
         activation_placement=placement,
     )
     store = model.store(grad_dtype=torch.bfloat16 if grad_bytes else None)
-    run = start(
+    run = engine.start(
         model,
         store=store,
         device=CudaDevice(runtime=CpuRuntime()),
@@ -303,7 +282,7 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
         max_grad_norm=1.0 if grad_bytes else None,
     )
 
-    report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+    report = run.trainer.train_step([engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))])
 
     for component in ("weights", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device_bytes[component]

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq", "grad")
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -70,10 +69,7 @@ ThreeSteps = Callable[..., tuple[list[float], dict[str, Tensor]]]
 
 @pytest.fixture
 def three_steps(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
 ) -> ThreeSteps:
     """Runs three steps of a five-layer model; returns losses with norms, and every plane."""
 
@@ -84,12 +80,12 @@ def three_steps(
         *,
         grad_dtype: torch.dtype | None = torch.float32,
     ) -> tuple[list[float], dict[str, Tensor]]:
-        model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
+        model = engine.tiny_model(architecture, num_hidden_layers=5, layer_types=None)
         store = model.store(grad_dtype=grad_dtype)
-        run = start(model, store=store, device=HostDevice(num_threads=1, **device), **options)
+        run = engine.start(model, store=store, device=HostDevice(num_threads=1, **device), **options)
         numbers = []
         for step in range(3):
-            rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+            rows = [engine.pack(engine.documents(12, 7, seed=step)), engine.pack(engine.documents(21, seed=step + 50))]
             report = run.trainer.train_step(rows)
             assert report.skipped == ""
             numbers += [report.loss, report.grad_norm]

@@ -18,18 +18,16 @@ from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import ActivationPlacement
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 
 
-def test_only_the_layer_inputs_grow_with_depth(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    rows = [pack(documents(40, 30)), pack(documents(31))]
+def test_only_the_layer_inputs_grow_with_depth(engine: Engine) -> None:
+    rows = [engine.pack(engine.documents(40, 30)), engine.pack(engine.documents(31))]
     peaks = {}
     for depth in (2, 8):
-        run = start(tiny_model("llama", num_hidden_layers=depth))
+        run = engine.start(engine.tiny_model("llama", num_hidden_layers=depth))
         run.trainer.train_step(rows)
         peaks[depth] = run.trainer.train_step(rows).device_memory_bytes
 
@@ -40,13 +38,11 @@ def test_only_the_layer_inputs_grow_with_depth(
     assert peaks[2]["activations"] == (2 + 2) * num_tokens * hidden_size * fp32_bytes
 
 
-def test_nothing_on_the_device_grows_with_depth_when_inputs_are_offloaded(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    rows = [pack(documents(40, 30)), pack(documents(31))]
+def test_nothing_on_the_device_grows_with_depth_when_inputs_are_offloaded(engine: Engine) -> None:
+    rows = [engine.pack(engine.documents(40, 30)), engine.pack(engine.documents(31))]
     reports = {}
     for depth in (2, 8):
-        run = start(tiny_model("llama", num_hidden_layers=depth), activation_placement="host")
+        run = engine.start(engine.tiny_model("llama", num_hidden_layers=depth), activation_placement="host")
         run.trainer.train_step(rows)
         reports[depth] = run.trainer.train_step(rows)
 
@@ -61,11 +57,12 @@ def test_nothing_on_the_device_grows_with_depth_when_inputs_are_offloaded(
         assert layers % (6 * fp32_bytes) == 0 and layers > 0
 
 
-def test_a_single_layer_has_nothing_to_offload(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, rows = tiny_model("llama", num_hidden_layers=1), [pack(documents(20)), pack(documents(9))]
-    kept, offloaded = start(model), start(model, activation_placement="host")
+def test_a_single_layer_has_nothing_to_offload(engine: Engine) -> None:
+    model, rows = (
+        engine.tiny_model("llama", num_hidden_layers=1),
+        [engine.pack(engine.documents(20)), engine.pack(engine.documents(9))],
+    )
+    kept, offloaded = engine.start(model), engine.start(model, activation_placement="host")
 
     one, other = kept.trainer.train_step(rows), offloaded.trainer.train_step(rows)
 
@@ -73,14 +70,12 @@ def test_a_single_layer_has_nothing_to_offload(
     assert one.h2d.bytes == other.h2d.bytes
 
 
-def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model = tiny_model("llama")
-    small, large = [pack(documents(16))], [pack(documents(100)) for _ in range(20)]
-    unlimited = start(model)
+def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(engine: Engine) -> None:
+    model = engine.tiny_model("llama")
+    small, large = [engine.pack(engine.documents(16))], [engine.pack(engine.documents(100)) for _ in range(20)]
+    unlimited = engine.start(model)
     unlimited.trainer.train_step(small)
-    run = start(model, device=HostDevice(num_threads=1, limit_bytes=unlimited.device.arena.peak_total_bytes))
+    run = engine.start(model, device=HostDevice(num_threads=1, limit_bytes=unlimited.device.arena.peak_total_bytes))
     run.trainer.train_step(small)
 
     with pytest.raises(DoesNotFit, match=r"activations needs 1,280,000 bytes more, but .* of the limit of"):
@@ -90,38 +85,32 @@ def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(
     assert run.trainer.train_step(small).skipped == ""
 
 
-def test_a_workspace_beyond_the_limit_fails_the_step(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model = tiny_model("llama")
-    rows = [pack(documents(100))]
-    unlimited = start(model)
+def test_a_workspace_beyond_the_limit_fails_the_step(engine: Engine) -> None:
+    model = engine.tiny_model("llama")
+    rows = [engine.pack(engine.documents(100))]
+    unlimited = engine.start(model)
     unlimited.trainer.train_step(rows)
-    run = start(model, device=HostDevice(num_threads=1, limit_bytes=unlimited.device.arena.peak_total_bytes - 1))
+    run = engine.start(model, device=HostDevice(num_threads=1, limit_bytes=unlimited.device.arena.peak_total_bytes - 1))
 
     with pytest.raises(DoesNotFit, match="workspace needs"):
         run.trainer.train_step(rows)
 
 
-def test_closing_gives_everything_back(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    run = start(tiny_model("qwen3"))
-    run.trainer.train_step([pack(documents(20, 12))])
+def test_closing_gives_everything_back(engine: Engine) -> None:
+    run = engine.start(engine.tiny_model("qwen3"))
+    run.trainer.train_step([engine.pack(engine.documents(20, 12))])
 
     run.trainer.close()
 
     assert run.device.arena.held_bytes() == {"weights": 0, "gradients": 0, "activations": 0, "workspace": 0}
 
 
-def test_weights_cross_twice_and_gradients_once(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model = tiny_model("llama")
-    (document,) = documents(24)
-    run = start(model)
+def test_weights_cross_twice_and_gradients_once(engine: Engine) -> None:
+    model = engine.tiny_model("llama")
+    (document,) = engine.documents(24)
+    run = engine.start(model)
 
-    report = run.trainer.train_step([pack([document])])
+    report = run.trainer.train_step([engine.pack([document])])
 
     units, fp32_bytes = model.template.layout.units, 4
     layers = sum(unit.num_elements for unit in units[1:-1])
@@ -132,12 +121,10 @@ def test_weights_cross_twice_and_gradients_once(
 
 
 @pytest.mark.alone
-def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, rows = tiny_model("llama"), [pack(documents(40, 30))]
-    slow = start(model, device=HostDevice(num_threads=1, link_bytes_per_s=2e5)).trainer.train_step(rows)
-    fast = start(model).trainer.train_step(rows)
+def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), [engine.pack(engine.documents(40, 30))]
+    slow = engine.start(model, device=HostDevice(num_threads=1, link_bytes_per_s=2e5)).trainer.train_step(rows)
+    fast = engine.start(model).trainer.train_step(rows)
 
     h2d, d2h = slow.h2d, slow.d2h
     assert h2d.busy_s >= h2d.bytes / 2e5
@@ -154,13 +141,10 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
     grad_bytes: int,
     placement: ActivationPlacement,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
-    rows = [pack(documents(60, 50)), pack(documents(100, 10))]
+    model = engine.tiny_model(architecture)
+    rows = [engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))]
     plan = ledger_of(
         model.template.layout,
         ModelShape.from_config(model.config.to_dict(), names=model.weights),
@@ -171,7 +155,7 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
         activation_placement=placement,
     )
     store = model.store(grad_dtype=torch.float32 if grad_bytes else None)
-    run = start(
+    run = engine.start(
         model,
         store=store,
         activation_placement=placement,
@@ -206,12 +190,9 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
 def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
     architecture: str,
     changes: dict[str, int],
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture, hidden_size=64, **changes)
+    model = engine.tiny_model(architecture, hidden_size=64, **changes)
     plan = ledger_of(
         model.template.layout,
         ModelShape.from_config(model.config.to_dict(), names=model.weights),
@@ -221,6 +202,8 @@ def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
         grad_bytes=4,
     )
 
-    report = start(model).trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+    report = engine.start(model).trainer.train_step(
+        [engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))]
+    )
 
     assert report.device_memory_bytes["workspace"] == pytest.approx(plan.device_bytes["workspace"], rel=0.1)

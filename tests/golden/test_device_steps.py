@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,17 +15,15 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.store.layout import Packing
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 
 @pytest.fixture
-def steps(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> DeviceSteps:
+def steps(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceSteps:
     return DeviceSteps(
         new_device=lambda: CudaDevice(runtime=CpuRuntime(), poison_on_free=True),
-        tiny_model=tiny_model,
-        start=start,
+        tiny_model=engine.tiny_model,
+        start=engine.start,
         folder=tmp_path,
         patch=monkeypatch,
     )

@@ -28,7 +28,7 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 COMPARED = ["llama", "gpt2", "qwen3_moe", *further("qwen3", "gemma2", "phi3", "falcon")]
@@ -97,8 +97,8 @@ class Dora:
 
 
 @pytest.fixture
-def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]:
-    return [pack(documents(11, 20, seed=1)), pack(documents(16, 9, seed=2))]
+def rows(engine: Engine) -> list[MicroBatch]:
+    return [engine.pack(engine.documents(11, 20, seed=1)), engine.pack(engine.documents(16, 9, seed=2))]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -106,17 +106,15 @@ def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]
 def test_loss_and_gradients_are_those_of_peft(
     architecture: str,
     dropout: float,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
     rows = rows_for(architecture, rows)
-    model, store = loaded(tiny_model(architecture), tmp_path)
+    model, store = loaded(engine.tiny_model(architecture), tmp_path)
     randomized(store)
     ends = [Dora(model, store, dtype, lora_dropout=dropout) for dtype in (torch.float32, torch.float64)]
-    run = start(model, store=store, adapter_scale=1.5, adapter_dropout=dropout, seed=11, max_grad_norm=None)
+    run = engine.start(model, store=store, adapter_scale=1.5, adapter_dropout=dropout, seed=11, max_grad_norm=None)
     report = run.trainer.train_step(rows)
     key, current = StepKey(seed=11, step=0), [0]
     gradients = []
@@ -134,7 +132,7 @@ def test_loss_and_gradients_are_those_of_peft(
             layer.register_forward_pre_hook(seed(index + 1))
         loss = 0.0
         for current[0], row in enumerate(rows):
-            part = plain_loss(reference.model, row) / sum(one.num_targets for one in rows)
+            part = engine.plain_loss(reference.model, row) / sum(one.num_targets for one in rows)
             torch.autograd.backward(part)
             loss += part.item()
         assert report.loss == pytest.approx(loss, rel=1e-6)
@@ -151,15 +149,13 @@ def test_loss_and_gradients_are_those_of_peft(
 @pytest.mark.parametrize("architecture", COMPARED)
 def test_steps_are_those_of_peft(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
     rows = rows_for(architecture, rows)
-    model, store = loaded(tiny_model(architecture), tmp_path)
-    run = start(
+    model, store = loaded(engine.tiny_model(architecture), tmp_path)
+    run = engine.start(
         model,
         store=store,
         adapter_scale=1.5,
@@ -174,7 +170,7 @@ def test_steps_are_those_of_peft(
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-8, weight_decay=0.1)
     losses, reported = [], []
     for _ in range(NUM_STEPS):
-        loss = loss_of(reference.model, rows, plain_loss)
+        loss = loss_of(reference.model, rows, engine.plain_loss)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
@@ -190,12 +186,13 @@ def test_steps_are_those_of_peft(
 
 @pytest.mark.parametrize("base", ["source", "int8", "nf4"])
 def test_new_adapters_leave_every_bit_of_the_base(
-    base: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
+    base: str, engine: Engine, rows: list[MicroBatch], tmp_path: Path
 ) -> None:
-    model, store = loaded(tiny_model("qwen3"), tmp_path, base=base)
-    plain, plain_store = loaded(tiny_model("qwen3"), tmp_path / "plain", base=base, dora=False)
+    model, store = loaded(engine.tiny_model("qwen3"), tmp_path, base=base)
+    plain, plain_store = loaded(engine.tiny_model("qwen3"), tmp_path / "plain", base=base, dora=False)
     losses = [
-        start(one, store=at).trainer.evaluate(rows).eval_loss for one, at in ((model, store), (plain, plain_store))
+        engine.start(one, store=at).trainer.evaluate(rows).eval_loss
+        for one, at in ((model, store), (plain, plain_store))
     ]
     assert losses[0] == losses[1]
 
@@ -203,8 +200,7 @@ def test_new_adapters_leave_every_bit_of_the_base(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_that_changes_memory_or_time_changes_a_bit(
     dtype: torch.dtype,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
     tmp_path: Path,
 ) -> None:
@@ -217,9 +213,9 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
         {"product_layers": 3},
     ]
     for number, options in enumerate(choices):
-        model, store = loaded(tiny_model("llama"), tmp_path / str(number))
+        model, store = loaded(engine.tiny_model("llama"), tmp_path / str(number))
         device = HostDevice(num_threads=1, compute_dtype=dtype, max_delay_s=0.0005, delay_seed=number)
-        run = start(model, store=store, device=device, adapter_scale=1.5, adapter_dropout=0.2, **options)
+        run = engine.start(model, store=store, device=device, adapter_scale=1.5, adapter_dropout=0.2, **options)
         for _ in range(3):
             run.trainer.train_step(rows)
         run.trainer.flush()
@@ -229,13 +225,13 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
             assert torch.equal(store.plane(plane), stores[0].plane(plane)), plane
 
 
-def test_bf16_trains_magnitudes_in_fp32(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
-) -> None:
+def test_bf16_trains_magnitudes_in_fp32(engine: Engine, rows: list[MicroBatch], tmp_path: Path) -> None:
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
-        model, store = loaded(tiny_model("llama"), tmp_path / str(dtype))
-        run = start(model, store=store, device=HostDevice(num_threads=1, compute_dtype=dtype), learning_rate=1e-2)
+        model, store = loaded(engine.tiny_model("llama"), tmp_path / str(dtype))
+        run = engine.start(
+            model, store=store, device=HostDevice(num_threads=1, compute_dtype=dtype), learning_rate=1e-2
+        )
         losses.append([run.trainer.train_step(rows).loss for _ in range(10)])
     assert losses[1] == pytest.approx(losses[0], rel=3e-3)
     assert losses[1][-1] < losses[1][0]
@@ -257,14 +253,13 @@ def test_a_map_in_fp32_next_to_adapters_in_bf16_drops_its_inputs() -> None:
 
 
 def test_norms_are_computed_once_a_visit(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, store = loaded(tiny_model("llama"), tmp_path)
-    run = start(model, store=store)
+    model, store = loaded(engine.tiny_model("llama"), tmp_path)
+    run = engine.start(model, store=store)
     # The first step also tries how far rows can be packed.
     run.trainer.train_step(rows)
     calls: list[int] = []
@@ -283,17 +278,14 @@ def test_norms_are_computed_once_a_visit(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_device_holds_is_what_the_plan_says(
     dtype: torch.dtype,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
-    original = tiny_model("llama", num_hidden_layers=4)
+    original = engine.tiny_model("llama", num_hidden_layers=4)
     model, store = loaded(original, tmp_path)
     shape = found_in(original, tmp_path / "shape", original=True).shape
-    run = start(model, store=store, device=HostDevice(num_threads=1, compute_dtype=dtype))
-    rows = [pack(documents(40, 30)), pack(documents(31))]
+    run = engine.start(model, store=store, device=HostDevice(num_threads=1, compute_dtype=dtype))
+    rows = [engine.pack(engine.documents(40, 30)), engine.pack(engine.documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
     plan = ledger_of(
@@ -313,14 +305,14 @@ def test_what_the_device_holds_is_what_the_plan_says(
 
 
 def test_a_row_of_zeros_has_no_direction_and_trains_no_nan(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
+    engine: Engine, rows: list[MicroBatch], tmp_path: Path
 ) -> None:
-    model = tiny_model("llama")
+    model = engine.tiny_model("llama")
     name = next(name for name in model.weights if name.endswith("q_proj.weight"))
     weight = model.weights[name].clone()
     weight[0] = 0
     changed = dataclasses.replace(model, weights={**model.weights, name: weight})
     found, store = loaded(changed, tmp_path)
-    run = start(found, store=store, learning_rate=1e-2)
+    run = engine.start(found, store=store, learning_rate=1e-2)
     reports = [run.trainer.train_step(rows) for _ in range(3)]
     assert all(report.skipped == "" and report.loss == report.loss for report in reports)

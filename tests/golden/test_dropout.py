@@ -18,7 +18,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run
     from transformers import PreTrainedModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
@@ -31,20 +31,18 @@ DROPOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]:
-    return [pack(documents(14, 22)), pack(documents(25, seed=3))]
+def rows(engine: Engine) -> list[MicroBatch]:
+    return [engine.pack(engine.documents(14, 22)), engine.pack(engine.documents(25, seed=3))]
 
 
 @pytest.mark.parametrize("architecture", DROPOUTS)
 def test_gradients_are_those_of_one_forward_with_the_same_masks(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
 ) -> None:
-    model = tiny_model(architecture, **DROPOUTS[architecture])
-    run = start(model, seed=11, activation_placement="host")
+    model = engine.tiny_model(architecture, **DROPOUTS[architecture])
+    run = engine.start(model, seed=11, activation_placement="host")
 
     report = run.trainer.train_step(rows)
 
@@ -62,7 +60,7 @@ def test_gradients_are_those_of_one_forward_with_the_same_masks(
         for index, layer in enumerate(find_layer_list(cast("PreTrainedModel", reference.train()))[1]):
             layer.register_forward_pre_hook(seed(index + 1))
         for current[0], row in enumerate(rows):
-            part = plain_loss(reference, row) / sum(one.num_targets for one in rows)
+            part = engine.plain_loss(reference, row) / sum(one.num_targets for one in rows)
             torch.autograd.backward(part)
             loss += part.item()
         return loss, gradients_of(reference)
@@ -75,34 +73,33 @@ def test_gradients_are_those_of_one_forward_with_the_same_masks(
 @pytest.mark.parametrize("architecture", DROPOUTS)
 def test_an_evaluation_drops_nothing(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
 ) -> None:
-    dropping, plain = start(tiny_model(architecture, **DROPOUTS[architecture])), start(tiny_model(architecture))
+    dropping, plain = (
+        engine.start(engine.tiny_model(architecture, **DROPOUTS[architecture])),
+        engine.start(engine.tiny_model(architecture)),
+    )
     trained = dropping.trainer.train_step(rows).loss
     assert trained != plain.trainer.train_step(rows).loss
 
-    fresh = start(tiny_model(architecture, **DROPOUTS[architecture]))
+    fresh = engine.start(engine.tiny_model(architecture, **DROPOUTS[architecture]))
 
     def evaluated(reference: torch.nn.Module) -> float:
         with torch.no_grad():
-            loss = sum(plain_loss(reference.eval(), row).item() for row in rows)
+            loss = sum(engine.plain_loss(reference.eval(), row).item() for row in rows)
         return loss / sum(row.num_targets for row in rows)
 
     # Not to the bit: attention with dropout takes another way through the model's code.
     check_numbers(
-        fresh.trainer.evaluate(rows).eval_loss, *plain_and_exact(tiny_model(architecture).reference, evaluated)
+        fresh.trainer.evaluate(rows).eval_loss, *plain_and_exact(engine.tiny_model(architecture).reference, evaluated)
     )
     assert fresh.trainer.train_step(rows).loss == trained, "an evaluation before does not change what is drawn"
 
 
-def test_every_step_micro_batch_and_seed_draws_anew(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
-) -> None:
-    model = tiny_model("llama", **DROPOUTS["llama"])
-    first, other_seed = (start(model, seed=seed, learning_rate=0.0) for seed in (1, 2))
+def test_every_step_micro_batch_and_seed_draws_anew(engine: Engine, rows: list[MicroBatch]) -> None:
+    model = engine.tiny_model("llama", **DROPOUTS["llama"])
+    first, other_seed = (engine.start(model, seed=seed, learning_rate=0.0) for seed in (1, 2))
 
     losses = [first.trainer.train_step(rows).loss for _ in range(3)]
 
@@ -111,14 +108,12 @@ def test_every_step_micro_batch_and_seed_draws_anew(
 
 
 @pytest.mark.parametrize("device", ["host", "cuda"])
-def test_two_runs_and_a_resumed_one_give_equal_bits(
-    device: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
-) -> None:
-    model = tiny_model("llama", **DROPOUTS["llama"])
+def test_two_runs_and_a_resumed_one_give_equal_bits(device: str, engine: Engine, rows: list[MicroBatch]) -> None:
+    model = engine.tiny_model("llama", **DROPOUTS["llama"])
 
     def begin(**options: Any) -> Run:
         made = HostDevice(num_threads=1) if device == "host" else CudaDevice(runtime=CpuRuntime())
-        return start(model, device=made, seed=5, **options)
+        return engine.start(model, device=made, seed=5, **options)
 
     straight, again = begin(), begin(num_weight_slots=3, activation_placement="host")
     losses = [straight.trainer.train_step(rows).loss for _ in range(4)]

@@ -17,7 +17,7 @@ from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -27,8 +27,11 @@ NUM_NEW = 10
 
 
 @pytest.fixture
-def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> Callable[[int], list[MicroBatch]]:
-    return lambda step: [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+def rows(engine: Engine) -> Callable[[int], list[MicroBatch]]:
+    return lambda step: [
+        engine.pack(engine.documents(12, 7, seed=step)),
+        engine.pack(engine.documents(21, seed=step + 50)),
+    ]
 
 
 @pytest.fixture
@@ -59,16 +62,13 @@ def reference_of(model: TinyModel, run: Run) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_loss_and_accuracy_are_those_of_transformers(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     # Small chunks, so that counts are added up over many.
-    run = start(model, head_chunk_tokens=4, learning_rate=1e-2)
-    ids = documents(12, 7, 21, 30)
-    batches = [pack(ids[:2]), pack(ids[2:3]), pack(ids[3:])]
+    run = engine.start(model, head_chunk_tokens=4, learning_rate=1e-2)
+    ids = engine.documents(12, 7, 21, 30)
+    batches = [engine.pack(ids[:2]), engine.pack(ids[2:3]), engine.pack(ids[3:])]
     for _ in range(6):
         run.trainer.train_step(batches)
     figures = run.trainer.evaluate(batches)
@@ -76,7 +76,7 @@ def test_loss_and_accuracy_are_those_of_transformers(
     def evaluated(reference: Any) -> tuple[float, int, int]:
         total, num_correct, num_targets = 0.0, 0, 0
         for document in ids:
-            batch = pack([document])
+            batch = engine.pack([document])
             with torch.no_grad():
                 logits_TV = reference(input_ids=batch.input_ids_T[None]).logits[0]
             is_target = batch.labels_T != IGNORED_LABEL
@@ -95,17 +95,16 @@ def test_loss_and_accuracy_are_those_of_transformers(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_answers_between_steps_are_those_of_transformers_and_change_no_bit(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: Callable[[int], list[MicroBatch]],
     closed: list[TokenGenerator],
 ) -> None:
-    model = tiny_model(architecture)
-    plain = start(model, learning_rate=1e-2)
+    model = engine.tiny_model(architecture)
+    plain = engine.start(model, learning_rate=1e-2)
     losses = [plain.trainer.train_step(rows(step)).loss for step in range(4)]
     plain.trainer.flush()
 
-    run = start(model, learning_rate=1e-2)
+    run = engine.start(model, learning_rate=1e-2)
     template = Template.from_config(copy.deepcopy(model.config), layout=run.store.layout, own_attention=False)
     generator, disturbed, answers = None, [], []
     for step in range(4):

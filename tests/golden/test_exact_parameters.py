@@ -17,7 +17,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.planning.model_folder import KEPT_IN_FP32
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 BIAS = "e_score_correction_bias"
@@ -27,16 +27,13 @@ NEARLY_EQUAL = 256.0 + torch.arange(8) * 2.0**-6
 
 @pytest.fixture
 def seen_bias(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[CudaDevice | HostDevice], list[Tensor]]:
     """Runs a step on a device; returns the correction bias as every expert layer's router saw it."""
 
     def run_it(device: CudaDevice | HostDevice) -> list[Tensor]:
-        model, seen = tiny_model("deepseek_v3"), list[Tensor]()
+        model, seen = engine.tiny_model("deepseek_v3"), list[Tensor]()
         names = [tensor.name for _, tensor in model.template.layout.tensors() if tensor.name.endswith(BIAS)]
         grad_dtype = torch.float32 if device.compute_dtype == torch.float32 else torch.bfloat16
         store = model.store(grad_dtype=grad_dtype)
@@ -49,8 +46,8 @@ def seen_bias(
             return layer(index, parameters, hidden_1TD, call)
 
         monkeypatch.setattr(model.template, "layer", spy)
-        run = start(model, store=store, device=device)
-        report = run.trainer.train_step([pack(documents(22))])
+        run = engine.start(model, store=store, device=device)
+        report = run.trainer.train_step([engine.pack(engine.documents(22))])
         assert report.skipped == "" and len(names) == 2
         # Forward and recompute.
         assert len(seen) == 2 * len(names)
@@ -84,16 +81,12 @@ def test_in_fp32_they_take_no_other_way(seen_bias: Callable[[CudaDevice | HostDe
 
 
 def test_a_trained_parameter_that_stays_in_fp32_gets_its_gradient(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
 ) -> None:
-    model = tiny_model("ernie4_5_moe", num_hidden_layers=2)
+    model = engine.tiny_model("ernie4_5_moe", num_hidden_layers=2)
     device = CudaDevice(runtime=CpuRuntime())
-    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
-    rows = [pack(documents(25, seed=3))]
+    run = engine.start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
+    rows = [engine.pack(engine.documents(25, seed=3))]
     run.trainer.train_step(rows)
 
     # As transformers loads it in bf16: this router in fp32.
@@ -101,7 +94,7 @@ def test_a_trained_parameter_that_stays_in_fp32_gets_its_gradient(
     (router,) = [module for name, module in reference.named_modules() if name.endswith("mlp.gate")]
     router.float()
     reference.load_state_dict({**model.weights}, strict=False)
-    loss = plain_loss(reference, rows[0]) / rows[0].num_targets
+    loss = engine.plain_loss(reference, rows[0]) / rows[0].num_targets
     torch.autograd.backward(loss)
     (name,) = [name for name, _ in reference.named_parameters() if name.endswith("mlp.gate.weight")]
     wanted = reference.get_parameter(name).grad

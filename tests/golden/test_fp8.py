@@ -16,7 +16,7 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 NUM_STEPS = 12
@@ -38,16 +38,17 @@ def losses_of(
 def test_a_model_trains_to_nearly_the_loss_of_the_compute_dtype(
     architecture: str,
     on_cuda: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model, rows = tiny_model(architecture), [pack(documents(20, 12)), pack(documents(25, seed=3))]
+    model, rows = (
+        engine.tiny_model(architecture),
+        [engine.pack(engine.documents(20, 12)), engine.pack(engine.documents(25, seed=3))],
+    )
     devices = [CudaDevice(runtime=CpuRuntime()) if on_cuda else HostDevice(num_threads=1) for _ in range(2)]
 
     full, in_fp8 = (
-        losses_of(model, start, rows, device, matmul) for device, matmul in zip(devices, ("bf16", "fp8"), strict=True)
+        losses_of(model, engine.start, rows, device, matmul)
+        for device, matmul in zip(devices, ("bf16", "fp8"), strict=True)
     )
 
     assert full[-1] < 0.9 * full[0]
@@ -58,19 +59,20 @@ def test_a_model_trains_to_nearly_the_loss_of_the_compute_dtype(
     assert in_fp8 == pytest.approx(full, rel=4e-2)
 
 
-def test_a_resumed_run_has_the_same_bits(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model = tiny_model("qwen3")
-    steps = [[pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))] for step in range(4)]
-    straight = start(model, matmul="fp8")
+def test_a_resumed_run_has_the_same_bits(engine: Engine) -> None:
+    model = engine.tiny_model("qwen3")
+    steps = [
+        [engine.pack(engine.documents(12, 7, seed=step)), engine.pack(engine.documents(21, seed=step + 50))]
+        for step in range(4)
+    ]
+    straight = engine.start(model, matmul="fp8")
     for rows in steps:
         straight.trainer.train_step(rows)
-    first = start(model, matmul="fp8")
+    first = engine.start(model, matmul="fp8")
     for rows in steps[:2]:
         first.trainer.train_step(rows)
     state = first.trainer.state()
-    second = start(model, store=first.store, matmul="fp8")
+    second = engine.start(model, store=first.store, matmul="fp8")
 
     second.trainer.restore(state)
     for rows in steps[2:]:

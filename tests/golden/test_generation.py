@@ -20,13 +20,12 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.cache import SequenceCache
 from horizon_server.engine.generation.choosing import choose, draw_for
 from horizon_server.engine.generation.generator import GeneratedAnswer, GenerationOptions, TokenGenerator
-from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, InvalidData, InvalidModel
 from horizon_server.store.host_store import HostStore
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Begin = Callable[..., TokenGenerator]
 
@@ -120,10 +119,8 @@ def tokens_of(answers: Sequence[GeneratedAnswer]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_answers_are_those_of_transformers(
-    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
-) -> None:
-    model = lively(tiny_model(architecture))
+def test_answers_are_those_of_transformers(architecture: str, engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model(architecture))
     generator = begin(model, model.store())
 
     answers = generator.generate(PROMPTS, options())
@@ -135,8 +132,8 @@ def test_answers_are_those_of_transformers(
         assert answer.ended == ("stop" if answer.tokens[-1] == STOP else "length")
 
 
-def test_every_stop_token_ends_an_answer(tiny_model: Callable[..., TinyModel], begin: Begin) -> None:
-    model = lively(tiny_model("llama"))
+def test_every_stop_token_ends_an_answer(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("llama"))
     generator = begin(model, model.store())
     free = generator.generate(PROMPTS, options(stop_tokens=frozenset()))
     # Tokens that answers come to in their middle.
@@ -152,17 +149,14 @@ def test_every_stop_token_ends_an_answer(tiny_model: Callable[..., TinyModel], b
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_a_store_that_was_trained_answers_as_its_weights_do(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     begin: Begin,
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
 ) -> None:
-    model = lively(tiny_model(architecture))
+    model = lively(engine.tiny_model(architecture))
     untrained = plain_answers(model.reference(), PROMPTS)
-    run = start(model, learning_rate=2e-2)
+    run = engine.start(model, learning_rate=2e-2)
     for step in range(4):
-        run.trainer.train_step([pack(documents(11, 20, seed=step))])
+        run.trainer.train_step([engine.pack(engine.documents(11, 20, seed=step))])
     run.trainer.flush()
 
     answers = begin(model, run.store).generate(PROMPTS, options())
@@ -179,9 +173,9 @@ def test_a_store_that_was_trained_answers_as_its_weights_do(
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "mixtral"])
 def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_is(
-    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
+    architecture: str, engine: Engine, begin: Begin
 ) -> None:
-    model = lively(tiny_model(architecture))
+    model = lively(engine.tiny_model(architecture))
     store = model.store()
     generator = begin(model, store)
     together = generator.generate(PROMPTS, options())
@@ -195,10 +189,8 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_
     assert resident == together
 
 
-def test_a_cache_that_does_not_fit_on_the_device_is_in_host_memory(
-    tiny_model: Callable[..., TinyModel], begin: Begin
-) -> None:
-    model = lively(tiny_model("gemma2"))
+def test_a_cache_that_does_not_fit_on_the_device_is_in_host_memory(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("gemma2"))
     store = model.store()
     free = begin(model, store)
     together = free.generate(PROMPTS, options())
@@ -220,11 +212,11 @@ def test_a_cache_that_does_not_fit_on_the_device_is_in_host_memory(
 def test_the_bytes_of_a_cache_are_known_beforehand(
     architecture: str,
     num_tokens: int,
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     begin: Begin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     generator = begin(model, model.store())
     # Layer -> what it held after its last call.
     held: dict[int, int] = {}
@@ -242,10 +234,8 @@ def test_the_bytes_of_a_cache_are_known_beforehand(
     assert 0.85 * predicted < sum(held.values()) <= predicted
 
 
-def test_weights_cross_the_link_once_per_token_for_all_prompts(
-    tiny_model: Callable[..., TinyModel], begin: Begin
-) -> None:
-    model = tiny_model("llama")
+def test_weights_cross_the_link_once_per_token_for_all_prompts(engine: Engine, begin: Begin) -> None:
+    model = engine.tiny_model("llama")
     generator = begin(model, model.store())
     free = options(stop_tokens=frozenset(), max_tokens=5)
     generator._device.take_use()
@@ -259,10 +249,8 @@ def test_weights_cross_the_link_once_per_token_for_all_prompts(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", *further("gemma2", "phi3")])
-def test_a_bf16_device_answers_as_a_bf16_model_does(
-    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
-) -> None:
-    model = lively(tiny_model(architecture))
+def test_a_bf16_device_answers_as_a_bf16_model_does(architecture: str, engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model(architecture))
     device = HostDevice(num_threads=1, compute_dtype=torch.bfloat16)
 
     answers = begin(model, model.store(), device=device).generate(PROMPTS, options())
@@ -278,9 +266,9 @@ def test_a_bf16_device_answers_as_a_bf16_model_does(
 
 @pytest.mark.parametrize("architecture", ["mixtral", *further("qwen3_next")])
 def test_the_schedule_of_a_gpu_gives_the_same_tokens_whatever_the_timing(
-    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
+    architecture: str, engine: Engine, begin: Begin
 ) -> None:
-    model = lively(tiny_model(architecture))
+    model = lively(engine.tiny_model(architecture))
     store = model.store()
     # So many that their cache is larger than what the trial takes.
     prompts, few = PROMPTS * 6, options(max_tokens=8)
@@ -305,18 +293,16 @@ def test_the_schedule_of_a_gpu_gives_the_same_tokens_whatever_the_timing(
     [("minimax", "cache of its own"), ("xlstm", "do not run with"), ("deepseek_v32", "computes")],
 )
 def test_a_model_whose_cache_does_not_fit_is_refused_by_name(
-    architecture: str, why: str, tiny_model: Callable[..., TinyModel], begin: Begin
+    architecture: str, why: str, engine: Engine, begin: Begin
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
 
     with pytest.raises(InvalidModel, match=f"'{architecture}'.*cannot be generated.*{why}"):
         begin(model, model.store())
 
 
-def test_a_cache_that_forgets_a_token_is_noticed(
-    tiny_model: Callable[..., TinyModel], begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("llama")
+def test_a_cache_that_forgets_a_token_is_noticed(engine: Engine, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine.tiny_model("llama")
     update = DynamicLayer.update
 
     def forgetful(self: DynamicLayer, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -331,8 +317,8 @@ def test_a_cache_that_forgets_a_token_is_noticed(
         begin(model, model.store())
 
 
-def test_prompts_that_the_model_cannot_take_are_refused(tiny_model: Callable[..., TinyModel], begin: Begin) -> None:
-    model = tiny_model("gpt2")
+def test_prompts_that_the_model_cannot_take_are_refused(engine: Engine, begin: Begin) -> None:
+    model = engine.tiny_model("gpt2")
     generator = begin(model, model.store())
 
     for prompts, words in [
@@ -345,12 +331,10 @@ def test_prompts_that_the_model_cannot_take_are_refused(tiny_model: Callable[...
     assert len(generator.generate([[1] * 104], options(stop_tokens=frozenset()))[0].tokens) == NUM_NEW
 
 
-def test_answers_end_before_the_length_at_which_positions_count_differently(
-    tiny_model: Callable[..., TinyModel], begin: Begin
-) -> None:
+def test_answers_end_before_the_length_at_which_positions_count_differently(engine: Engine, begin: Begin) -> None:
     factors = [1.0 + 0.5 * i for i in range(4)]
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": factors, "rope_theta": 10000.0}
-    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    model = engine.tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
     generator = begin(model, model.store())
 
     assert tokens_of(generator.generate([[5] * 8], options())) == plain_answers(model.reference(), [[5] * 8])
@@ -366,10 +350,8 @@ def test_options_out_of_range_are_refused_by_name(field: str, value: float) -> N
         options(**{field: value})
 
 
-def test_sampled_answers_depend_on_the_seed_and_the_place_of_the_prompt_alone(
-    tiny_model: Callable[..., TinyModel], begin: Begin
-) -> None:
-    model = tiny_model("llama")
+def test_sampled_answers_depend_on_the_seed_and_the_place_of_the_prompt_alone(engine: Engine, begin: Begin) -> None:
+    model = engine.tiny_model("llama")
     generator = begin(model, model.store())
     sampled = options(temperature=1.0, seed=3, stop_tokens=frozenset())
 

@@ -26,7 +26,7 @@ from horizon_server.planning.model_folder import ModelShape
 from horizon_server.planning.residency import product_bytes, resident_units
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -44,18 +44,16 @@ def grad_dtype_of(device: HostDevice | CudaDevice) -> torch.dtype:
 
 
 @pytest.fixture
-def train(
-    start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+def train(engine: Engine) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
     """Runs three steps with an evaluation between them; returns all figures, and every plane."""
 
     def run_them(model: TinyModel, kind: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
         device = device_of(kind, poison_on_free=True)
         store = model.store(grad_dtype=grad_dtype_of(device))
-        run = start(model, store=store, device=device, **options)
+        run = engine.start(model, store=store, device=device, **options)
         numbers = []
         for step in range(3):
-            rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+            rows = [engine.pack(engine.documents(12, 7, seed=step)), engine.pack(engine.documents(21, seed=step + 50))]
             report = run.trainer.train_step(rows)
             assert report.skipped == ""
             numbers += [report.loss, report.grad_norm, run.trainer.evaluate(rows).eval_loss]
@@ -78,9 +76,9 @@ def assert_same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[fl
 @pytest.mark.parametrize("kind", ["host", "cuda"])
 @pytest.mark.parametrize("architecture", [*DENSE, *OTHERS])
 def test_no_bit_depends_on_what_is_kept(
-    architecture: str, kind: str, tiny_model: Callable[..., TinyModel], train: Callable[..., Any]
+    architecture: str, kind: str, engine: Engine, train: Callable[..., Any]
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     assert_same(train(model, kind), train(model, kind, **ALL_KEPT))
 
 
@@ -98,10 +96,10 @@ def test_nor_with_dropout_fp8_joined_rows_or_a_budget(
     architecture: str,
     changes: dict[str, Any],
     options: dict[str, Any],
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     train: Callable[..., Any],
 ) -> None:
-    model = tiny_model(architecture, **changes)
+    model = engine.tiny_model(architecture, **changes)
     plain = {name: value for name, value in options.items() if name != "product_bytes"}
     assert_same(train(model, "host", **plain), train(model, "host", **ALL_KEPT, **options))
 
@@ -127,15 +125,12 @@ ADAPTERS: list[dict[str, Any]] = [
 def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
     architecture: str,
     lora: dict[str, Any] | None,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     taken, computed, left = 0, 0, 0
-    model, options = tiny_model(architecture), {}
+    model, options = engine.tiny_model(architecture), {}
     if lora is not None:
         model, options["store"] = loaded(model, tmp_path, **{"dora": False, **lora})
         options["adapter_dropout"] = lora.get("dropout", 0.0)
@@ -156,8 +151,8 @@ def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(kept_products, "_Taking", Counting)
-    run = start(model, product_layers=2, **options)
-    run.trainer.train_step([pack(documents(12, 7)), pack(documents(21))])
+    run = engine.start(model, product_layers=2, **options)
+    run.trainer.train_step([engine.pack(engine.documents(12, 7)), engine.pack(engine.documents(21))])
 
     # Two layers and two micro-batches; four projections at least (GPT-2's, without the last, and attention).
     assert taken >= 2 * 2 * 4
@@ -169,17 +164,14 @@ def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
 def test_a_resident_layer_crosses_the_link_once_after_each_update(
     resident: int,
     kind: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model, rows = tiny_model("llama", num_hidden_layers=6), [pack(documents(24))]
+    model, rows = engine.tiny_model("llama", num_hidden_layers=6), [engine.pack(engine.documents(24))]
     layout, runs = model.template.layout, []
     for num_layers in (0, resident):
         device = device_of(kind)
         store = model.store(grad_dtype=grad_dtype_of(device))
-        runs.append(start(model, store=store, device=device, resident_layers=num_layers))
+        runs.append(engine.start(model, store=store, device=device, resident_layers=num_layers))
 
     plain, kept = ([run.trainer.train_step(rows).h2d.bytes for _ in range(3)] for run in runs)
     evaluated, evaluated_kept = (run.trainer.evaluate(rows).h2d.bytes for run in runs)
@@ -199,14 +191,11 @@ def test_a_resident_layer_crosses_the_link_once_after_each_update(
 
 
 def test_a_step_that_was_skipped_sends_no_resident_layer_again(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, rows = tiny_model("llama"), [pack(documents(24))]
-    run = start(model, resident_layers=3)
+    model, rows = engine.tiny_model("llama"), [engine.pack(engine.documents(24))]
+    run = engine.start(model, resident_layers=3)
     monkeypatch.setattr("horizon_server.engine.trainer.global_norm", lambda _: float("nan"))
     first, second = (run.trainer.train_step(rows) for _ in range(2))
     assert first.skipped == second.skipped == "non_finite_gradient"
@@ -214,11 +203,9 @@ def test_a_step_that_was_skipped_sends_no_resident_layer_again(
     assert first.h2d.bytes - second.h2d.bytes == 4 * layers
 
 
-def test_weights_that_were_restored_are_sent_again(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, rows = tiny_model("llama"), [pack(documents(24))]
-    run, fresh = start(model, resident_layers=3), start(model)
+def test_weights_that_were_restored_are_sent_again(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), [engine.pack(engine.documents(24))]
+    run, fresh = engine.start(model, resident_layers=3), engine.start(model)
     state, planes = run.trainer.state(), {plane: run.store.plane(plane).clone() for plane in PLANES}
     run.trainer.train_step(rows)
     run.trainer.flush()
@@ -238,12 +225,9 @@ def test_the_account_is_the_plans(
     resident: int,
     grad_bytes: int,
     kind: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     shape = ModelShape.from_config(model.config.to_dict(), names=model.weights)
     layout, dtype = model.template.layout, "float32" if kind == "host" else "bfloat16"
     a_layer = product_bytes(folder_of(layout, shape), *settings(tokens_per_step=220, compute_dtype=dtype))
@@ -261,7 +245,7 @@ def test_the_account_is_the_plans(
         product_layers=product_layers,
     )
     device = device_of(kind)
-    run = start(
+    run = engine.start(
         model,
         store=model.store(grad_dtype=grad_dtype_of(device) if grad_bytes else None),
         device=device,
@@ -272,7 +256,7 @@ def test_the_account_is_the_plans(
         product_bytes=product_layers * a_layer,
     )
 
-    report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+    report = run.trainer.train_step([engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))])
 
     for component in ("weights", "gradients", "activations"):
         assert report.device_memory_bytes[component] == plan.device_bytes[component]
@@ -283,22 +267,22 @@ def test_the_account_is_the_plans(
 def test_the_account_of_adapters_products_is_the_plans(
     architecture: str,
     lora: dict[str, Any],
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
     if "targets" in lora and architecture in ("phi3", "glm4"):
         lora = {**lora, "targets": ("o_proj", "down_proj")}
-    model, store = loaded(tiny_model(architecture), tmp_path, **{"dora": False, **lora})
+    model, store = loaded(engine.tiny_model(architecture), tmp_path, **{"dora": False, **lora})
     dropout = lora.get("dropout", 0.0)
-    shape, rows = ModelShape.from_config(model.config.to_dict(), names=model.weights), [pack(documents(60, 50))]
+    shape, rows = (
+        ModelShape.from_config(model.config.to_dict(), names=model.weights),
+        [engine.pack(engine.documents(60, 50))],
+    )
     job = settings(tokens_per_step=110, adapter_dropout=dropout)
     a_layer = product_bytes(folder_of(model.template.layout, shape), *job)
     reports = []
     for num_layers in (0, 2):
-        trainer = start(model, store=store, product_layers=num_layers, adapter_dropout=dropout).trainer
+        trainer = engine.start(model, store=store, product_layers=num_layers, adapter_dropout=dropout).trainer
         reports.append(trainer.train_step(rows))
         trainer.flush()  # the next one takes the store over
     plain, kept = reports
@@ -308,25 +292,23 @@ def test_the_account_of_adapters_products_is_the_plans(
 @pytest.mark.parametrize("architecture", DENSE)
 def test_what_backward_takes_over_is_not_counted_twice(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model, rows = tiny_model(architecture), [pack(documents(60, 50)), pack(documents(100, 10))]
-    plain, kept = (start(model, product_layers=n).trainer.train_step(rows).device_memory_bytes for n in (0, 3))
+    model, rows = (
+        engine.tiny_model(architecture),
+        [engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))],
+    )
+    plain, kept = (engine.start(model, product_layers=n).trainer.train_step(rows).device_memory_bytes for n in (0, 3))
     assert kept["workspace"] == plain["workspace"]
     assert kept["activations"] > plain["activations"]
 
 
-def test_products_of_a_step_that_fails_are_given_back(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model, rows = tiny_model("llama"), [pack(documents(100))]
-    roomy = start(model, product_layers=3)
+def test_products_of_a_step_that_fails_are_given_back(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), [engine.pack(engine.documents(100))]
+    roomy = engine.start(model, product_layers=3)
     roomy.trainer.train_step(rows)
     inputs = (3 + 2) * 100 * 32 * 4
-    run = start(
+    run = engine.start(
         model, device=HostDevice(num_threads=1, limit_bytes=roomy.device.arena.peak_total_bytes - 1), product_layers=3
     )
     with pytest.raises(DoesNotFit):

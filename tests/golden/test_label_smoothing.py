@@ -14,7 +14,7 @@ from torch.nn import functional
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 SMOOTHING = 0.15
@@ -24,17 +24,14 @@ SMOOTHING = 0.15
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
 def test_gradients_are_those_of_torch(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
-    rows = [pack(documents(14)), pack(documents(25, seed=3))]
+    model = engine.tiny_model(architecture)
+    rows = [engine.pack(engine.documents(14)), engine.pack(engine.documents(25, seed=3))]
     # Tokens without loss, whose logits get no gradient.
     rows[1].labels_T[:9] = IGNORED_LABEL
     num_targets = sum(row.num_targets for row in rows)
-    run = start(model, head_chunk_tokens=8, label_smoothing=SMOOTHING)
+    run = engine.start(model, head_chunk_tokens=8, label_smoothing=SMOOTHING)
 
     report = run.trainer.train_step(rows)
 
@@ -54,12 +51,10 @@ def test_gradients_are_those_of_torch(
     check_gradients({name: run.gradient(name) for name in exact[1]}, plain[1], exact[1])
 
 
-def test_an_evaluation_is_not_smoothed(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    rows = [pack(documents(14, 22))]
-    smoothed = start(tiny_model("llama"), label_smoothing=SMOOTHING).trainer
-    plain = start(tiny_model("llama")).trainer
+def test_an_evaluation_is_not_smoothed(engine: Engine) -> None:
+    rows = [engine.pack(engine.documents(14, 22))]
+    smoothed = engine.start(engine.tiny_model("llama"), label_smoothing=SMOOTHING).trainer
+    plain = engine.start(engine.tiny_model("llama")).trainer
 
     assert smoothed.evaluate(rows).eval_loss == plain.evaluate(rows).eval_loss
     assert smoothed.train_step(rows).loss != plain.train_step(rows).loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 from bench import long_rows
 from tests.support.further import further
 from tests.support.plans import ledger_of
-from tests.support.tiny_models import Run, TinyModel
-from torch import Tensor
+from tests.support.tiny_models import Engine, TinyModel
 
 from horizon_server.engine.layer_memory import measure_layer_memory
-from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LARGE_BLOCK_BYTES, LayerMemory
 from horizon_server.planning.model_folder import open_model_folder
@@ -35,16 +32,13 @@ def write(model: TinyModel, folder: Path) -> Path:
 )
 def test_a_count_at_two_lengths_tells_a_third(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
-    model = tiny_model(architecture, max_position_embeddings=512)
+    model = engine.tiny_model(architecture, max_position_embeddings=512)
     counted = measure_layer_memory(write(model, tmp_path / "model"), lengths=(64, 128))
 
-    report = start(model).trainer.train_step([pack(documents(256))])
+    report = engine.start(model).trainer.train_step([engine.pack(engine.documents(256))])
 
     # The engine leaves out one product of some layers, and counts all that a row's layers are called with.
     assert 0.85 < counted.at(256) / report.device_memory_bytes["workspace"] < 1.25
@@ -61,9 +55,9 @@ def test_the_plan_of_a_counted_model_is_what_its_layers_hold(architecture: str, 
     assert 0.9 < held["workspace"] / plan.device_bytes["workspace"] <= 1.0
 
 
-def test_the_widest_moment_of_a_layer_is_counted(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
+def test_the_widest_moment_of_a_layer_is_counted(engine: Engine, tmp_path: Path) -> None:
     """What attention without a fused kernel takes: probabilities and two gradients of them, in fp32 for each head."""
-    model = tiny_model("bloom")
+    model = engine.tiny_model("bloom")
     counted = measure_layer_memory(write(model, tmp_path / "model"), lengths=(256, 512))
     num_heads = open_model_folder(tmp_path / "model").shape.num_attention_heads
     assert counted.peak_per_pair == pytest.approx(3 * 4 * num_heads, rel=0.1)
@@ -80,11 +74,9 @@ def test_large_blocks_are_those_that_a_worker_gives_back() -> None:
     assert memory.heap_at(512) - 512 * (1 << 17) < 3 * 512 * (1 << 16)
 
 
-def test_the_plan_of_a_recurrent_model_holds_what_was_counted(
-    tiny_model: Callable[..., TinyModel], tmp_path: Path
-) -> None:
+def test_the_plan_of_a_recurrent_model_holds_what_was_counted(engine: Engine, tmp_path: Path) -> None:
     probe = LayerProbe(child_environment())
-    folder = open_model_folder(write(tiny_model("mamba2"), tmp_path / "mamba2"))
+    folder = open_model_folder(write(engine.tiny_model("mamba2"), tmp_path / "mamba2"))
     layer = probe(folder)
     assert layer is not None and layer == probe(folder)
 
@@ -103,13 +95,13 @@ def test_the_plan_of_a_recurrent_model_holds_what_was_counted(
     assert planned(dataclasses.replace(layer, bytes_per_token=0, bytes_per_pair=0)) == planned(None)
 
 
-def test_a_model_of_attention_alone_is_not_counted(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
-    folder = open_model_folder(write(tiny_model("llama"), tmp_path / "llama"))
+def test_a_model_of_attention_alone_is_not_counted(engine: Engine, tmp_path: Path) -> None:
+    folder = open_model_folder(write(engine.tiny_model("llama"), tmp_path / "llama"))
     assert LayerProbe({"PATH": os.defpath})(folder) is None
 
 
-def test_a_child_that_fails_leaves_the_formulas(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
-    folder = open_model_folder(write(tiny_model("mamba"), tmp_path / "mamba"))
+def test_a_child_that_fails_leaves_the_formulas(engine: Engine, tmp_path: Path) -> None:
+    folder = open_model_folder(write(engine.tiny_model("mamba"), tmp_path / "mamba"))
     (tmp_path / "mamba" / "config.json").write_text("{}")
     assert LayerProbe(child_environment())(folder) is None
 

@@ -13,7 +13,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from .test_gradients import check, of_autograd
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 
@@ -58,50 +58,43 @@ DYNAMIC_ROPE: dict[str, Any] = {
 @pytest.mark.parametrize("name", COUNTS_ROW_POSITIONS)
 def test_documents_on_both_sides_of_a_threshold_train_as_if_alone(
     name: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
 ) -> None:
     model_type, changes = COUNTS_ROW_POSITIONS[name]
-    model = tiny_model(model_type, **changes)
-    rows = [documents(60, 30), documents(12, 20, 25, seed=1), documents(9, 14, seed=2)]
-    run = start(model)
+    model = engine.tiny_model(model_type, **changes)
+    rows = [engine.documents(60, 30), engine.documents(12, 20, 25, seed=1), engine.documents(9, 14, seed=2)]
+    run = engine.start(model)
 
-    report = run.trainer.train_step([pack(row) for row in rows])
+    report = run.trainer.train_step([engine.pack(row) for row in rows])
 
-    check(report, run, of_autograd(model, plain_loss, [pack([document]) for row in rows for document in row]))
+    check(
+        report,
+        run,
+        of_autograd(model, engine.plain_loss, [engine.pack([document]) for row in rows for document in row]),
+    )
 
 
 def test_a_rotary_table_that_grows_with_the_row_is_the_same_in_every_step(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
 ) -> None:
-    model = tiny_model("llama", **DYNAMIC_ROPE)
-    rows = [pack([document]) for document in documents(32, 32, 32)]
-    run = start(model, head_chunk_tokens=100, learning_rate=0.0)
+    model = engine.tiny_model("llama", **DYNAMIC_ROPE)
+    rows = [engine.pack([document]) for document in engine.documents(32, 32, 32)]
+    run = engine.start(model, head_chunk_tokens=100, learning_rate=0.0)
 
     reports = [run.trainer.train_step(rows) for _ in range(2)]
 
-    check(reports[1], run, of_autograd(model, plain_loss, rows))
+    check(reports[1], run, of_autograd(model, engine.plain_loss, rows))
 
 
 @pytest.mark.parametrize("name", ["phi3", "dynamic"])
 def test_a_step_leaves_the_modules_as_they_were(
     name: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
     model_type, changes = COUNTS_ROW_POSITIONS.get(name, ("llama", DYNAMIC_ROPE))
-    model = tiny_model(model_type, **changes)
-    run = start(model, head_chunk_tokens=100)
-    rows = [pack([document]) for document in documents(*([32] * 3 if name == "dynamic" else [60, 30]))]
+    model = engine.tiny_model(model_type, **changes)
+    run = engine.start(model, head_chunk_tokens=100)
+    rows = [engine.pack([document]) for document in engine.documents(*([32] * 3 if name == "dynamic" else [60, 30]))]
     modules = list(model.template._model.modules())
     before = [_state_of(module) for module in modules]
 
@@ -111,10 +104,8 @@ def test_a_step_leaves_the_modules_as_they_were(
     assert [_state_of(module) for module in modules] == before
 
 
-def test_a_layer_that_changes_itself_is_put_back_after_each_call(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    model = tiny_model("llama")
+def test_a_layer_that_changes_itself_is_put_back_after_each_call(engine: Engine) -> None:
+    model = engine.tiny_model("llama")
     layers = model.template._layers
     found: list[bool] = []
 
@@ -123,8 +114,8 @@ def test_a_layer_that_changes_itself_is_put_back_after_each_call(
         vars(layer)["longest_row"] = 32
 
     hooks = [layer.register_forward_pre_hook(remember) for layer in set(layers)]
-    run = start(model)
-    rows = [pack([document]) for document in documents(32, 32)]
+    run = engine.start(model)
+    rows = [engine.pack([document]) for document in engine.documents(32, 32)]
 
     run.trainer.train_step(rows)
     run.trainer.evaluate(rows)

@@ -36,7 +36,7 @@ from horizon_server.store.layout import StoreLayout
 from horizon_server.store.model_load import load_model
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 NUM_STEPS = 5
@@ -113,8 +113,8 @@ class PeftModel:
 
 
 @pytest.fixture
-def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]:
-    return [pack(documents(11, 20, seed=1)), pack(documents(16, 9, seed=2))]
+def rows(engine: Engine) -> list[MicroBatch]:
+    return [engine.pack(engine.documents(11, 20, seed=1)), engine.pack(engine.documents(16, 9, seed=2))]
 
 
 def rows_for(architecture: str, rows: list[MicroBatch]) -> list[MicroBatch]:
@@ -142,19 +142,17 @@ def loss_of(reference: Any, rows: list[MicroBatch], plain_loss: Callable[..., Te
 def test_loss_and_gradients_are_those_of_peft(
     architecture: str,
     rslora: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
     rows = rows_for(architecture, rows)
-    model = adapted(tiny_model(architecture), tmp_path)
+    model = adapted(engine.tiny_model(architecture), tmp_path)
     peft_model = partial(PeftModel, model, model.template.layout, model.weights, use_rslora=rslora)
-    run = start(model, adapter_scale=LoraSpec(rank=4, alpha=6, rslora=rslora).scale)
+    run = engine.start(model, adapter_scale=LoraSpec(rank=4, alpha=6, rslora=rslora).scale)
 
     def autograd(reference: PeftModel) -> tuple[float, dict[str, Tensor]]:
-        loss = loss_of(reference.model, rows, plain_loss)
+        loss = loss_of(reference.model, rows, engine.plain_loss)
         torch.autograd.backward(loss)
         return loss.item(), reference.gradients()
 
@@ -166,14 +164,12 @@ def test_loss_and_gradients_are_those_of_peft(
 @pytest.mark.parametrize("architecture", COMPARED)
 def test_steps_are_those_of_peft(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
     rows = rows_for(architecture, rows)
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     layout = found_in(model, tmp_path, original=True).layout
     store = HostStore.allocate(layout, num_threads=1)
     model.stores.append(store)
@@ -181,7 +177,7 @@ def test_steps_are_those_of_peft(
     # well as ours.
     load_model(store, tmp_path, seed=2)
     template = Template.from_folder(tmp_path, layout=layout)
-    run = start(
+    run = engine.start(
         dataclasses.replace(model, template=template),
         store=store,
         adapter_scale=1.5,
@@ -200,7 +196,7 @@ def test_steps_are_those_of_peft(
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-8, weight_decay=0.1)
         losses = []
         for _ in range(NUM_STEPS):
-            loss = loss_of(reference.model, rows, plain_loss)
+            loss = loss_of(reference.model, rows, engine.plain_loss)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(parameters, 0.5)
@@ -216,15 +212,15 @@ def test_steps_are_those_of_peft(
 
 
 def test_dropout_draws_what_peft_draws_again_in_the_recompute(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
     tmp_path: Path,
 ) -> None:
-    model = adapted(tiny_model("llama"), tmp_path)
+    model = adapted(engine.tiny_model("llama"), tmp_path)
     reference = PeftModel(model, model.template.layout, model.weights, lora_dropout=0.3)
-    run = start(model, adapter_scale=1.5, adapter_dropout=0.3, seed=11, activation_placement="host", max_grad_norm=None)
+    run = engine.start(
+        model, adapter_scale=1.5, adapter_dropout=0.3, seed=11, activation_placement="host", max_grad_norm=None
+    )
     report = run.trainer.train_step(rows)
     reference.model.train()
     key, current = StepKey(seed=11, step=0), [0]
@@ -239,7 +235,7 @@ def test_dropout_draws_what_peft_draws_again_in_the_recompute(
         layer.register_forward_pre_hook(seed(index + 1))
     loss = torch.zeros(())
     for current[0], row in enumerate(rows):
-        part = plain_loss(reference.model, row) / sum(one.num_targets for one in rows)
+        part = engine.plain_loss(reference.model, row) / sum(one.num_targets for one in rows)
         torch.autograd.backward(part)
         loss += part.detach()
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
@@ -248,12 +244,10 @@ def test_dropout_draws_what_peft_draws_again_in_the_recompute(
     assert relative(flat(ours), flat(theirs)) <= 1e-6
 
 
-def test_an_evaluation_drops_nothing(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
-) -> None:
-    model = adapted(tiny_model("llama"), tmp_path)
-    plain = start(model).trainer.evaluate(rows).eval_loss
-    dropping = start(model, adapter_dropout=0.5, learning_rate=0.0)
+def test_an_evaluation_drops_nothing(engine: Engine, rows: list[MicroBatch], tmp_path: Path) -> None:
+    model = adapted(engine.tiny_model("llama"), tmp_path)
+    plain = engine.start(model).trainer.evaluate(rows).eval_loss
+    dropping = engine.start(model, adapter_dropout=0.5, learning_rate=0.0)
     assert dropping.trainer.evaluate(rows).eval_loss == plain
     assert dropping.trainer.train_step(rows).loss != pytest.approx(plain, rel=1e-4)
     assert dropping.trainer.evaluate(rows).eval_loss == plain
@@ -264,12 +258,11 @@ def test_an_evaluation_drops_nothing(
 def test_nothing_that_changes_memory_or_time_changes_a_bit(
     architecture: str,
     dtype: torch.dtype,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
     tmp_path: Path,
 ) -> None:
-    model = adapted(tiny_model(architecture), tmp_path)
+    model = adapted(engine.tiny_model(architecture), tmp_path)
     stores: list[HostStore] = []
     choices: list[dict[str, Any]] = [
         {},
@@ -282,7 +275,7 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
     for options in choices:
         device = HostDevice(num_threads=1, compute_dtype=dtype, max_delay_s=0.0005, delay_seed=len(stores))
         released = options.pop("released", False)
-        run = start(model, device=device, adapter_scale=1.5, adapter_dropout=0.2, **options)
+        run = engine.start(model, device=device, adapter_scale=1.5, adapter_dropout=0.2, **options)
         for _ in range(3):
             run.trainer.train_step(rows)
             if released:
@@ -295,11 +288,11 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
 
 
 def test_updates_in_backward_are_those_of_a_step_without_clipping(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
+    engine: Engine, rows: list[MicroBatch], tmp_path: Path
 ) -> None:
-    model = adapted(tiny_model("llama"), tmp_path)
-    kept = start(model, max_grad_norm=None)
-    landed = start(model, max_grad_norm=None, store=model.store(grad_dtype=None))
+    model = adapted(engine.tiny_model("llama"), tmp_path)
+    kept = engine.start(model, max_grad_norm=None)
+    landed = engine.start(model, max_grad_norm=None, store=model.store(grad_dtype=None))
     for _ in range(3):
         assert kept.trainer.train_step(rows).loss == landed.trainer.train_step(rows).loss
     kept.trainer.flush()
@@ -309,10 +302,10 @@ def test_updates_in_backward_are_those_of_a_step_without_clipping(
 
 
 def test_only_adapters_change_and_their_products_are_not_in_fp8(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
+    engine: Engine, rows: list[MicroBatch], tmp_path: Path
 ) -> None:
-    model = adapted(tiny_model("llama"), tmp_path, rank=16)
-    run = start(model, matmul="fp8")
+    model = adapted(engine.tiny_model("llama"), tmp_path, rank=16)
+    run = engine.start(model, matmul="fp8")
     before = {name: run.store.tensor(name, "hi").clone() for name in model.weights}
     for _ in range(3):
         assert run.trainer.train_step(rows).skipped == ""
@@ -324,7 +317,9 @@ def test_only_adapters_change_and_their_products_are_not_in_fp8(
     zeroed = dataclasses.replace(
         model, weights={**model.weights, **{n: torch.zeros_like(model.weights[n]) for n in names}}
     )
-    losses = [start(one, matmul="fp8").trainer.train_step(rows).loss for one in (zeroed, tiny_model("llama"))]
+    losses = [
+        engine.start(one, matmul="fp8").trainer.train_step(rows).loss for one in (zeroed, engine.tiny_model("llama"))
+    ]
     assert losses[0] == losses[1]
 
 
@@ -333,17 +328,14 @@ def test_only_adapters_change_and_their_products_are_not_in_fp8(
 def test_what_the_device_holds_is_what_the_plan_says(
     dropout: float,
     placement: ActivationPlacement,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
-    model = tiny_model("llama", num_hidden_layers=4)
+    model = engine.tiny_model("llama", num_hidden_layers=4)
     shape = found_in(model, tmp_path).shape
     model = adapted(model, tmp_path)
-    run = start(model, activation_placement=placement, adapter_dropout=dropout)
-    rows = [pack(documents(40, 30)), pack(documents(31))]
+    run = engine.start(model, activation_placement=placement, adapter_dropout=dropout)
+    rows = [engine.pack(engine.documents(40, 30)), engine.pack(engine.documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
     plan = ledger_of(
@@ -364,14 +356,14 @@ def test_what_the_device_holds_is_what_the_plan_says(
 
 
 def test_a_checkpoint_restores_every_bit_and_the_same_random_numbers(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
+    engine: Engine, rows: list[MicroBatch], tmp_path: Path
 ) -> None:
-    model = tiny_model("llama")
+    model = engine.tiny_model("llama")
     layout = found_in(model, tmp_path / "source").layout
     model = dataclasses.replace(model, template=Template.from_folder(tmp_path / "source", layout=layout))
     store = HostStore.allocate(layout, num_threads=1)
     load_model(store, tmp_path / "source")
-    run = start(model, store=store, adapter_dropout=0.3)
+    run = engine.start(model, store=store, adapter_dropout=0.3)
     for _ in range(2):
         run.trainer.train_step(rows)
     state = run.trainer.state()
@@ -381,7 +373,7 @@ def test_a_checkpoint_restores_every_bit_and_the_same_random_numbers(
     save_checkpoint(store, tmp_path / "kept", source=tmp_path / "source", trainer_state=state, adapter=export)
     again = HostStore.allocate(layout, num_threads=1)
     assert load_checkpoint(again, tmp_path / "kept", base=tmp_path / "source", base_sha256=lambda: "0" * 64) == state
-    resumed = start(model, store=again, adapter_dropout=0.3)
+    resumed = engine.start(model, store=again, adapter_dropout=0.3)
     resumed.trainer.restore(state)
     for _ in range(2):
         assert resumed.trainer.train_step(rows).loss == run.trainer.train_step(rows).loss
@@ -431,11 +423,11 @@ def test_what_is_not_used_as_a_linear_map_is_refused_by_name(
     original: bool,
     targets: tuple[str, ...],
     problem: str,
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
     with pytest.raises((InvalidModel, InvalidSpec)) as refused:
-        layout = found_in(tiny_model(architecture), tmp_path, original=original, targets=targets).layout
+        layout = found_in(engine.tiny_model(architecture), tmp_path, original=original, targets=targets).layout
         Template.from_folder(tmp_path, layout=layout)
     assert str(refused.value).startswith(problem)
     assert ("(train.trainable: [experts])" in str(refused.value)) == ("experts" in problem)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.planning.lr_groups import with_lr_groups
 from horizon_server.spec import LrGroup
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 NUM_STEPS = 20
 GROUPS = (
@@ -33,19 +30,18 @@ GROUPS = (
 def test_twenty_steps_follow_a_plain_loop(
     architecture: str,
     updates_in_backward: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     layout = with_lr_groups(model.template.layout, GROUPS)
     model = dataclasses.replace(model, template=Template.from_config(model.config, layout=layout))
     store = model.store(grad_dtype=None if updates_in_backward else torch.float32)
     limit = None if updates_in_backward else 1.0
-    steps = [[pack(documents(11, 20, seed=step % 5)), pack(documents(16, seed=step % 3))] for step in range(NUM_STEPS)]
-    run = start(
+    steps = [
+        [engine.pack(engine.documents(11, 20, seed=step % 5)), engine.pack(engine.documents(16, seed=step % 3))]
+        for step in range(NUM_STEPS)
+    ]
+    run = engine.start(
         model, store=store, learning_rate=3e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=3, max_grad_norm=limit
     )
 
@@ -63,7 +59,9 @@ def test_twenty_steps_follow_a_plain_loop(
     schedule = get_cosine_schedule_with_warmup(optimizer, 3, NUM_STEPS)
     expected = []
     for rows in steps:
-        loss = sum((plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(r.num_targets for r in rows)
+        loss = sum((engine.plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(
+            r.num_targets for r in rows
+        )
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         if limit is not None:

@@ -31,7 +31,7 @@ from horizon_server.store.layout import plane_sizes
 from horizon_server.store.model_load import load_model
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 OTHERWISE_ON_DISK = {
@@ -52,12 +52,12 @@ EXPERT = OTHERWISE_ON_DISK["qwen3_moe"]
 
 
 @pytest.fixture
-def folder_of(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> Callable[[str], Path]:
+def folder_of(engine: Engine, tmp_path: Path) -> Callable[[str], Path]:
     """A folder with a tiny model of an architecture, written by save_pretrained."""
 
     def write(architecture: str) -> Path:
         folder = tmp_path / architecture
-        reference: Any = tiny_model(architecture).reference()
+        reference: Any = engine.tiny_model(architecture).reference()
         reference.save_pretrained(folder)
         return folder
 
@@ -107,9 +107,7 @@ def test_a_folder_is_planned_loaded_trained_exported_and_read_again(
     folder_of: Callable[[str], Path],
     load: Callable[[Path], tuple[Template, HostStore]],
     trainer_of: Callable[[Template, HostStore], Trainer],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
     folder = folder_of(architecture)
@@ -120,12 +118,12 @@ def test_a_folder_is_planned_loaded_trained_exported_and_read_again(
     assert plane_sizes(planned, grad_dtype_bytes=4) == plane_sizes(template.layout, grad_dtype_bytes=4)
     assert planned.num_parameters == sum(tensor.numel() for tensor in names.values())
 
-    rows = [pack([document]) for document in documents(14, 22)]
+    rows = [engine.pack([document]) for document in engine.documents(14, 22)]
     trainer = trainer_of(template, store)
     report = trainer.train_step(rows)
 
     def autograd(reference: torch.nn.Module) -> tuple[float, float]:
-        loss = sum(plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows)
+        loss = sum(engine.plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows)
         assert isinstance(loss, Tensor)
         torch.autograd.backward(loss)
         total = sum(float(p.grad.double().square().sum()) for p in reference.parameters() if p.grad is not None)
@@ -145,7 +143,7 @@ def test_a_folder_is_planned_loaded_trained_exported_and_read_again(
 
     def evaluated(reference: torch.nn.Module) -> float:
         with torch.no_grad():
-            return float(sum(plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows))
+            return float(sum(engine.plain_loss(reference, row) for row in rows) / sum(row.num_targets for row in rows))
 
     check_numbers(ours.eval_loss, *plain_and_exact(partial(plain, exported), evaluated))
     assert ours.eval_loss < report.loss
@@ -172,15 +170,14 @@ def test_a_buffer_of_the_checkpoint_is_kept_to_the_bit(
     folder_of: Callable[[str], Path],
     load: Callable[[Path], tuple[Template, HostStore]],
     trainer_of: Callable[[Template, HostStore], Trainer],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
     name = OTHERWISE_ON_DISK["deepseek_v3"]
     template, store = load(folder_of("deepseek_v3"))
     before = {plane: store.tensor(name, plane).clone() for plane in ("hi", "lo")}
     trainer = trainer_of(template, store)
     for _ in range(2):
-        trainer.train_step([pack(documents(20))])
+        trainer.train_step([engine.pack(engine.documents(20))])
     trainer.flush()
 
     for plane, bits in before.items():
@@ -258,9 +255,9 @@ def test_layers_that_predict_further_tokens_are_left_out(
 
 
 def test_names_without_the_prefix_and_stored_masks_are_understood(
-    tiny_model: Callable[..., TinyModel], load: Callable[[Path], tuple[Template, HostStore]], tmp_path: Path
+    engine: Engine, load: Callable[[Path], tuple[Template, HostStore]], tmp_path: Path
 ) -> None:
-    reference: Any = tiny_model("gpt2").reference()
+    reference: Any = engine.tiny_model("gpt2").reference()
     reference.save_pretrained(tmp_path)
     weights = {n.removeprefix("transformer."): w for n, w in load_file(tmp_path / "model.safetensors").items()}
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 128, 128).tril() for i in range(3)}

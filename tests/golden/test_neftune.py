@@ -19,7 +19,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 ALPHA, SEED = 5.0, 11
@@ -38,16 +38,12 @@ def noise_of(key: StepKey, index: int, lengths: Sequence[int], width: int) -> li
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "bloom"])
 def test_gradients_are_those_of_plain_autograd_with_the_same_noise(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
-    batches = [documents(14, 22), documents(25, seed=3)]
-    rows = [pack(batch) for batch in batches]
-    run = start(model, seed=SEED, neftune_noise_alpha=ALPHA)
+    model = engine.tiny_model(architecture)
+    batches = [engine.documents(14, 22), engine.documents(25, seed=3)]
+    rows = [engine.pack(batch) for batch in batches]
+    run = engine.start(model, seed=SEED, neftune_noise_alpha=ALPHA)
 
     report = run.trainer.train_step(rows)
 
@@ -68,14 +64,14 @@ def test_gradients_are_those_of_plain_autograd_with_the_same_noise(
         for batch, noise in zip(batches, noises, strict=True):
             for document, own in zip(batch, noise, strict=True):
                 added[:] = [own]
-                part = plain_loss(reference, pack([document])) / num_targets
+                part = engine.plain_loss(reference, engine.pack([document])) / num_targets
                 torch.autograd.backward(part)
                 loss += part.item()
         return loss, gradients_of(reference)
 
     plain, exact = plain_and_exact(model.reference, autograd)
     check_numbers(report.loss, plain[0], exact[0])
-    assert report.loss != pytest.approx(start(model).trainer.train_step(rows).loss, rel=1e-5)
+    assert report.loss != pytest.approx(engine.start(model).trainer.train_step(rows).loss, rel=1e-5)
     check_gradients({name: run.gradient(name) for name in exact[1]}, plain[1], exact[1])
 
 
@@ -89,11 +85,12 @@ def test_the_noise_is_as_strong_as_that_of_transformers() -> None:
     assert abs(float(noise.mean())) < 0.01 * highest
 
 
-def test_an_evaluation_has_no_noise(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    rows = [pack(documents(14, 22))]
-    noisy, plain = start(tiny_model("llama"), neftune_noise_alpha=ALPHA).trainer, start(tiny_model("llama")).trainer
+def test_an_evaluation_has_no_noise(engine: Engine) -> None:
+    rows = [engine.pack(engine.documents(14, 22))]
+    noisy, plain = (
+        engine.start(engine.tiny_model("llama"), neftune_noise_alpha=ALPHA).trainer,
+        engine.start(engine.tiny_model("llama")).trainer,
+    )
 
     assert noisy.evaluate(rows).eval_loss == plain.evaluate(rows).eval_loss
     assert noisy.train_step(rows).loss != plain.train_step(rows).loss
@@ -102,16 +99,16 @@ def test_an_evaluation_has_no_noise(
 @pytest.mark.parametrize("device", ["host", "cuda"])
 def test_a_resumed_run_draws_the_same_noise(
     device: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model, rows = tiny_model("llama"), [pack(documents(14, 22)), pack(documents(25, seed=3))]
+    model, rows = (
+        engine.tiny_model("llama"),
+        [engine.pack(engine.documents(14, 22)), engine.pack(engine.documents(25, seed=3))],
+    )
 
     def begin(**options: Any) -> Run:
         made = HostDevice(num_threads=1) if device == "host" else CudaDevice(runtime=CpuRuntime())
-        return start(model, device=made, seed=SEED, neftune_noise_alpha=ALPHA, **options)
+        return engine.start(model, device=made, seed=SEED, neftune_noise_alpha=ALPHA, **options)
 
     straight, first = begin(), begin(activation_placement="host")
     losses = [straight.trainer.train_step(rows).loss for _ in range(4)]
@@ -128,12 +125,11 @@ def test_a_resumed_run_draws_the_same_noise(
             assert torch.equal(run.store.plane(plane), straight.store.plane(plane)), f"plane {plane} differs"
 
 
-def test_every_step_and_seed_draws_other_noise(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    rows = [pack(documents(14, 22))]
+def test_every_step_and_seed_draws_other_noise(engine: Engine) -> None:
+    rows = [engine.pack(engine.documents(14, 22))]
     one, other = (
-        start(tiny_model("llama"), seed=seed, learning_rate=0.0, neftune_noise_alpha=ALPHA) for seed in (1, 2)
+        engine.start(engine.tiny_model("llama"), seed=seed, learning_rate=0.0, neftune_noise_alpha=ALPHA)
+        for seed in (1, 2)
     )
     losses = [one.trainer.train_step(rows).loss for _ in range(3)]
     assert len({*losses, other.trainer.train_step(rows).loss}) == 4

@@ -15,7 +15,7 @@ from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
 from horizon_server.engine.objectives import Documents, StepObjective, WeightedSFT
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 
@@ -42,46 +42,47 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_both_norms_are_those_of_plain_autograd(
     architecture: str,
     max_grad_norm: float | None,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, seen = tiny_model(architecture), watched(monkeypatch)
-    rows = [pack(documents(14)), pack(documents(25, seed=3)), pack(documents(9, seed=4))]
+    model, seen = engine.tiny_model(architecture), watched(monkeypatch)
+    rows = [
+        engine.pack(engine.documents(14)),
+        engine.pack(engine.documents(25, seed=3)),
+        engine.pack(engine.documents(9, seed=4)),
+    ]
     store = model.store(grad_dtype=None if max_grad_norm is None else torch.float32)
-    run = start(model, store=store, max_grad_norm=max_grad_norm)
+    run = engine.start(model, store=store, max_grad_norm=max_grad_norm)
     for _ in range(2):
         run.trainer.train_step(rows)
 
     (numbers,) = seen
     reference = model.reference()
-    torch.autograd.backward(plain_loss(reference, rows[0]) / rows[0].num_targets)
+    torch.autograd.backward(engine.plain_loss(reference, rows[0]) / rows[0].num_targets)
     assert numbers["small_square"] == pytest.approx(square_of_layers(reference), rel=1e-5)
     assert (numbers["small"], numbers["big"]) == (Part.of(13), Part.of(13 + 24 + 8))
     reference.zero_grad()
     for row in rows:
-        torch.autograd.backward(plain_loss(reference, row) / numbers["big"].num_tokens)
+        torch.autograd.backward(engine.plain_loss(reference, row) / numbers["big"].num_tokens)
     assert numbers["big_square"] == pytest.approx(square_of_layers(reference), rel=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [0, 24])
 def test_both_norms_of_weighted_means_are_those_of_plain_autograd(
     micro_batch_tokens: int,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, seen = tiny_model("llama"), watched(monkeypatch)
+    model, seen = engine.tiny_model("llama"), watched(monkeypatch)
     # Rows of up to 24 tokens are joined: the first two are the first micro-batch then.
-    rows = [pack(documents(14)), pack(documents(9, seed=4)), pack(documents(25, seed=3))]
+    rows = [
+        engine.pack(engine.documents(14)),
+        engine.pack(engine.documents(9, seed=4)),
+        engine.pack(engine.documents(25, seed=3)),
+    ]
     weights_S = torch.rand(13 + 8 + 24, generator=torch.Generator().manual_seed(5)) + 0.25
     objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=weights_S)
-    start(model, micro_batch_tokens=micro_batch_tokens).trainer.train_step(rows, objective)
+    engine.start(model, micro_batch_tokens=micro_batch_tokens).trainer.train_step(rows, objective)
 
     (numbers,) = seen
     num_first = 13 + 8 if micro_batch_tokens else 13
@@ -101,38 +102,35 @@ def test_both_norms_of_weighted_means_are_those_of_plain_autograd(
 
 
 def test_it_is_reported_and_continues_and_changes_no_bit(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, num_steps = tiny_model("llama"), 5 * EVERY_STEPS
+    model, num_steps = engine.tiny_model("llama"), 5 * EVERY_STEPS
 
     def rows(step: int) -> list[MicroBatch]:
-        return [pack(documents(14, seed=step)), pack(documents(25, seed=100 + step))]
+        return [engine.pack(engine.documents(14, seed=step)), engine.pack(engine.documents(25, seed=100 + step))]
 
     def steps(run: Run, numbers: range) -> list[Any]:
         figures = [run.trainer.train_step(rows(step)) for step in numbers]
         run.trainer.flush()
         return figures
 
-    measured, single = start(model, num_steps=num_steps), start(model, num_steps=num_steps)
+    measured, single = engine.start(model, num_steps=num_steps), engine.start(model, num_steps=num_steps)
     figures = steps(measured, range(num_steps))
     assert [step.noise_scale_tokens for step in figures[: 4 * EVERY_STEPS]] == [None] * 4 * EVERY_STEPS
     assert figures[-1].noise_scale_tokens is not None and figures[-1].noise_scale_tokens > 0
 
-    half = start(model, num_steps=num_steps)
+    half = engine.start(model, num_steps=num_steps)
     steps(half, range(10))
-    resumed = start(model, store=half.store, num_steps=num_steps)
+    resumed = engine.start(model, store=half.store, num_steps=num_steps)
     resumed.trainer.restore(half.trainer.state())
     assert steps(resumed, range(10, num_steps))[-1].noise_scale_tokens == figures[-1].noise_scale_tokens
 
     monkeypatch.setattr(trainer, "EVERY_STEPS", 10**9)
     single.trainer.step = 1
     # Row by row and one micro-batch a step have no scale.
-    assert single.trainer.train_step([pack(documents(14, 25))]).noise_scale_tokens is None
-    unmeasured = start(model, num_steps=num_steps)
+    assert single.trainer.train_step([engine.pack(engine.documents(14, 25))]).noise_scale_tokens is None
+    unmeasured = engine.start(model, num_steps=num_steps)
     assert [step.loss for step in steps(unmeasured, range(num_steps))] == [step.loss for step in figures]
     for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
         assert torch.equal(unmeasured.store.plane(plane), measured.store.plane(plane)), plane

@@ -48,7 +48,7 @@ from horizon_server.errors import InvalidData
 from horizon_server.store.host_store import merge_master
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Formula = Callable[[list[Tensor], list[Tensor]], Tensor]
 """The loss, from the log-probabilities of each document's supervised tokens under the model and the reference."""
@@ -238,12 +238,12 @@ def step_objective(case: Case, rows: Sequence[MicroBatch], references_S: Tensor)
 
 
 @pytest.fixture
-def moved(tiny_model: Callable[..., TinyModel]) -> Callable[[str], tuple[TinyModel, list[Tensor]]]:
+def moved(engine: Engine) -> Callable[[str], tuple[TinyModel, list[Tensor]]]:
     """A model, and the answers' log-probabilities under weights next to its own: a reference from which it has moved
     on."""
 
     def build(architecture: str) -> tuple[TinyModel, list[Tensor]]:
-        model = tiny_model(architecture)
+        model = engine.tiny_model(architecture)
         reference = model.reference()
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
@@ -272,14 +272,14 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     name: str,
     packed: bool,
     moved: Callable[[str], tuple[TinyModel, list[Tensor]]],
-    start: Callable[..., Run],
+    engine: Engine,
     computed: dict[tuple[str, str], tuple[Outcome, Outcome]],
 ) -> None:
     case, (model, references) = CASES[name], moved(architecture)
     documents = texts(0)
     rows = rows_of(documents, packed=packed)
     # Several chunks, whose ends are not those of documents.
-    run = start(model, head_chunk_tokens=16)
+    run = engine.start(model, head_chunk_tokens=16)
 
     figures = run.trainer.train_step(rows, step_objective(case, rows, torch.cat(references)))
 
@@ -305,9 +305,9 @@ def test_loss_and_gradients_are_those_of_plain_autograd(
     ],
 )
 def test_steps_from_references_of_the_starting_weights_follow_a_plain_loop(
-    architecture: str, name: str, packed: bool, tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
+    architecture: str, name: str, packed: bool, engine: Engine
 ) -> None:
-    case, model = CASES[name], tiny_model(architecture)
+    case, model = CASES[name], engine.tiny_model(architecture)
     # Two batches in turn, as epochs have them.
     batches = [texts(0), texts(1)]
 
@@ -326,7 +326,7 @@ def test_steps_from_references_of_the_starting_weights_follow_a_plain_loop(
 
     (losses, values), (exact_losses, exact_values) = plain_and_exact(model.reference, trained_plainly)
 
-    run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
+    run = engine.start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
     rows = [rows_of(documents, packed=packed) for documents in batches]
     references = [torch.cat(run.trainer.log_probabilities(batch)) for batch in rows]
     figures = [
@@ -345,11 +345,9 @@ def test_steps_from_references_of_the_starting_weights_follow_a_plain_loop(
     check_weights(trained, values, exact_values)
 
 
-def test_weights_of_one_give_the_bits_of_cross_entropy(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
-) -> None:
-    model, rows = tiny_model("qwen3"), rows_of(texts(0), packed=True)
-    plain, weighted = (start(model, head_chunk_tokens=16) for _ in range(2))
+def test_weights_of_one_give_the_bits_of_cross_entropy(engine: Engine) -> None:
+    model, rows = engine.tiny_model("qwen3"), rows_of(texts(0), packed=True)
+    plain, weighted = (engine.start(model, head_chunk_tokens=16) for _ in range(2))
     objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=torch.ones(NUM_TARGETS))
 
     wanted, got = plain.trainer.train_step(rows), weighted.trainer.train_step(rows, objective)
@@ -373,11 +371,11 @@ def test_weights_of_one_give_the_bits_of_cross_entropy(
 def test_how_a_step_is_cut_and_kept_changes_nothing(
     options: dict[str, Any],
     moved: Callable[[str], tuple[TinyModel, list[Tensor]]],
-    start: Callable[..., Run],
+    engine: Engine,
 ) -> None:
     case, (model, references) = CASES["grpo"], moved("qwen3")
     rows = rows_of(texts(0), packed=True)
-    plain, cut = start(model), start(model, **options)
+    plain, cut = engine.start(model), engine.start(model, **options)
 
     one_loss, other_loss = (
         run.trainer.train_step(rows, step_objective(case, rows, torch.cat(references))).loss for run in (plain, cut)
@@ -395,11 +393,11 @@ def test_how_a_step_is_cut_and_kept_changes_nothing(
 
 
 def test_nothing_more_crosses_the_link_than_for_cross_entropy(
-    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], start: Callable[..., Run]
+    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], engine: Engine
 ) -> None:
     case, (model, references) = CASES["dpo"], moved("llama")
     rows = rows_of(texts(0), packed=False)
-    plain, paired = (start(model, head_chunk_tokens=16) for _ in range(2))
+    plain, paired = (engine.start(model, head_chunk_tokens=16) for _ in range(2))
 
     wanted = plain.trainer.train_step(rows)
     got = paired.trainer.train_step(rows, step_objective(case, rows, torch.cat(references)))
@@ -411,12 +409,12 @@ def test_nothing_more_crosses_the_link_than_for_cross_entropy(
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mamba"])
 @pytest.mark.parametrize("tokens_per_step", [0, 40])
 def test_log_probabilities_are_those_of_the_plain_model_row_by_row(
-    architecture: str, tokens_per_step: int, tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
+    architecture: str, tokens_per_step: int, engine: Engine
 ) -> None:
-    model, documents = tiny_model(architecture), texts(0)
+    model, documents = engine.tiny_model(architecture), texts(0)
     rows = rows_of(documents, packed=True)
     untrained = dataclasses.replace(rows[1], labels_T=torch.full_like(rows[1].labels_T, IGNORED_LABEL))
-    run = start(model, head_chunk_tokens=16, tokens_per_step=tokens_per_step)
+    run = engine.start(model, head_chunk_tokens=16, tokens_per_step=tokens_per_step)
 
     first, second, third = run.trainer.log_probabilities([rows[0], untrained, *rows[1:]])[:3]
 
@@ -432,11 +430,13 @@ def test_log_probabilities_are_those_of_the_plain_model_row_by_row(
 
 
 def test_without_a_gradient_plane_units_are_updated_as_their_gradients_land(
-    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], start: Callable[..., Run]
+    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], engine: Engine
 ) -> None:
     case, (model, references) = CASES["dpo"], moved("qwen3")
     rows = rows_of(texts(0), packed=True)
-    runs = [start(model, store=model.store(grad_dtype=dtype), max_grad_norm=None) for dtype in (torch.float32, None)]
+    runs = [
+        engine.start(model, store=model.store(grad_dtype=dtype), max_grad_norm=None) for dtype in (torch.float32, None)
+    ]
 
     for run in runs:
         run.trainer.train_step(rows, step_objective(case, rows, torch.cat(references)))
@@ -447,12 +447,12 @@ def test_without_a_gradient_plane_units_are_updated_as_their_gradients_land(
 
 
 def test_the_schedule_of_cuda_takes_the_same_step_within_bf16(
-    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], start: Callable[..., Run]
+    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], engine: Engine
 ) -> None:
     case, (model, references) = CASES["simpo"], moved("qwen3")
     rows = rows_of(texts(0), packed=True)
-    exact = start(model)
-    rounded = start(model, device=CudaDevice(runtime=CpuRuntime()), head_chunk_tokens=16)
+    exact = engine.start(model)
+    rounded = engine.start(model, device=CudaDevice(runtime=CpuRuntime()), head_chunk_tokens=16)
 
     wanted, got = (
         run.trainer.train_step(rows, step_objective(case, rows, torch.cat(references))) for run in (exact, rounded)
@@ -463,12 +463,10 @@ def test_the_schedule_of_cuda_takes_the_same_step_within_bf16(
     assert float((one - other).norm() / one.norm()) <= 5e-2
 
 
-def test_dropout_draws_the_masks_that_it_draws_for_cross_entropy(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
-) -> None:
-    model, rows = tiny_model("llama", attention_dropout=0.3), rows_of(texts(0), packed=True)
+def test_dropout_draws_the_masks_that_it_draws_for_cross_entropy(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama", attention_dropout=0.3), rows_of(texts(0), packed=True)
     objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=torch.ones(NUM_TARGETS))
-    plain, weighted = (start(model, seed=3) for _ in range(2))
+    plain, weighted = (engine.start(model, seed=3) for _ in range(2))
 
     wanted, got = plain.trainer.train_step(rows), weighted.trainer.train_step(rows, objective)
 
@@ -477,11 +475,11 @@ def test_dropout_draws_the_masks_that_it_draws_for_cross_entropy(
 
 
 def test_an_objective_of_other_rows_is_refused_before_anything_is_touched(
-    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], start: Callable[..., Run]
+    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], engine: Engine
 ) -> None:
     case, (model, references) = CASES["dpo"], moved("qwen3")
     rows = rows_of(texts(0), packed=True)
-    run = start(model)
+    run = engine.start(model)
 
     with pytest.raises(InvalidData, match="documents are not those of the rows"):
         run.trainer.train_step(rows[:2], step_objective(case, rows, torch.cat(references)))
@@ -490,11 +488,11 @@ def test_an_objective_of_other_rows_is_refused_before_anything_is_touched(
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight(
-    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], start: Callable[..., Run]
+    moved: Callable[[str], tuple[TinyModel, list[Tensor]]], engine: Engine
 ) -> None:
     case, (model, references) = CASES["importance sampling"], moved("qwen3")
     rows = rows_of(texts(0), packed=True)
-    run = start(model)
+    run = engine.start(model)
     before = run.store.plane("hi").clone()
 
     # The ratio of such a sample overflows.

@@ -16,7 +16,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.figures import StepFigures, TransferFigures
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 NUM_STEPS = 5
@@ -43,16 +43,17 @@ class TracedStep:
 
 
 @pytest.fixture
-def traced_steps(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> Callable[..., list[TracedStep]]:
+def traced_steps(engine: Engine) -> Callable[..., list[TracedStep]]:
     """Runs a few steps over a link of a given speed, with so many slots for weights and gradients."""
-    model, rows = tiny_model("llama", **SIZES), [pack(documents(250)), pack(documents(150, 100))]
+    model, rows = (
+        engine.tiny_model("llama", **SIZES),
+        [engine.pack(engine.documents(250)), engine.pack(engine.documents(150, 100))],
+    )
 
     def take(*, link_bytes_per_s: float | None, num_slots: int = 2, num_steps: int = NUM_STEPS) -> list[TracedStep]:
         trace = Trace()
         device = HostDevice(num_threads=1, link_bytes_per_s=link_bytes_per_s, trace=trace)
-        run = start(model, device=device, num_weight_slots=num_slots, num_gradient_slots=num_slots)
+        run = engine.start(model, device=device, num_weight_slots=num_slots, num_gradient_slots=num_slots)
         run.trainer.train_step(rows)
         steps = []
         for _ in range(num_steps):

@@ -11,16 +11,14 @@ import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
 from tests.support.further import further
-from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.store.layout import Packing, with_trained
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 TRAINED = ("norm", "ln_", "bias", "embed_tokens", "wte")
 DEVICES: dict[str, Callable[[], HostDevice | CudaDevice]] = {
@@ -69,15 +67,14 @@ def test_training_is_that_of_the_unpacked_values(
     architecture: str,
     kind: Packing,
     device: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
 ) -> None:
-    rows = [pack(documents(11, 20, seed=1)), pack(documents(16, 9, seed=2))]
+    rows = [engine.pack(engine.documents(11, 20, seed=1)), engine.pack(engine.documents(16, 9, seed=2))]
     devices = [DEVICES[device]() for _ in range(2)]
-    small, plain = packed(tiny_model(architecture), kind, devices[0].compute_dtype)
-    runs = [start(model, device=own, learning_rate=1e-2) for model, own in zip((small, plain), devices, strict=True)]
+    small, plain = packed(engine.tiny_model(architecture), kind, devices[0].compute_dtype)
+    runs = [
+        engine.start(model, device=own, learning_rate=1e-2) for model, own in zip((small, plain), devices, strict=True)
+    ]
     figures = [[run.trainer.train_step(rows) for _ in range(3)] for run in runs]
     for one, other in zip(*figures, strict=True):
         assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
@@ -95,14 +92,11 @@ def test_training_is_that_of_the_unpacked_values(
 )
 def test_nothing_that_changes_memory_or_time_changes_a_bit(
     options: dict[str, object],
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
 ) -> None:
-    rows = [pack(documents(11, 20, seed=1)), pack(documents(16, 9, seed=2))]
-    small, _ = packed(tiny_model("qwen3"), "nf4")
-    runs = [start(small, store=small.store(), **chosen) for chosen in ({}, options)]
+    rows = [engine.pack(engine.documents(11, 20, seed=1)), engine.pack(engine.documents(16, 9, seed=2))]
+    small, _ = packed(engine.tiny_model("qwen3"), "nf4")
+    runs = [engine.start(small, store=small.store(), **chosen) for chosen in ({}, options)]
     for run in runs:
         for _ in range(3):
             run.trainer.train_step(rows)
@@ -115,16 +109,13 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_fewer_bytes_cross_the_link(
     kind: Packing,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
 ) -> None:
-    rows = [pack(documents(11, 20, seed=1))]
+    rows = [engine.pack(engine.documents(11, 20, seed=1))]
     moved = []
-    for model in packed(tiny_model("llama"), kind):
+    for model in packed(engine.tiny_model("llama"), kind):
         device = HostDevice(num_threads=1, compute_dtype=torch.bfloat16)
-        moved.append(start(model, device=device).trainer.train_step(rows).h2d.bytes)
+        moved.append(engine.start(model, device=device).trainer.train_step(rows).h2d.bytes)
     # Norms, the embedding's rows and the head are as large as before, and small models have little else.
     assert moved[0] < moved[1] * {"int8": 0.8, "nf4": 0.7}[kind]
 
@@ -132,16 +123,13 @@ def test_fewer_bytes_cross_the_link(
 @pytest.mark.parametrize("device", DEVICES)
 def test_of_a_resident_layer_only_what_is_trained_goes_up_again(
     device: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
 ) -> None:
-    rows = [pack(documents(11, 20, seed=1))]
-    small, _ = packed(tiny_model("llama"), "int8")
+    rows = [engine.pack(engine.documents(11, 20, seed=1))]
+    small, _ = packed(engine.tiny_model("llama"), "int8")
     made = DEVICES[device]()
     num_layers = small.template.num_layers
-    run = start(small, device=made, resident_layers=num_layers)
+    run = engine.start(small, device=made, resident_layers=num_layers)
     # Whole layers have gone up before the first step, for the trial of packing.
     first, second, third = (run.trainer.train_step(rows).h2d.bytes for _ in range(3))
     layers = [unit for unit in small.template.layout.units if unit.kind == "layer"]

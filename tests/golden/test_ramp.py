@@ -22,7 +22,7 @@ from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, upda
 from horizon_server.store.host_store import HostStore
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -100,49 +100,43 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def test_the_first_layer_comes_up_while_the_rows_of_the_table_are_still_updated(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     updates: SlowUpdates,
 ) -> None:
-    model, device = tiny_model("llama"), NotingDevice()
-    run, undisturbed = start(model, device=device, tokens_per_step=200), start(model)
+    model, device = engine.tiny_model("llama"), NotingDevice()
+    run, undisturbed = engine.start(model, device=device, tokens_per_step=200), engine.start(model)
     for one in (run, undisturbed):
-        one.trainer.train_step(rows_of(0, documents, pack))
+        one.trainer.train_step(rows_of(0, engine.documents, engine.pack))
     updates.may_begin.clear()
     updates.holds_rows = lambda rows: True
     device.start_noting("unit 1", "rows")
 
-    second = in_thread(lambda: run.trainer.train_step(rows_of(1, documents, pack)))
+    second = in_thread(lambda: run.trainer.train_step(rows_of(1, engine.documents, engine.pack)))
 
     assert device.copied["unit 1"].wait(WAIT_S)
     assert not device.copied["rows"].is_set()
     updates.may_begin.set()
     second.join(WAIT_S)
-    undisturbed.trainer.train_step(rows_of(1, documents, pack))
+    undisturbed.trainer.train_step(rows_of(1, engine.documents, engine.pack))
     assert_same_planes(planes_of(run), planes_of(undisturbed))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_rows_in_use_wait_for_no_other_update(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     updates: SlowUpdates,
 ) -> None:
-    model, device = tiny_model(architecture), NotingDevice()
-    run, undisturbed = start(model, device=device, tokens_per_step=200), start(model)
-    in_use = torch.unique(torch.cat([row.input_ids_T for row in rows_of(1, documents, pack)]))
+    model, device = engine.tiny_model(architecture), NotingDevice()
+    run, undisturbed = engine.start(model, device=device, tokens_per_step=200), engine.start(model)
+    in_use = torch.unique(torch.cat([row.input_ids_T for row in rows_of(1, engine.documents, engine.pack)]))
     updates.may_begin.clear()
     updates.holds_unit = lambda unit_index: unit_index > 1
     updates.holds_rows = lambda rows: not torch.equal(rows, in_use)
-    run.trainer.train_step(rows_of(0, documents, pack))
+    run.trainer.train_step(rows_of(0, engine.documents, engine.pack))
     device.start_noting("unit 1", "rows", "unit 2")
 
-    second = in_thread(lambda: run.trainer.train_step(rows_of(1, documents, pack)))
+    second = in_thread(lambda: run.trainer.train_step(rows_of(1, engine.documents, engine.pack)))
 
     assert device.copied["unit 1"].wait(WAIT_S) and device.copied["rows"].wait(WAIT_S)
     assert not device.copied["unit 2"].is_set()
@@ -152,7 +146,7 @@ def test_rows_in_use_wait_for_no_other_update(
     first_update = torch.cat(updates.rows[:2])
     assert torch.equal(updates.rows[0], in_use) and torch.equal(first_update.sort()[0], torch.arange(96))
     for step in range(2):
-        undisturbed.trainer.train_step(rows_of(step, documents, pack))
+        undisturbed.trainer.train_step(rows_of(step, engine.documents, engine.pack))
     assert_same_planes(planes_of(run), planes_of(undisturbed))
 
 
@@ -168,17 +162,16 @@ DEVICES: dict[str, Callable[[Trace | None], HostDevice | CudaDevice]] = {
 def test_every_row_gets_the_bits_of_one_dense_update_a_step(
     architecture: str,
     device: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture, tie_word_embeddings=False)
-    run = start(model, device=DEVICES[device](None), learning_rate=1e-2, lr_schedule="constant", weight_decay=0.1)
+    model = engine.tiny_model(architecture, tie_word_embeddings=False)
+    run = engine.start(
+        model, device=DEVICES[device](None), learning_rate=1e-2, lr_schedule="constant", weight_decay=0.1
+    )
     dense = model.store(grad_dtype=None)
     for step in range(4):
         # Steps that grow: the buffer of the rows' gradients does so too, while the last update may still read it.
-        report = run.trainer.train_step(rows_of(step, documents, pack))
+        report = run.trainer.train_step(rows_of(step, engine.documents, engine.pack))
         hyper = AdamWStep(
             step=step + 1,
             learning_rate=1e-2,
@@ -194,7 +187,9 @@ def test_every_row_gets_the_bits_of_one_dense_update_a_step(
                 grad[tensor.offset :][: tensor.num_elements] = run.gradient(tensor.name).reshape(-1)
             update_unit(dense, unit.index, hyper, num_threads=1, grad=grad)
         # Evaluation reads other rows than the next step.
-        run.trainer.evaluate([pack(documents(30, seed=step + 80)), pack(documents(30, seed=step + 90))])
+        run.trainer.evaluate(
+            [engine.pack(engine.documents(30, seed=step + 80)), engine.pack(engine.documents(30, seed=step + 90))]
+        )
 
     assert_same_planes(planes_of(run), {plane: dense.plane(plane) for plane in PLANES})
 
@@ -204,21 +199,18 @@ def test_every_row_gets_the_bits_of_one_dense_update_a_step(
 def test_an_evaluation_between_steps_reads_the_updated_rows_and_changes_nothing(
     architecture: str,
     updates_in_backward: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    model = tiny_model(architecture)
-    other_rows = [pack(documents(40, seed=77)), pack(documents(31, seed=78))]
+    model = engine.tiny_model(architecture)
+    other_rows = [engine.pack(engine.documents(40, seed=77)), engine.pack(engine.documents(31, seed=78))]
 
     def train(*, flushes: bool, evaluates: bool) -> tuple[list[float], dict[str, Tensor]]:
         store = model.store(grad_dtype=None if updates_in_backward else torch.float32)
         device = DEVICES["host"](None)
-        run = start(model, store=store, device=device, max_grad_norm=None, learning_rate=1e-2)
+        run = engine.start(model, store=store, device=device, max_grad_norm=None, learning_rate=1e-2)
         losses = []
         for step in range(3):
-            run.trainer.train_step(rows_of(step, documents, pack))
+            run.trainer.train_step(rows_of(step, engine.documents, engine.pack))
             if flushes:
                 run.trainer.flush()
             if evaluates:
@@ -234,16 +226,14 @@ def test_an_evaluation_between_steps_reads_the_updated_rows_and_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-def test_no_more_of_a_large_table_is_kept_or_sent_than_its_rows_in_use(
-    kind: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], pack: Pack
-) -> None:
-    trace, model = Trace(), tiny_model("llama", vocab_size=5000)
-    run = start(model, device=DEVICES[kind](trace), tokens_per_step=8)
+def test_no_more_of_a_large_table_is_kept_or_sent_than_its_rows_in_use(kind: str, engine: Engine) -> None:
+    trace, model = Trace(), engine.tiny_model("llama", vocab_size=5000)
+    run = engine.start(model, device=DEVICES[kind](trace), tokens_per_step=8)
     table, *_, head = model.template.layout.units
     item_bytes = 4
 
-    run.trainer.train_step([pack([torch.tensor([5, 4000, 5, 17])])])
-    report = run.trainer.train_step([pack([torch.tensor([3, 4000, 5, 3])])])
+    run.trainer.train_step([engine.pack([torch.tensor([5, 4000, 5, 17])])])
+    report = run.trainer.train_step([engine.pack([torch.tensor([3, 4000, 5, 3])])])
 
     # Layers and head are stored as before; of the table, 3 rows of 32 came down into a buffer for 8.
     stored = model.template.layout.num_elements - table.num_elements
@@ -264,20 +254,17 @@ def test_no_more_of_a_large_table_is_kept_or_sent_than_its_rows_in_use(
 def test_layers_that_are_in_their_slots_when_backward_begins_are_not_copied_again(
     kind: str,
     num_slots: int,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
     trace, num_layers = Trace(), 5
-    model = tiny_model("llama", num_hidden_layers=num_layers)
-    run = start(model, device=DEVICES[kind](trace), num_weight_slots=num_slots)
-    undisturbed = start(model, device=DEVICES[kind](None), num_weight_slots=num_slots % 2 + 1)
+    model = engine.tiny_model("llama", num_hidden_layers=num_layers)
+    run = engine.start(model, device=DEVICES[kind](trace), num_weight_slots=num_slots)
+    undisturbed = engine.start(model, device=DEVICES[kind](None), num_weight_slots=num_slots % 2 + 1)
 
     for step in range(2):
         trace.clear()
-        report = run.trainer.train_step(rows_of(step, documents, pack))
-        assert report.loss == undisturbed.trainer.train_step(rows_of(step, documents, pack)).loss
+        report = run.trainer.train_step(rows_of(step, engine.documents, engine.pack))
+        assert report.loss == undisturbed.trainer.train_step(rows_of(step, engine.documents, engine.pack)).loss
 
     copied = [span.label for span in trace.spans() if span.queue == "h2d" and span.label.startswith("unit")]
     once = [f"unit {layer + 1}" for layer in range(num_layers)]
@@ -289,14 +276,14 @@ def test_layers_that_are_in_their_slots_when_backward_begins_are_not_copied_agai
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt2"])
 def test_the_embedding_adds_up_in_groups_that_do_not_follow_the_micro_batches(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, rows = tiny_model(architecture), [pack(documents(length)) for length in (9, 12, 5, 17, 8)]
-    at_once, in_groups = start(model), start(model)
+    model, rows = (
+        engine.tiny_model(architecture),
+        [engine.pack(engine.documents(length)) for length in (9, 12, 5, 17, 8)],
+    )
+    at_once, in_groups = engine.start(model), engine.start(model)
     at_once.trainer.train_step(rows)
 
     monkeypatch.setattr(forward_backward, "EMBEDDING_GRADIENT_TOKENS", 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import DiskFull
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run
 
 LENGTHS = [9, 14, 5, 11, 20, 7, 8, 13]
 UNTRAINED = 2
@@ -44,8 +43,8 @@ def dataset() -> PreparedDataset:
 
 
 @pytest.fixture
-def run(tiny_model: Callable[..., TinyModel], start: Callable[..., Run]) -> Run:
-    return start(tiny_model("qwen3"), tokens_per_step=40, micro_batch_tokens=64, lr_schedule="constant")
+def run(engine: Engine) -> Run:
+    return engine.start(engine.tiny_model("qwen3"), tokens_per_step=40, micro_batch_tokens=64, lr_schedule="constant")
 
 
 def plan_of(dataset: PreparedDataset, tokens_per_step: int = 30, **how: Any) -> StepPlan:
@@ -81,13 +80,12 @@ def test_the_first_steps_forward_gives_the_same_bits(
     chunk: int,
     micro_batch_tokens: int,
     dataset: PreparedDataset,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
     how: dict[str, Any] = {"tokens_per_step": 60, "micro_batch_tokens": micro_batch_tokens, "head_chunk_tokens": chunk}
     # Of a rate of 0 the weights stay as they are, so every step of the epoch begins like the first.
-    run = start(tiny_model("qwen3"), learning_rate=0.0, lr_schedule="constant", **how)
+    run = engine.start(engine.tiny_model("qwen3"), learning_rate=0.0, lr_schedule="constant", **how)
     plan = plan_of(dataset, 60, group_size=2, seed=1)
     references = References.computed(tmp_path, plan, run.trainer, key="model")
     for i, rows in enumerate(plan.first_epoch()):

@@ -19,7 +19,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 Trained = tuple[list[float], dict[str, Tensor]]
@@ -61,7 +61,7 @@ class Taker:
 
 
 @pytest.fixture
-def job(start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack) -> Callable[..., Taker]:
+def job(engine: Engine) -> Callable[..., Taker]:
     def make(
         model: TinyModel, kind: str, *, grad_bytes: int, seed: int = 0, release: bool = False, **options: Any
     ) -> Taker:
@@ -71,7 +71,13 @@ def job(start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack:
         )
         store = model.store(grad_dtype=device.gradient_dtype if grad_bytes else None)
         options.setdefault("max_grad_norm", 1.0 if grad_bytes else None)
-        return Taker(start(model, store=store, device=device, **options), documents, pack, seed=seed, release=release)
+        return Taker(
+            engine.start(model, store=store, device=device, **options),
+            engine.documents,
+            engine.pack,
+            seed=seed,
+            release=release,
+        )
 
     return make
 
@@ -100,10 +106,10 @@ def test_two_jobs_in_turn_have_the_bits_of_each_alone(
     grad_bytes: int,
     options: dict[str, Any],
     release: bool,
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     job: Callable[..., Taker],
 ) -> None:
-    models = tiny_model(architecture), tiny_model("llama")
+    models = engine.tiny_model(architecture), engine.tiny_model("llama")
     undisturbed = [
         alone(job(model, kind, grad_bytes=grad_bytes, seed=100 * i, **options)) for i, model in enumerate(models)
     ]
@@ -120,10 +126,8 @@ def test_two_jobs_in_turn_have_the_bits_of_each_alone(
         assert_same(each.trained(), before)
 
 
-def test_memory_is_freed_while_the_update_still_runs(
-    tiny_model: Callable[..., TinyModel], job: Callable[..., Taker]
-) -> None:
-    model = tiny_model("qwen3")
+def test_memory_is_freed_while_the_update_still_runs(engine: Engine, job: Callable[..., Taker]) -> None:
+    model = engine.tiny_model("qwen3")
     before = alone(job(model, "host", grad_bytes=4))
     one = job(model, "host", grad_bytes=4)
     may_update, released = threading.Event(), one.run.trainer.release_device
@@ -144,10 +148,8 @@ def test_memory_is_freed_while_the_update_still_runs(
     assert_same(alone(one), before)
 
 
-def test_memory_is_taken_again_as_the_account_had_it(
-    tiny_model: Callable[..., TinyModel], job: Callable[..., Taker]
-) -> None:
-    one = job(tiny_model("llama"), "cuda", grad_bytes=2, **KEPT, tokens_per_step=64)
+def test_memory_is_taken_again_as_the_account_had_it(engine: Engine, job: Callable[..., Taker]) -> None:
+    one = job(engine.tiny_model("llama"), "cuda", grad_bytes=2, **KEPT, tokens_per_step=64)
     one.step(0)
     before, peak = one.run.device.arena.held_bytes(), one.run.device.arena.peak_bytes()
     device = one.run.device
@@ -171,32 +173,29 @@ def test_memory_is_taken_again_as_the_account_had_it(
 
 
 def test_after_a_step_that_does_not_fit_a_smaller_one_still_does(
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
 ) -> None:
-    roomy = start(tiny_model("llama"), tokens_per_step=40)
-    roomy.trainer.train_step([pack(documents(40))])
+    roomy = engine.start(engine.tiny_model("llama"), tokens_per_step=40)
+    roomy.trainer.train_step([engine.pack(engine.documents(40))])
     limit_bytes = roomy.device.arena.peak_total_bytes
-    run = start(tiny_model("llama"), device=HostDevice(num_threads=1, limit_bytes=limit_bytes), tokens_per_step=40)
+    run = engine.start(
+        engine.tiny_model("llama"), device=HostDevice(num_threads=1, limit_bytes=limit_bytes), tokens_per_step=40
+    )
     with pytest.raises(DoesNotFit):
-        run.trainer.train_step([pack(documents(40, seed=i)) for i in range(20)])
+        run.trainer.train_step([engine.pack(engine.documents(40, seed=i)) for i in range(20)])
     run.trainer.release_device()
-    assert run.trainer.train_step([pack(documents(40))]).skipped == ""
+    assert run.trainer.train_step([engine.pack(engine.documents(40))]).skipped == ""
 
 
 def test_an_evaluation_divides_its_rows_as_before(
-    tiny_model: Callable[..., TinyModel],
+    engine: Engine,
     job: Callable[..., Taker],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
 ) -> None:
     """Groups are made by the size of a step, which a trainer without memory must not have forgotten."""
-    rows = [pack(documents(20, seed=i)) for i in range(5)]
+    rows = [engine.pack(engine.documents(20, seed=i)) for i in range(5)]
     losses = []
     for release in (False, True):
-        one = job(tiny_model("llama"), "host", grad_bytes=4, tokens_per_step=40)
+        one = job(engine.tiny_model("llama"), "host", grad_bytes=4, tokens_per_step=40)
         if release:
             one.run.trainer.release_device()
         losses.append(one.run.trainer.evaluate(rows).eval_loss)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from horizon_server.engine import linear
 from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.skipped_projection import find_skipped_projection
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 NONE_SKIPPED = {
     *("gemma2", "gemma3_text", "olmo2", "glm4"),  # a norm reads what the last projection gives
@@ -29,23 +28,20 @@ NONE_SKIPPED = {
 @pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *MIXES_DOCUMENTS} - NONE_SKIPPED))
 def test_gradients_keep_their_bits(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Callable[[list[Tensor]], MicroBatch],
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def not_numbers(like: Tensor, num_outputs: int) -> Tensor:
         return torch.full((*like.shape[:-1], num_outputs), torch.nan, dtype=like.dtype)
 
-    model, rows = tiny_model(architecture), [pack([document]) for document in documents(14, 9)]
+    model, rows = engine.tiny_model(architecture), [engine.pack([document]) for document in engine.documents(14, 9)]
     assert model.template.num_skipped_parameters > 0
     monkeypatch.setattr(linear, "any_values", not_numbers)
-    left_out = start(model)
+    left_out = engine.start(model)
     left_out.trainer.train_step(rows)
 
     monkeypatch.setattr(model.template, "_skipped_projections", {})
-    computed = start(model)
+    computed = engine.start(model)
     computed.trainer.train_step(rows)
 
     assert torch.equal(left_out.gradients(), computed.gradients())
@@ -53,8 +49,8 @@ def test_gradients_keep_their_bits(
 
 
 @pytest.mark.parametrize("architecture", sorted(NONE_SKIPPED))
-def test_a_product_that_is_looked_at_is_computed(architecture: str, tiny_model: Callable[..., TinyModel]) -> None:
-    assert tiny_model(architecture).template.num_skipped_parameters == 0
+def test_a_product_that_is_looked_at_is_computed(architecture: str, engine: Engine) -> None:
+    assert engine.tiny_model(architecture).template.num_skipped_parameters == 0
 
 
 class _Layer(nn.Module):

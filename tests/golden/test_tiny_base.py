@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny_models import Engine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
@@ -139,11 +140,11 @@ def num_clipped(course: Course, max_grad_norm: float) -> int:
     return sum(norm > max_grad_norm for norm in course.norms)
 
 
-def test_two_hundred_steps_on_real_chats_follow_a_plain_loop(plan: StepPlan, plain_loss: Callable[..., Tensor]) -> None:
+def test_two_hundred_steps_on_real_chats_follow_a_plain_loop(plan: StepPlan, engine: Engine) -> None:
     recipe = recipe_of(max_grad_norm=1.0)
     got, decayed = streamed_course(plan, NUM_STEPS, recipe)
 
-    wanted = plain_course(plan, NUM_STEPS, recipe, decayed, plain_loss)
+    wanted = plain_course(plan, NUM_STEPS, recipe, decayed, engine.plain_loss)
 
     assert_same_course(got, wanted)
     # Norms of 3 to 12: at the usual bound, fine-tuning a small model on short answers is clipped all along.
@@ -151,13 +152,11 @@ def test_two_hundred_steps_on_real_chats_follow_a_plain_loop(plan: StepPlan, pla
     assert sum(wanted.losses[-20:]) < 0.97 * sum(wanted.losses[:20])
 
 
-def test_clipping_that_is_active_in_some_steps_only_follows_a_plain_loop(
-    plan: StepPlan, plain_loss: Callable[..., Tensor]
-) -> None:
+def test_clipping_that_is_active_in_some_steps_only_follows_a_plain_loop(plan: StepPlan, engine: Engine) -> None:
     recipe = recipe_of(max_grad_norm=5.0)
     got, decayed = streamed_course(plan, 40, recipe)
 
-    wanted = plain_course(plan, 40, recipe, decayed, plain_loss)
+    wanted = plain_course(plan, 40, recipe, decayed, engine.plain_loss)
 
     assert_same_course(got, wanted)
     assert 0 < num_clipped(got, 5.0) == num_clipped(wanted, 5.0) < 40

@@ -32,7 +32,7 @@ from horizon_server.store.layout import StoreLayout, with_trained
 from horizon_server.store.model_load import load_model
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 NUM_STEPS = 5
@@ -78,8 +78,8 @@ def trained_names(layout: StoreLayout) -> list[str]:
 
 
 @pytest.fixture
-def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]:
-    return [pack(documents(11, 20, seed=1)), pack(documents(16, 9, seed=2))]
+def rows(engine: Engine) -> list[MicroBatch]:
+    return [engine.pack(engine.documents(11, 20, seed=1)), engine.pack(engine.documents(16, 9, seed=2))]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,11 @@ def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]
 def test_what_is_trained_has_the_gradients_that_it_has_with_everything(
     architecture: str,
     part: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
 ) -> None:
-    model, frozen = both(tiny_model(architecture), PARTS[part])
-    whole, run = start(model), start(frozen)
+    model, frozen = both(engine.tiny_model(architecture), PARTS[part])
+    whole, run = engine.start(model), engine.start(frozen)
     before = {name: run.store.tensor(name, "hi").clone() for name in frozen.weights}
 
     one, other = whole.trainer.train_step(rows), run.trainer.train_step(rows)
@@ -112,12 +111,10 @@ def test_what_is_trained_has_the_gradients_that_it_has_with_everything(
 def test_steps_follow_a_plain_loop_with_the_others_frozen(
     architecture: str,
     part: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
-    plain_loss: Callable[..., Tensor],
 ) -> None:
-    _, frozen = both(tiny_model(architecture), PARTS[part])
+    _, frozen = both(engine.tiny_model(architecture), PARTS[part])
     names = set(trained_names(frozen.template.layout))
 
     def plain_loop(reference: torch.nn.Module) -> list[float]:
@@ -128,7 +125,9 @@ def test_steps_follow_a_plain_loop_with_the_others_frozen(
         optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-8, weight_decay=0)
         losses = []
         for _ in range(NUM_STEPS):
-            loss = sum((plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(r.num_targets for r in rows)
+            loss = sum((engine.plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(
+                r.num_targets for r in rows
+            )
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(trained, 0.5)
@@ -136,7 +135,7 @@ def test_steps_follow_a_plain_loop_with_the_others_frozen(
             losses.append(loss.item())
         return losses
 
-    run = start(frozen, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=0.5)
+    run = engine.start(frozen, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=0.5)
     reported = [run.trainer.train_step(rows).loss for _ in range(NUM_STEPS)]
     plain, exact = plain_and_exact(frozen.reference, plain_loop)
     check_numbers(reported, plain, exact, "the losses")
@@ -148,15 +147,14 @@ def test_steps_follow_a_plain_loop_with_the_others_frozen(
 def test_experts_that_no_adapter_fits_are_trained_by_their_name_as_in_a_plain_loop(
     architecture: str,
     original: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
-    plain_loss: Callable[..., Tensor],
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
     # One document in a row: the class of gpt_oss mixes packed ones.
-    model, rows = tiny_model(architecture), [pack(documents(length, seed=length)) for length in (31, 25)]
+    model, rows = (
+        engine.tiny_model(architecture),
+        [engine.pack(engine.documents(length, seed=length)) for length in (31, 25)],
+    )
     saved: Any = model.reference()
     # Divided as published, and as the class has them: all of a layer in one tensor.
     saved.save_pretrained(tmp_path, save_original_format=original)
@@ -167,7 +165,7 @@ def test_experts_that_no_adapter_fits_are_trained_by_their_name_as_in_a_plain_lo
     model.stores.append(store)
     load_model(store, tmp_path)
     trained = dataclasses.replace(model, template=Template.from_folder(tmp_path, layout=layout))
-    run = start(trained, store=store, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=None)
+    run = engine.start(trained, store=store, learning_rate=1e-3, lr_schedule="constant", max_grad_norm=None)
     before = {name: store.tensor(name, "hi").clone() for name in (tensor.name for _, tensor in layout.tensors())}
     reported = [run.trainer.train_step(rows).loss for _ in range(10)]
     run.trainer.flush()
@@ -181,7 +179,9 @@ def test_experts_that_no_adapter_fits_are_trained_by_their_name_as_in_a_plain_lo
         optimizer = torch.optim.AdamW(parts, lr=1e-3, eps=1e-8, weight_decay=0)
         losses = []
         for _ in range(10):
-            loss = sum((plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(r.num_targets for r in rows)
+            loss = sum((engine.plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(
+                r.num_targets for r in rows
+            )
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
@@ -207,11 +207,10 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
     architecture: str,
     part: str,
     dtype: torch.dtype,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
 ) -> None:
-    _, frozen = both(tiny_model(architecture), PARTS[part])
+    _, frozen = both(engine.tiny_model(architecture), PARTS[part])
     stores: list[HostStore] = []
     choices: list[dict[str, Any]] = [
         {},
@@ -224,7 +223,7 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
     for options in choices:
         device = HostDevice(num_threads=1, compute_dtype=dtype, max_delay_s=0.0005, delay_seed=len(stores))
         released = options.pop("released", False)
-        run = start(frozen, device=device, store=frozen.store(), **options)
+        run = engine.start(frozen, device=device, store=frozen.store(), **options)
         for _ in range(3):
             run.trainer.train_step(rows)
             if released:
@@ -241,13 +240,12 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
 def test_updates_in_backward_are_those_of_a_step_without_clipping(
     architecture: str,
     part: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     rows: list[MicroBatch],
 ) -> None:
-    _, frozen = both(tiny_model(architecture), PARTS[part])
-    kept = start(frozen, max_grad_norm=None)
-    landed = start(frozen, max_grad_norm=None, store=frozen.store(grad_dtype=None))
+    _, frozen = both(engine.tiny_model(architecture), PARTS[part])
+    kept = engine.start(frozen, max_grad_norm=None)
+    landed = engine.start(frozen, max_grad_norm=None, store=frozen.store(grad_dtype=None))
     for _ in range(3):
         one, other = kept.trainer.train_step(rows), landed.trainer.train_step(rows)
         assert (one.loss, one.grad_norm, one.skipped) == (other.loss, other.grad_norm, other.skipped)
@@ -259,12 +257,12 @@ def test_updates_in_backward_are_those_of_a_step_without_clipping(
 
 @pytest.mark.parametrize("part", ["layers 1 and 2", "the head", "the embedding"])
 def test_an_objective_has_the_same_gradients_of_what_is_trained(
-    part: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
+    part: str, engine: Engine, rows: list[MicroBatch]
 ) -> None:
-    model, frozen = both(tiny_model("qwen3"), PARTS[part])
+    model, frozen = both(engine.tiny_model("qwen3"), PARTS[part])
     weights_S = torch.rand(sum(row.num_targets for row in rows)) + 0.5
     objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=weights_S)
-    whole, run = start(model), start(frozen)
+    whole, run = engine.start(model), engine.start(frozen)
     assert run.trainer.train_step(rows, objective).loss == whole.trainer.train_step(rows, objective).loss
     for name in trained_names(frozen.template.layout):
         assert torch.equal(run.gradient(name), whole.gradient(name)), name
@@ -275,18 +273,15 @@ def test_an_objective_has_the_same_gradients_of_what_is_trained(
 def test_what_the_device_holds_is_what_the_plan_says(
     part: str,
     placement: ActivationPlacement,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
+    engine: Engine,
     tmp_path: Path,
 ) -> None:
-    _, frozen = both(tiny_model("llama", num_hidden_layers=4), PARTS[part])
+    _, frozen = both(engine.tiny_model("llama", num_hidden_layers=4), PARTS[part])
     AutoModelForCausalLM.from_config(frozen.config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     shape = open_model_folder(tmp_path).shape
-    run = start(frozen, activation_placement=placement)
+    run = engine.start(frozen, activation_placement=placement)
     # More tokens than the trial of packing has.
-    rows = [pack(documents(40, 30)), pack(documents(31))]
+    rows = [engine.pack(engine.documents(40, 30)), engine.pack(engine.documents(31))]
     run.trainer.train_step(rows)
     report = run.trainer.train_step(rows)
     plan = ledger_of(
@@ -305,10 +300,10 @@ def test_what_the_device_holds_is_what_the_plan_says(
 
 
 def test_a_frozen_layer_goes_up_once_where_it_stays_and_sends_nothing_down(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
+    engine: Engine, rows: list[MicroBatch]
 ) -> None:
-    model, frozen = both(tiny_model("llama"), PARTS["the head"])
-    whole, run = start(model), start(frozen, resident_layers=3)
+    model, frozen = both(engine.tiny_model("llama"), PARTS["the head"])
+    whole, run = engine.start(model), engine.start(frozen, resident_layers=3)
     run.trainer.train_step(rows)
     all_bytes, step = whole.trainer.train_step(rows), run.trainer.train_step(rows)
     layers, head = model.template.layout.units[1:-1], frozen.template.layout.units[-1]
@@ -319,9 +314,9 @@ def test_a_frozen_layer_goes_up_once_where_it_stays_and_sends_nothing_down(
 
 @pytest.mark.parametrize("dtype", ["source", "bf16", "fp16", "fp32"])
 def test_a_checkpoint_has_no_state_of_what_is_frozen_and_restores_every_bit(
-    dtype: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch], tmp_path: Path
+    dtype: str, engine: Engine, rows: list[MicroBatch], tmp_path: Path
 ) -> None:
-    model = tiny_model("llama")
+    model = engine.tiny_model("llama")
     # A folder in two formats, as some models are stored.
     plain = model.reference()
     for name, parameter in plain.named_parameters():
@@ -337,7 +332,7 @@ def test_a_checkpoint_has_no_state_of_what_is_frozen_and_restores_every_bit(
 
     store = HostStore.allocate(layout, num_threads=1)
     load_model(store, tmp_path / "source")
-    run = start(model, store=store)
+    run = engine.start(model, store=store)
     for _ in range(3):
         run.trainer.train_step(rows)
     state = run.trainer.state()
@@ -351,30 +346,26 @@ def test_a_checkpoint_has_no_state_of_what_is_frozen_and_restores_every_bit(
     assert load_checkpoint(again, tmp_path / "kept") == state
     for plane in PLANES:
         assert torch.equal(again.plane(plane), store.plane(plane)), plane
-    resumed = start(model, store=again)
+    resumed = engine.start(model, store=again)
     resumed.trainer.restore(state)
     assert resumed.trainer.train_step(rows).loss == run.trainer.train_step(rows).loss
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
-) -> None:
-    _, frozen = both(tiny_model("llama"), PARTS["layers 1 and 2"])
+def test_a_loss_that_is_not_finite_changes_nothing(engine: Engine, rows: list[MicroBatch]) -> None:
+    _, frozen = both(engine.tiny_model("llama"), PARTS["layers 1 and 2"])
     for store in (frozen.store(), frozen.store(grad_dtype=None)):
         name = next(name for name in trained_names(frozen.template.layout) if "layers.1" in name)
         store.tensor(name, "hi").view(-1)[0] = torch.nan
         before = {plane: store.plane(plane).clone() for plane in PLANES}
-        run = start(frozen, store=store, max_grad_norm=None if store.grad_dtype is None else 1.0)
+        run = engine.start(frozen, store=store, max_grad_norm=None if store.grad_dtype is None else 1.0)
         assert run.trainer.train_step(rows).skipped == "non_finite_gradient"
         run.trainer.flush()
         for plane in PLANES:
             assert torch.equal(store.plane(plane).view(torch.uint8), before[plane].view(torch.uint8))
 
 
-def test_parts_of_one_parameter_of_the_model_are_trained_together(
-    tiny_model: Callable[..., TinyModel], tmp_path: Path
-) -> None:
-    model = tiny_model("qwen3_moe")
+def test_parts_of_one_parameter_of_the_model_are_trained_together(engine: Engine, tmp_path: Path) -> None:
+    model = engine.tiny_model("qwen3_moe")
     AutoModelForCausalLM.from_config(model.config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     layout = open_model_folder(tmp_path).layout
     some = with_trained(layout, lambda name: "experts.1." in name, is_bfloat16=lambda _: False)

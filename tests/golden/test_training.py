@@ -20,7 +20,7 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 MAX_GRAD_NORM = 1.8
@@ -29,12 +29,12 @@ WEIGHTS_AND_MOMENTS = ("hi", "lo", "exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture
-def step_rows(documents: Callable[..., list[Tensor]], pack: Pack) -> Callable[[int], list[MicroBatch]]:
+def step_rows(engine: Engine) -> Callable[[int], list[MicroBatch]]:
     """Step -> its micro-batches: four documents in two rows, the same tokens again every five steps."""
 
     def rows(step: int) -> list[MicroBatch]:
-        four = documents(11, 20, 16, 9, seed=step % 5)
-        return [pack(four[:2]), pack(four[2:])]
+        four = engine.documents(11, 20, 16, 9, seed=step % 5)
+        return [engine.pack(four[:2]), engine.pack(four[2:])]
 
     return rows
 
@@ -79,14 +79,14 @@ def plain_loop(
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_twenty_steps_follow_a_plain_loop(
     architecture: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     step_rows: Callable[[int], list[MicroBatch]],
-    plain_loss: Callable[..., Tensor],
 ) -> None:
-    model = tiny_model(architecture)
-    plain, (losses, norms) = plain_and_exact(model.reference, partial(plain_loop, model, step_rows, plain_loss, 20))
-    run = start(
+    model = engine.tiny_model(architecture)
+    plain, (losses, norms) = plain_and_exact(
+        model.reference, partial(plain_loop, model, step_rows, engine.plain_loss, 20)
+    )
+    run = engine.start(
         model, learning_rate=3e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=3, max_grad_norm=MAX_GRAD_NORM
     )
 
@@ -103,14 +103,12 @@ def test_twenty_steps_follow_a_plain_loop(
 def test_what_gets_no_gradient_is_left_alone_as_by_adamw(
     architecture: str,
     updates_in_backward: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     step_rows: Callable[[int], list[MicroBatch]],
-    plain_loss: Callable[..., Tensor],
 ) -> None:
-    model = tiny_model(architecture)
+    model = engine.tiny_model(architecture)
     reference = model.reference()
-    torch.autograd.backward(plain_loss(reference, step_rows(0)[0]))
+    torch.autograd.backward(engine.plain_loss(reference, step_rows(0)[0]))
     without = {name for name, parameter in reference.named_parameters() if parameter.grad is None}
     without |= {name for name, _ in reference.named_buffers() if name in model.weights}
     assert without
@@ -119,7 +117,7 @@ def test_what_gets_no_gradient_is_left_alone_as_by_adamw(
     template = Template.from_config(model.config, layout=layout)
     model = dataclasses.replace(model, template=template)
     store = model.store(grad_dtype=None if updates_in_backward else torch.float32)
-    run = start(model, store=store, weight_decay=0.5, max_grad_norm=None, lr_schedule="constant")
+    run = engine.start(model, store=store, weight_decay=0.5, max_grad_norm=None, lr_schedule="constant")
     before = {name: [store.tensor(name, plane).clone() for plane in ("hi", "lo")] for name in model.weights}
 
     for step in range(2):
@@ -135,9 +133,9 @@ def test_what_gets_no_gradient_is_left_alone_as_by_adamw(
 
 
 def test_an_evaluation_sees_the_last_update_and_changes_nothing(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+    engine: Engine, step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
-    run = start(tiny_model("qwen3"), lr_schedule="constant")
+    run = engine.start(engine.tiny_model("qwen3"), lr_schedule="constant")
     rows = step_rows(0)
     before = run.trainer.evaluate(rows)
     first = run.trainer.train_step(rows)
@@ -154,22 +152,20 @@ def test_an_evaluation_sees_the_last_update_and_changes_nothing(
     assert not torch.equal(planes["lo"], run.store.plane("lo"))
 
 
-def test_a_restored_run_continues_bit_for_bit(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
-) -> None:
-    model = tiny_model("qwen3")
-    straight = start(model, warmup_steps=2)
+def test_a_restored_run_continues_bit_for_bit(engine: Engine, step_rows: Callable[[int], list[MicroBatch]]) -> None:
+    model = engine.tiny_model("qwen3")
+    straight = engine.start(model, warmup_steps=2)
     losses = [straight.trainer.train_step(step_rows(step)).loss for step in range(6)]
     straight.trainer.flush()
 
-    first = start(model, warmup_steps=2)
+    first = engine.start(model, warmup_steps=2)
     for step in range(3):
         first.trainer.train_step(step_rows(step))
     state, planes = first.trainer.state(), copy_planes(first.store)
     store = model.store()
     for name, plane in planes.items():
         store.plane(name).copy_(plane)
-    second = start(model, store=store, warmup_steps=2)
+    second = engine.start(model, store=store, warmup_steps=2)
     second.trainer.restore(state)
     resumed = [second.trainer.train_step(step_rows(step)).loss for step in range(3, 6)]
     second.trainer.flush()
@@ -179,14 +175,14 @@ def test_a_restored_run_continues_bit_for_bit(
 
 
 def test_a_step_with_an_infinite_gradient_and_a_finite_loss_touches_nothing(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+    engine: Engine, step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
     # Embeddings this small make every norm multiply the gradient by 1e15: it overflows on its way down, the loss does
     # not.
-    model = tiny_model("llama", rms_norm_eps=1e-30)
+    model = engine.tiny_model("llama", rms_norm_eps=1e-30)
     good = dict(model.weights)
     model.weights["model.embed_tokens.weight"] = 1e-30 * good["model.embed_tokens.weight"]
-    run = start(model, lr_schedule="constant")
+    run = engine.start(model, lr_schedule="constant")
     before = copy_planes(run.store)
 
     report = run.trainer.train_step(step_rows(0))
@@ -201,19 +197,17 @@ def test_a_step_with_an_infinite_gradient_and_a_finite_loss_touches_nothing(
     model.weights.update(good)
     for name, weight in good.items():
         run.store.write_master(name, weight)
-    fresh = start(model, lr_schedule="constant")
+    fresh = engine.start(model, lr_schedule="constant")
     for each in (run, fresh):
         assert each.trainer.train_step(step_rows(1)).skipped == ""
         each.trainer.flush()
     assert_same_planes(copy_planes(run.store), copy_planes(fresh.store))
 
 
-def test_a_nan_among_the_weights_skips_the_step(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
-) -> None:
-    model = tiny_model("llama")
+def test_a_nan_among_the_weights_skips_the_step(engine: Engine, step_rows: Callable[[int], list[MicroBatch]]) -> None:
+    model = engine.tiny_model("llama")
     model.weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-    run = start(model)
+    run = engine.start(model)
     before = copy_planes(run.store)
 
     report = run.trainer.train_step(step_rows(0))
@@ -225,13 +219,13 @@ def test_a_nan_among_the_weights_skips_the_step(
 
 
 def test_in_backward_a_loss_that_is_not_finite_touches_nothing(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+    engine: Engine, step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
-    model = tiny_model("llama")
+    model = engine.tiny_model("llama")
     good = model.weights["model.layers.1.mlp.up_proj.weight"].clone()
     model.weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     store = model.store(grad_dtype=None)
-    run = start(model, store=store, max_grad_norm=None)
+    run = engine.start(model, store=store, max_grad_norm=None)
     before = copy_planes(store)
 
     report = run.trainer.train_step(step_rows(0))
@@ -246,12 +240,12 @@ def test_in_backward_a_loss_that_is_not_finite_touches_nothing(
 
 
 def test_in_backward_units_from_the_first_infinite_gradient_on_keep_their_weights_and_the_report_says_so(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+    engine: Engine, step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
-    model = tiny_model("llama", rms_norm_eps=1e-30)
+    model = engine.tiny_model("llama", rms_norm_eps=1e-30)
     model.weights["model.embed_tokens.weight"] *= 1e-30
     store = model.store(grad_dtype=None)
-    run = start(model, store=store, max_grad_norm=None, lr_schedule="constant")
+    run = engine.start(model, store=store, max_grad_norm=None, lr_schedule="constant")
     before = copy_planes(store)
 
     report = run.trainer.train_step(step_rows(0))
@@ -274,21 +268,21 @@ def test_in_backward_units_from_the_first_infinite_gradient_on_keep_their_weight
 
 
 def test_a_restored_run_that_updates_in_backward_continues_bit_for_bit(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+    engine: Engine, step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
-    model = tiny_model("qwen3")
-    straight = start(model, store=model.store(grad_dtype=None), max_grad_norm=None)
+    model = engine.tiny_model("qwen3")
+    straight = engine.start(model, store=model.store(grad_dtype=None), max_grad_norm=None)
     losses = [straight.trainer.train_step(step_rows(step)).loss for step in range(4)]
     straight.trainer.flush()
 
-    first = start(model, store=model.store(grad_dtype=None), max_grad_norm=None)
+    first = engine.start(model, store=model.store(grad_dtype=None), max_grad_norm=None)
     for step in range(2):
         first.trainer.train_step(step_rows(step))
     state, planes = first.trainer.state(), copy_planes(first.store)
     store = model.store(grad_dtype=None)
     for name, plane in planes.items():
         store.plane(name).copy_(plane)
-    second = start(model, store=store, max_grad_norm=None, activation_placement="host")
+    second = engine.start(model, store=store, max_grad_norm=None, activation_placement="host")
     second.trainer.restore(state)
     resumed = [second.trainer.train_step(step_rows(step)).loss for step in range(2, 4)]
     second.trainer.flush()
@@ -300,18 +294,15 @@ def test_a_restored_run_that_updates_in_backward_continues_bit_for_bit(
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
 def test_a_batch_without_a_trained_token_is_refused_before_anything_is_touched(
     max_grad_norm: float | None,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     step_rows: Callable[[int], list[MicroBatch]],
-    documents: Callable[..., list[Tensor]],
-    pack: Pack,
 ) -> None:
-    untrained = [pack(documents(10)), pack(documents(3, 4))]
+    untrained = [engine.pack(engine.documents(10)), engine.pack(engine.documents(3, 4))]
     for row in untrained:
         row.labels_T.fill_(-100)
-    model = tiny_model("llama")
+    model = engine.tiny_model("llama")
     stores = [model.store(grad_dtype=torch.float32 if max_grad_norm else None) for _ in range(2)]
-    run, undisturbed = (start(model, store=store, max_grad_norm=max_grad_norm) for store in stores)
+    run, undisturbed = (engine.start(model, store=store, max_grad_norm=max_grad_norm) for store in stores)
     for each in (run, undisturbed):
         each.trainer.train_step(step_rows(0))
     before, state = copy_planes(run.store), run.trainer.state()
@@ -333,13 +324,12 @@ def test_a_batch_without_a_trained_token_is_refused_before_anything_is_touched(
 @pytest.mark.parametrize("updates_in_backward", [False, True])
 def test_an_evaluation_accounts_for_itself_and_for_the_update_it_waits_for(
     updates_in_backward: bool,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     step_rows: Callable[[int], list[MicroBatch]],
 ) -> None:
-    model, rows = tiny_model("llama"), step_rows(0)
+    model, rows = engine.tiny_model("llama"), step_rows(0)
     store = model.store(grad_dtype=None if updates_in_backward else torch.float32)
-    run = start(model, store=store, max_grad_norm=None if updates_in_backward else 1.0)
+    run = engine.start(model, store=store, max_grad_norm=None if updates_in_backward else 1.0)
     assert run.trainer.supports_packing
     first = run.trainer.train_step(rows)
 
@@ -364,10 +354,10 @@ def test_an_evaluation_accounts_for_itself_and_for_the_update_it_waits_for(
 
 
 def test_training_stops_after_too_many_skipped_steps_in_a_row(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+    engine: Engine, step_rows: Callable[[int], list[MicroBatch]]
 ) -> None:
-    model = tiny_model("llama")
-    run = start(model, max_skipped_steps=3)
+    model = engine.tiny_model("llama")
+    run = engine.start(model, max_skipped_steps=3)
     good = model.weights["model.norm.weight"].clone()
     broken = torch.full_like(good, torch.inf)
     before = copy_planes(run.store)
@@ -406,11 +396,10 @@ def test_training_stops_after_too_many_skipped_steps_in_a_row(
 def test_tokens_that_are_not_the_models_are_refused_by_field_before_anything_is_touched(
     change: Callable[[MicroBatch], object],
     field: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     step_rows: Callable[[int], list[MicroBatch]],
 ) -> None:
-    run, rows = start(tiny_model("llama")), step_rows(0)
+    run, rows = engine.start(engine.tiny_model("llama")), step_rows(0)
     change(rows[1])
     before = copy_planes(run.store)
 
@@ -424,12 +413,10 @@ def test_tokens_that_are_not_the_models_are_refused_by_field_before_anything_is_
     assert run.trainer.train_step(step_rows(0)).skipped == ""
 
 
-def test_a_document_beyond_the_models_positions_is_refused_and_many_short_ones_are_not(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
-) -> None:
-    run = start(tiny_model("gpt2"))
+def test_a_document_beyond_the_models_positions_is_refused_and_many_short_ones_are_not(engine: Engine) -> None:
+    run = engine.start(engine.tiny_model("gpt2"))
     with pytest.raises(InvalidData, match=r"micro_batches\[0\]\.document_lengths has a document of 129 tokens; .* 128"):
-        run.trainer.train_step([pack(documents(129))])
+        run.trainer.train_step([engine.pack(engine.documents(129))])
     with pytest.raises(InvalidData, match="micro_batches is empty"):
         run.trainer.train_step([])
-    assert run.trainer.train_step([pack(documents(100, 100))]).skipped == ""
+    assert run.trainer.train_step([engine.pack(engine.documents(100, 100))]).skipped == ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from horizon_server.store.prepared import DocumentColumns, PreparedFolder
 from horizon_server.worker.objective import MethodData
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, Run
 
 pytest.importorskip("trl")
 
@@ -234,12 +233,11 @@ def columns_of(row: dict[str, str]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_trl(
     name: str,
-    tiny_model: Callable[..., TinyModel],
-    start: Callable[..., Run],
+    engine: Engine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case, model = CASES[name], tiny_model("qwen3")
+    case, model = CASES[name], engine.tiny_model("qwen3")
     rows = rows_of(case)
     spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "method": case.method, case.method: case.options})
     write_data(tmp_path / "prepared", case, rows)
@@ -248,7 +246,7 @@ def test_steps_are_those_of_trl(
     plan = StepPlan(data.dataset, sequence_length=64, tokens_per_step=1024, max_steps=NUM_STEPS, group_size=2, seed=3)
     # The trainer's steps are the plan's, as in a job: then the references are computed in the same joined rows, and
     # have the same bits.
-    run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16, tokens_per_step=1024)
+    run = engine.start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16, tokens_per_step=1024)
     if spec.needs_references:
         data.references = References.computed(tmp_path / "prepared", plan, run.trainer, key="start")
     own: list[StepFigures] = []

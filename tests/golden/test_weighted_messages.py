@@ -30,7 +30,7 @@ from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.objective import MethodData
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine, TinyModel
 
 Rows = Sequence[dict[str, Any]]
 LENGTH = 64
@@ -92,8 +92,8 @@ def prepared(folder: Path, tmp_path: Path) -> Callable[..., MethodData]:
 
 
 @pytest.fixture
-def model(folder: Path, tiny_model: Callable[..., TinyModel]) -> TinyModel:
-    return tiny_model("qwen3", vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"])
+def model(folder: Path, engine: Engine) -> TinyModel:
+    return engine.tiny_model("qwen3", vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"])
 
 
 def plain_documents(folder: Path) -> list[tuple[Tensor, Tensor]]:
@@ -126,13 +126,13 @@ def weighted_mean(model: torch.nn.Module, documents: Sequence[tuple[Tensor, Tens
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_steps_follow_a_plain_loop_with_the_same_weighted_mean(
-    packed: bool, folder: Path, model: TinyModel, prepared: Callable[..., MethodData], start: Callable[..., Run]
+    packed: bool, folder: Path, model: TinyModel, prepared: Callable[..., MethodData], engine: Engine
 ) -> None:
     data, documents = prepared(CHATS), plain_documents(folder)
     plan = StepPlan(
         data.dataset, sequence_length=LENGTH, tokens_per_step=3 * LENGTH, packing=packed, seed=5, max_steps=NUM_STEPS
     )
-    run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
+    run = engine.start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
     names = [name for name, _ in model.reference().named_parameters()]
     num_rows, losses = set(), []
     gradients: dict[str, Tensor] = {}
@@ -170,7 +170,7 @@ def test_steps_follow_a_plain_loop_with_the_same_weighted_mean(
 
 
 def test_a_weight_of_0_is_a_message_that_is_masked_bit_for_bit(
-    folder: Path, model: TinyModel, prepared: Callable[..., MethodData], start: Callable[..., Run]
+    folder: Path, model: TinyModel, prepared: Callable[..., MethodData], engine: Engine
 ) -> None:
     muted = [chat(number, [weight and None for weight in weights]) for number, weights in enumerate(WEIGHTS)]
     tokens = [
@@ -185,7 +185,7 @@ def test_a_weight_of_0_is_a_message_that_is_masked_bit_for_bit(
     assert (by_weight.folder / TOKENS_FILE).read_bytes() == (by_labels.folder / TOKENS_FILE).read_bytes()
     assert by_weight.dataset.weights_of([0]) is None
     plan = StepPlan(by_weight.dataset, sequence_length=LENGTH, tokens_per_step=3 * LENGTH, max_steps=1)
-    one, other = (start(model) for _ in range(2))
+    one, other = (engine.start(model) for _ in range(2))
     figures = [run.trainer.train_step(*data.step(plan, 0)) for run, data in ((one, by_weight), (other, by_labels))]
     assert figures[0].loss == figures[1].loss
     assert torch.equal(one.gradients(), other.gradients())
@@ -209,11 +209,11 @@ def test_weights_that_are_all_1_change_no_bit(prepared: Callable[..., MethodData
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_label_smoothing_is_weighted_too(
-    packed: bool, folder: Path, model: TinyModel, prepared: Callable[..., MethodData], start: Callable[..., Run]
+    packed: bool, folder: Path, model: TinyModel, prepared: Callable[..., MethodData], engine: Engine
 ) -> None:
     data, documents = prepared(CHATS), plain_documents(folder)
     plan = StepPlan(data.dataset, sequence_length=LENGTH, tokens_per_step=3 * LENGTH, packing=packed, max_steps=1)
-    run = start(model, label_smoothing=0.1, head_chunk_tokens=16)
+    run = engine.start(model, label_smoothing=0.1, head_chunk_tokens=16)
 
     rows, objective = data.step(plan, 0)
     figures = run.trainer.train_step(rows, objective)
@@ -236,11 +236,11 @@ def test_label_smoothing_is_weighted_too(
 
 
 def test_an_evaluation_counts_every_target_alike(
-    model: TinyModel, prepared: Callable[..., MethodData], start: Callable[..., Run]
+    model: TinyModel, prepared: Callable[..., MethodData], engine: Engine
 ) -> None:
     weighted = prepared(CHATS)
     plain = prepared([chat(number, [weight and None for weight in weights]) for number, weights in enumerate(WEIGHTS)])
-    trainer = start(model).trainer
+    trainer = engine.start(model).trainer
     plan = StepPlan(weighted.dataset, sequence_length=LENGTH, tokens_per_step=10_000, epochs=1, shuffle=False)
 
     one, other = (data.evaluate(trainer, plan, 0) for data in (weighted, plain))

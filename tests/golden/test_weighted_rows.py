@@ -25,7 +25,7 @@ from horizon_server.store.prepared import TOKENS_FILE
 from horizon_server.worker.objective import MethodData
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import Run, TinyModel
+    from tests.support.tiny_models import Engine
 
 WEIGHTS: Sequence[float | None] = [0.25, None, 3, 1, 100, 0.001, 0.7, 2.0]
 NUM_STEPS = 5
@@ -101,9 +101,7 @@ def test_a_weighted_row_is_the_same_chat_with_a_weighted_message(
     assert (rows.folder / TOKENS_FILE).read_bytes() == (as_chats.folder / TOKENS_FILE).read_bytes()
 
 
-def test_without_a_template_the_completion_and_its_end_count_so(
-    bare: Path, tmp_path: Path, tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
-) -> None:
+def test_without_a_template_the_completion_and_its_end_count_so(bare: Path, tmp_path: Path, engine: Engine) -> None:
     data = data_of(tmp_path / "rows.jsonl", bare, [pair(number, weight) for number, weight in enumerate(WEIGHTS)])
     tokenizer: Any = AutoTokenizer.from_pretrained(bare)
     documents: list[tuple[Tensor, Tensor]] = []
@@ -115,9 +113,9 @@ def test_without_a_template_the_completion_and_its_end_count_so(
     for number, (ids_T, _) in enumerate(documents):
         assert data.dataset.micro_batch([number]).input_ids_T.tolist() == ids_T.tolist()
 
-    model = tiny_model("qwen3", vocab_size=json.loads((bare / "config.json").read_text())["vocab_size"])
+    model = engine.tiny_model("qwen3", vocab_size=json.loads((bare / "config.json").read_text())["vocab_size"])
     plan = StepPlan(data.dataset, sequence_length=LENGTH, tokens_per_step=2 * LENGTH, seed=5, max_steps=NUM_STEPS)
-    run = start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
+    run = engine.start(model, lr_schedule="constant", max_grad_norm=1e9, head_chunk_tokens=16)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(NUM_STEPS):

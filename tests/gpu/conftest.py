@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.support.tiny_models import documents, pack, plain_loss, quiet_transformers, start, tiny_model
+from tests.support.tiny_models import documents, engine, pack, plain_loss, quiet_transformers, start, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from horizon_server.engine.attention import kernels
 from horizon_server.engine.device.cuda import CudaDevice
 
-__all__ = ["documents", "pack", "plain_loss", "quiet_transformers", "start", "tiny_model"]
+__all__ = ["documents", "engine", "pack", "plain_loss", "quiet_transformers", "start", "tiny_model"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

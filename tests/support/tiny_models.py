@@ -335,3 +335,26 @@ def pack() -> Callable[[Sequence[Tensor]], MicroBatch]:
 def plain_loss() -> Callable[[torch.nn.Module, MicroBatch], Tensor]:
     """`summed_loss`, for tests."""
     return summed_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What a golden test is made of: tiny models, what starts a trainer on one, rows for it, and plain PyTorch."""
+
+    tiny_model: Callable[..., TinyModel]
+    start: Callable[..., Run]
+    documents: Callable[..., list[Tensor]]
+    pack: Callable[[Sequence[Tensor]], MicroBatch]
+    plain_loss: Callable[[torch.nn.Module, MicroBatch], Tensor]
+
+
+@pytest.fixture
+def engine(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Callable[[Sequence[Tensor]], MicroBatch],
+    plain_loss: Callable[[torch.nn.Module, MicroBatch], Tensor],
+) -> Engine:
+    """Closed with the test."""
+    return Engine(tiny_model=tiny_model, start=start, documents=documents, pack=pack, plain_loss=plain_loss)
