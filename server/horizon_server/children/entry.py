@@ -53,7 +53,12 @@ MAX_REQUEST_BYTES = 64 * 2**20
 _LOG_EVERY_S = 10.0
 
 # How torch and the system's loader word that memory was refused, in errors of no class of their own.
-_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    # CPython, of native code that could not allocate and raised nothing
+    "error return without exception set",
+)
 
 _STANDARD_INPUT, _STANDARD_OUTPUT = 0, 1
 _PR_SET_PDEATHSIG = 1

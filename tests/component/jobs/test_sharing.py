@@ -197,7 +197,8 @@ async def test_a_worker_that_keeps_the_device_is_reported_and_then_killed(make: 
 
 async def test_a_job_that_waits_for_its_turn_can_be_paused_resumed_and_cancelled(make: Make) -> None:
     async with make() as daemon:
-        paused = await daemon.submit(BOB, "paused", Script(num_steps=60, step_s=STEP_S))
+        # Slow until it is paused, so that it cannot end while the holder starts.
+        paused = await daemon.submit(BOB, "paused", Script(num_steps=60, step_s=0.5))
         cancelled = await daemon.submit(CLEO, "cancelled", LONG)
         for job in (paused, cancelled):
             await daemon.until(job.job_id, S.RUNNING, step=2)
@@ -208,6 +209,7 @@ async def test_a_job_that_waits_for_its_turn_can_be_paused_resumed_and_cancelled
         assert [c.step for c in await jobs.checkpoints(BOB, paused.job_id)] == [step]
         await jobs.cancel(CLEO, cancelled.job_id)
         await daemon.until(cancelled.job_id, S.CANCELLED)
+        daemon.script("paused", Script(num_steps=60))
         # It waits for its first turn now, not ready yet.
         await jobs.resume(BOB, paused.job_id)
         await daemon.until(paused.job_id, S.STARTING, attempt=2)
