@@ -83,10 +83,10 @@ class Script:
     """Part of a step's time in which it says that the device was busy."""
     keep_turn: bool = False
     """Never give the device back between steps, whatever the daemon wants."""
-    die_on_device: int | None = None
-    """In that step, after `step_s`, while it has its turn."""
-    die_waiting: int | None = None
-    """When it first asks for the device for that step or a later one."""
+    die_on_device: bool = False
+    """Once released, at the end of a step, while it has its turn."""
+    die_waiting: bool = False
+    """Once released, when it next asks for the device."""
     checkpoint_bytes: int = 24
     """The size that it reports of a checkpoint, which it reports to have written in a tenth of a second."""
     slow_at: int | None = None

@@ -66,7 +66,7 @@ class ScriptedWorker:
         resumed = self.request["resume_from"]
         done = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
         # As the real one, which needs the device before it is ready.
-        if not self._take_turn(done + 1):
+        if not self._take_turn():
             return _answer("stopped")
         if references := self.script.get("references"):
             self.events.send(ReferencesDone(done_tokens=references[0], total_tokens=references[1]))
@@ -82,7 +82,7 @@ class ScriptedWorker:
         for step in range(done + 1, self.num_steps + 1):
             self._at(step)
             reason = self._limit_at(step - 1)
-            has_turn = not reason and self._take_turn(step)
+            has_turn = not reason and self._take_turn()
             if self.orders.current is StopRequest.CANCEL:
                 return self._end("stopped")
             if not has_turn:
@@ -113,12 +113,14 @@ class ScriptedWorker:
         self.turn.give_back(release=True)
         return _answer(outcome, reason)
 
-    def _take_turn(self, step: int) -> bool:
-        dies_from = self.script.get("die_waiting")
-        if self.first and dies_from is not None and step >= dies_from and not self.orders.has_turn:
+    def _take_turn(self) -> bool:
+        if self._dies("die_waiting") and not self.orders.has_turn:
             self.events.send(TurnWanted())
             os.kill(os.getpid(), signal.SIGKILL)
         return self.turn.take()
+
+    def _dies(self, how: str) -> bool:
+        return self.first and self.script.get(how, False) and self.released.exists()
 
     def _at(self, moment: int | str) -> None:
         """Do what the script wants at this moment: `start`, before a step, or `end`."""
@@ -172,7 +174,7 @@ class ScriptedWorker:
         self._be_slow(step)
         duration_s = self.script.get("step_s", 0.0)
         time.sleep(duration_s)
-        if self.first and self.script.get("die_on_device") == step:
+        if self._dies("die_on_device"):
             os.kill(os.getpid(), signal.SIGKILL)
         if not self.script.get("keep_turn"):
             self.turn.boundary()

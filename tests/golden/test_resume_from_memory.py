@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import signal
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
@@ -21,6 +22,7 @@ from horizon_server.jobs.folders import CheckpointFolder
 
 NUM_KILLS = 6
 NUM_STEPS = 60
+MORE_STEPS = 2
 SAVE_EVERY = 10
 WAIT_S = 120.0
 
@@ -42,6 +44,17 @@ class Lives:
     warnings: list[str] = field(default_factory=list)
 
 
+def await_rest(pid: int | None) -> None:
+    """Wait until every thread of a process sleeps, and still does a while later."""
+    end_s, looks_at_rest = time.monotonic() + WAIT_S, 0
+    while looks_at_rest < 5:
+        assert time.monotonic() < end_s, "the worker does not come to rest"
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        asleep = all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
+        looks_at_rest = looks_at_rest + 1 if asleep else 0
+        time.sleep(0.05)
+
+
 def live_once(
     processes: ForkServerContext,
     lives: Lives,
@@ -52,15 +65,17 @@ def live_once(
     delay_s: float,
     rests: bool = False,
 ) -> bool:
-    """Let a worker live until it has reported `num_steps` steps and a little longer, then kill it. True: it was done
+    """Let a worker live until it has reported `num_steps` steps and `delay_s` longer, then kill it. True: it was done
     before.
 
-    One that `rests` does nothing any more then, so that no update of the weights is cut.
+    However late the kill is, it goes on for `MORE_STEPS` at most. One that `rests` is killed when nothing in it runs
+    any more, so that no update of the weights is cut.
     """
     ours, theirs = multiprocessing.Pipe()
     descriptors = {name: DupFd(fd) for name, fd in request["planes"].items()}
     process = processes.Process(
-        target=live, args=({**request, "planes": {}}, descriptors, log, theirs, num_steps if rests else None)
+        target=live,
+        args=({**request, "planes": {}}, descriptors, log, theirs, num_steps + (0 if rests else MORE_STEPS)),
     )
     process.start()
     theirs.close()
@@ -69,6 +84,8 @@ def live_once(
         while True:
             if seen >= num_steps:
                 process.join(delay_s)
+                if rests:
+                    await_rest(process.pid)
                 process.kill()
             try:
                 assert ours.poll(WAIT_S), "the worker neither continued nor ended"
@@ -121,8 +138,8 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
         for kill in range(NUM_KILLS):
             # On a busy machine every other kill may cut an update.
             rests = kill == NUM_KILLS // 2
-            delay_s = 1.0 if rests else chance.uniform(0, 0.02)
-            num_steps, log = chance.randint(1, 9), tmp_path / "log"
+            delay_s = chance.uniform(0, 0.02)
+            num_steps, log = chance.randint(1, 9 - MORE_STEPS), tmp_path / "log"
             done = live_once(processes, killed, request, log, num_steps=num_steps, delay_s=delay_s, rests=rests)
             assert not done, f"the run ended before kill {kill}: give it more steps"
             newest = CheckpointFolder(tmp_path / "killed/checkpoints", "job_1").newest()

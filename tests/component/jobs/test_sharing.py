@@ -162,7 +162,7 @@ async def test_a_short_job_behind_a_long_one_has_its_first_step_within_two_slice
 
 
 @pytest.mark.parametrize(
-    "script", [replace(LONG, die_on_device=20), replace(LONG, die_waiting=20)], ids=["on the device", "waiting"]
+    "script", [replace(LONG, die_on_device=True), replace(LONG, die_waiting=True)], ids=["on the device", "waiting"]
 )
 async def test_a_worker_that_dies_frees_its_turn_and_then_its_memory(make: Make, script: Script) -> None:
     async with make(room=2) as daemon:
@@ -172,6 +172,7 @@ async def test_a_worker_that_dies_frees_its_turn_and_then_its_memory(make: Make,
         await daemon.until(dying.job_id, S.RUNNING, step=1)
         third = await daemon.submit(CLEO, "third")
         await eventually(daemon, third, r"waiting for \d.* of host memory, \d.* are free; jobs? job_")
+        daemon.release("dying")
         failed = await daemon.until(dying.job_id, S.FAILED)
         assert failed.reason == "WORKER_DIED"
         await daemon.until(third.job_id, S.SUCCEEDED)

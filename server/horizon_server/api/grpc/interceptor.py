@@ -36,6 +36,8 @@ _principal: ContextVar[Principal] = ContextVar("principal")
 MAX_VIOLATIONS = 100
 # How long the message of a call may take after its headers: it is 4 MiB at most.
 FIRST_MESSAGE_S = 20.0
+# What a stream that is ended gives a message that is under way.
+LAST_MESSAGE_S = 1.0
 
 # Probes and tools for exploring a server have no token.
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
@@ -173,7 +175,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     async for response in responses:
                         if is_change_of_many:
                             await trail.end(response, *outcome_of(response))
-                        await context.write(response)
+                        await write_whole(context, response)
                 if call.effect is Effect.CHANGE:
                     await trail.end()
 
@@ -263,6 +265,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def write_whole(context: Any, response: Any) -> None:
+    """Write a message of a stream. When the stream is ended meanwhile, the message leaves first: gRPC takes no status
+    beside a first message, and the caller would not learn why its stream has ended."""
+    writing = asyncio.ensure_future(context.write(response))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing], timeout=LAST_MESSAGE_S)
+        raise
 
 
 async def _first_message(context: Any) -> Any:

@@ -15,7 +15,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from horizon_proto.v1 import checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2, node_pb2_grpc
-from horizon_server.api.grpc.interceptor import CallInterceptor, Trailers, clip, metadata_bytes, to_grpc_status
+from horizon_server.api.grpc.interceptor import (
+    CallInterceptor,
+    Trailers,
+    clip,
+    metadata_bytes,
+    to_grpc_status,
+    write_whole,
+)
 from horizon_server.api.grpc.server import SERVICE_NAMES, start_grpc_server
 from horizon_server.errors import BadSetting, Draining, FieldViolation, InvalidData, UploadInProgress
 from horizon_server.events import EvalDone
@@ -123,6 +130,23 @@ async def test_stopping_ends_streams_so_that_clients_reconnect(world: Any) -> No
     assert info(caught.value).reason == "DRAINING"
     await asyncio.wait_for(stopping, 60)
     assert world.num_watching(job) == 0
+
+
+async def test_a_message_under_way_leaves_before_its_stream_ends() -> None:
+    # gRPC refuses a status beside a first message, and the caller would not learn why its stream has ended.
+    left = []
+
+    class Context:
+        async def write(self, message: str) -> None:
+            await asyncio.sleep(0.1)
+            left.append(message)
+
+    writing = asyncio.create_task(write_whole(Context(), "a message"))
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert left == ["a message"]
 
 
 async def test_a_client_that_goes_away_ends_the_watch_at_once_and_leaves_no_traceback(
