@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.attacks import ATTACKS
+from tests.faults.attacks import ATTACKS, NUM_BAD_REQUESTS
 from tests.support.daemon_process import DaemonProcess, wait_for_step
 from tests.support.node import quick_spec
 
@@ -68,7 +68,7 @@ class Attacked:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
                 yield counts
-                counts |= json.loads(process.communicate(timeout=60)[0])
+                counts |= json.loads(process.communicate(timeout=240)[0])
             finally:
                 process.kill()
 
@@ -242,7 +242,7 @@ def test_what_is_not_tls_does_not_fill_the_log(tmp_path: Path, port: str) -> Non
         before = world.log_bytes()
         with world.under("bad_requests", web=port, seconds=3.0) as counts:
             pass
-        assert sum(counts.values()) > 100
+        assert sum(counts.values()) >= NUM_BAD_REQUESTS
         assert world.log_bytes() - before < MAX_LOG_BYTES
         # gRPC's core writes a line for each handshake that fails unless the daemon keeps it from that.
         assert "Handshake failed" not in world.daemon.log()
