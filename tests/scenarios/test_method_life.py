@@ -14,6 +14,7 @@ import pytest
 from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
 from tests.support.further import further
+from tests.support.resting import references_done
 
 from horizon_client import Client, InvalidRequest
 from horizon_client.resources import JobEvent
@@ -113,9 +114,7 @@ def test_a_pass_over_the_data_that_is_killed_paused_and_drained_computes_only_wh
     user, finished = daemon.user("ada"), daemon.state_dir / "prepared"
 
     def place() -> int:
-        """How many documents are done for certain."""
-        records = list(daemon.state_dir.glob("jobs/*/references/*.json"))
-        return int(json.loads(records[0].read_text())["place"]) if records else 0
+        return references_done(daemon.state_dir)
 
     with daemon.client(user) as client:
         push_demo(client)
@@ -127,10 +126,12 @@ def test_a_pass_over_the_data_that_is_killed_paused_and_drained_computes_only_wh
         client.datasets.push([rows], name="many")
         spec = {**demo_spec("cut", max_steps=2), "dataset": "many", "method": "dpo"}
         del spec["train"]["train_on"]
-        job_id = client.jobs.submit(spec).job_id
         places = [0]
+        daemon.resting.in_references(1)
+        job_id = client.jobs.submit(spec).job_id
         for how in ("killed", "paused", "drained"):
-            wait_for(lambda: place() > places[-1], 120.0, every_s=0.01)
+            # Its worker rests soon after, so that the pass is not over before it is stopped.
+            wait_for(lambda: place() > places[-1], 240.0, every_s=0.01)
             if how == "killed":
                 [pid] = daemon.worker_pids()
                 os.kill(pid, signal.SIGKILL)
@@ -144,10 +145,12 @@ def test_a_pass_over_the_data_that_is_killed_paused_and_drained_computes_only_wh
             else:
                 daemon.terminate()
                 places.append(place())
+            daemon.resting.in_references(places[-1] + 1)
             assert not list(finished.rglob("references-*")), "the pass was over before it was stopped"
+    daemon.resting.go_on()
     daemon.start()
     with daemon.client(user) as client:
-        done = wait_for_state(client, job_id, "SUCCEEDED", "FAILED", timeout_s=180.0)
+        done = wait_for_state(client, job_id, "SUCCEEDED", "FAILED")
         assert (done.state, done.attempt) == ("SUCCEEDED", 4), done.message
         texts = [event.text for event in client.jobs.watch(job_id) if event.kind == "message"]
         continued = [text for text in texts if text.startswith("reference log-probabilities: continues, ")]
@@ -159,7 +162,7 @@ def test_a_pass_over_the_data_that_is_killed_paused_and_drained_computes_only_wh
         assert tokens[-1] < len(bits) // 4
         file.unlink()
         whole = client.jobs.submit({**spec, "name": "whole"})
-        assert wait_for_state(client, whole.job_id, "SUCCEEDED", "FAILED", timeout_s=180.0).state == "SUCCEEDED"
+        assert wait_for_state(client, whole.job_id, "SUCCEEDED", "FAILED", timeout_s=240.0).state == "SUCCEEDED"
         [again] = finished.rglob("references-*.safetensors")
         assert again.name == file.name and again.read_bytes() == bits
 

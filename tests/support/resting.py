@@ -7,6 +7,7 @@ files beside the state folder, so that every daemon over that folder has the sam
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 REPOSITORY = Path(__file__).parents[2]
 _LOOK_EVERY_S = 0.005
+_SUFFIX = "-resting"
 # Read by every Python process as it starts, before the module that it runs.
 _SITECUSTOMIZE = """
 import pathlib, sys, time
@@ -42,7 +44,7 @@ class Resting:
     again."""
 
     def __init__(self, state_dir: Path) -> None:
-        self.folder = state_dir.parent / f"{state_dir.name}-resting"
+        self.folder = state_dir.with_name(state_dir.name + _SUFFIX)
 
     def environment(self) -> dict[str, str]:
         """Make the folder, and return what a daemon's environment needs for the real children to rest."""
@@ -54,9 +56,10 @@ class Resting:
         """Have workers rest once they have told of that step or a later one."""
         self._write("after", step)
 
-    def in_references(self, number: int) -> None:
-        """Have workers rest once they have told so often of their pass over the data before the first step."""
-        self._write("references", number)
+    def in_references(self, place: int) -> None:
+        """Have workers rest in the pass before the first step once so many of its steps, or more, are done for
+        certain."""
+        self._write("references", place)
 
     def go_on(self) -> None:
         """Let all workers train on, and to their end."""
@@ -97,11 +100,17 @@ def rest(folder: Path, name: str, number: int, link: WorkerEnd, between: Callabl
         time.sleep(_LOOK_EVERY_S)
 
 
+def references_done(state_dir: Path) -> int:
+    """How many steps of a job's pass over the data are done for certain."""
+    records = list(state_dir.glob("jobs/*/references/*.json"))
+    return int(json.loads(records[0].read_text("utf-8"))["place"]) if records else 0
+
+
 def rest_in(folder: Path) -> None:
     """Make the worker that is about to run in this process rest as the files of `folder` say."""
     init, send = DeviceTurn.__init__, WorkerEnd.send
     turns: list[DeviceTurn] = []
-    num_references = 0
+    state_dir = folder.with_name(folder.name.removesuffix(_SUFFIX))
 
     def noted(turn: DeviceTurn, **options: Any) -> None:
         init(turn, **options)
@@ -112,13 +121,11 @@ def rest_in(folder: Path) -> None:
             turn.boundary()
 
     def rested(link: WorkerEnd, line: Line) -> None:
-        nonlocal num_references
         send(link, line)
         if isinstance(line, StepDone):
             rest(folder, "after", line.step, link, between)
         elif isinstance(line, ReferencesDone):
-            num_references += 1
-            rest(folder, "references", num_references, link, lambda: None)
+            rest(folder, "references", references_done(state_dir), link, lambda: None)
 
     DeviceTurn.__init__ = noted  # type: ignore[assignment, method-assign]
     WorkerEnd.send = rested  # type: ignore[method-assign]
