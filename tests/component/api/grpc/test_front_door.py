@@ -74,13 +74,14 @@ async def test_watches_of_health_are_few_and_leave_room_for_all_others(world: An
 
 
 async def test_a_call_without_a_token_does_not_last(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interceptor, "OPEN_CALL_S", 3600.0)
+    long_s = 3600.0
+    monkeypatch.setattr(interceptor, "OPEN_CALL_S", long_s)
     scopes: list[asyncio.Timeout] = []
     timeout = asyncio.timeout
 
     def noted(delay: float | None) -> asyncio.Timeout:
         scope = timeout(delay)
-        if delay == interceptor.OPEN_CALL_S:
+        if delay == long_s:
             scopes.append(scope)
         return scope
 
