@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -153,6 +154,32 @@ async def test_a_message_under_way_leaves_before_its_stream_ends(monkeypatch: py
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert left == ["a message"]
+
+
+async def test_a_message_that_fails_after_its_stream_has_ended_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(interceptor, "LAST_MESSAGE_S", 60.0)
+    is_writing, fails = asyncio.Event(), asyncio.Event()
+
+    class Context:
+        async def write(self, message: str) -> None:
+            is_writing.set()
+            await fails.wait()
+            raise RuntimeError("the caller has gone")
+
+    writing = asyncio.create_task(write_whole(Context(), "a message"))
+    await is_writing.wait()
+    # Ended, and ended again by gRPC, which leaves the message behind.
+    for _ in range(2):
+        writing.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    fails.set()
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert caplog.records == []
 
 
 async def test_a_client_that_goes_away_ends_the_watch_at_once_and_leaves_no_traceback(
