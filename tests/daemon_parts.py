@@ -38,7 +38,7 @@ from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 REPOSITORY = Path(__file__).parents[1]
-WAIT_S = 180.0
+WAIT_S = 300.0
 _NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 ROOT = Principal(name="root", role="admin", project="root")

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.resting import Resting, rest
+
 from horizon_server import progress
 from horizon_server.errors import Diverged
 from horizon_server.events import (
@@ -33,8 +35,8 @@ from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 _LOOK_EVERY_S = 0.005
-# As long as a test waits for anything.
-_HOLD_AT_MOST_S = 180.0
+# Longer than any test waits.
+_HOLD_AT_MOST_S = 600.0
 
 
 class ScriptedWorker:
@@ -47,6 +49,7 @@ class ScriptedWorker:
         self.script: dict[str, Any] = json.loads(found[0].read_text()) if found else {}
         # What ends a worker happens in the job's first attempt only, so that a resumed job gets to its end.
         self.first = self.request["attempt"] == 1 or self.script.get("every_attempt", False)
+        self.resting = Resting(scripts.parent).folder
         self.released = scripts / f"{self.request['spec']['name']}.released"
         self.events, self.orders = link, link.orders
         self.num_steps = self.script.get("num_steps") or self.request["spec"]["train"]["max_steps"] or 3
@@ -196,6 +199,8 @@ class ScriptedWorker:
                 eta_s=0.1 * (self.num_steps - step),
             )
         )
+        between = (lambda: None) if self.script.get("keep_turn") else self.turn.boundary
+        rest(self.resting, "after", step, self.events, between)
         if step in self.script.get("eval_at", ()):
             self.events.send(EvalDone(step=step, eval_loss=2.0 / step, num_targets=4))
 

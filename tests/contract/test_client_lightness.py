@@ -14,7 +14,7 @@ FORBIDDEN = {"torch", "transformers", "fastapi", "starlette", "sqlalchemy", "pyd
 def _loaded_by(code: str) -> set[str]:
     """Return the top-level modules that a fresh interpreter has loaded after `code`."""
     script = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
     return {name.partition(".")[0] for name in json.loads(result.stderr.splitlines()[-1])}
 
 

@@ -22,6 +22,7 @@ import grpc.aio
 
 NUM_CALLS = 1100
 NUM_CONNECTIONS = 1100
+NUM_BAD_REQUESTS = 200
 GET_NODE = "/horizon_proto.v1.NodeService/GetNode"
 HEALTH = "/grpc.health.v1.Health/"
 UNDECODABLE = b"\x0a\xff\xff\xff\xff\x0f"
@@ -158,13 +159,13 @@ async def _flooded(server: str, method: str, message: bytes, token: str, seconds
 
 
 async def bad_requests(_server: str, http: str, _token: str, seconds: float) -> Counter[str]:
-    """Send to HTTP what is not HTTP."""
+    """Send to HTTP what is not HTTP: for so long, and until it is many requests, however slow the machine is."""
     host, _, port = http.rpartition(":")
     deadline = time.monotonic() + seconds
     counts: Counter[str] = Counter()
 
     async def one() -> None:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or sum(counts.values()) < NUM_BAD_REQUESTS:
             try:
                 reader, writer = await asyncio.open_connection(host, int(port))
                 writer.write(b"this is neither HTTP nor TLS\r\n\r\n")

@@ -16,7 +16,7 @@ from tests.support.trials import Reference
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory, pushed: PushedState) -> Iterator[Node]:
     """The shared daemon; cases leave it running and its queue empty."""
-    daemon = pushed.daemon(tmp_path_factory.mktemp("faults") / "state")
+    daemon = pushed.daemon(tmp_path_factory.mktemp("faults") / "state").let_children_rest()
     try:
         yield node_of(daemon, pushed)
     finally:
@@ -29,6 +29,7 @@ def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "node" in request.fixturenames:
         node: Node = request.getfixturevalue("node")
+        node.daemon.resting.clear()
         with node.client() as client:
             for job in client.jobs.list():
                 if job.state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
@@ -46,7 +47,7 @@ def own_node(tmp_path: Path, pushed: PushedState) -> Iterator[Callable[..., Node
     made: list[DaemonProcess] = []
 
     def make(*flags: str, state_dir: Path | None = None) -> Node:
-        made.append(pushed.daemon(state_dir or tmp_path / "state", *flags))
+        made.append(pushed.daemon(state_dir or tmp_path / "state", *flags).let_children_rest())
         return node_of(made[-1], pushed)
 
     yield make

@@ -30,11 +30,11 @@ class RawCalls:
     def push_model(self, name: str, files: Mapping[str, bytes]) -> model_pb2.Model:
         entries = [_entry(path, content) for path, content in files.items()]
         request = model_pb2.CreateModelRequest(request_id=str(uuid.uuid4()), name=name, files=entries)
-        model = self._models.CreateModel(request, metadata=self._metadata, timeout=60).model
+        model = self._models.CreateModel(request, metadata=self._metadata, timeout=300).model
         for content in files.values():
             self.write(content)
         finalize = model_pb2.FinalizeModelRequest(model_id=model.model_id)
-        return self._models.FinalizeModel(finalize, metadata=self._metadata, timeout=60).model
+        return self._models.FinalizeModel(finalize, metadata=self._metadata, timeout=300).model
 
     def create_dataset(self, name: str, path: str, content: bytes) -> str:
         request = dataset_pb2.CreateDatasetRequest(
@@ -43,21 +43,21 @@ class RawCalls:
             format=dataset_pb2.DATASET_FORMAT_AUTO,
             files=[_entry(path, content)],
         )
-        return self._datasets.CreateDataset(request, metadata=self._metadata, timeout=60).dataset.dataset_id
+        return self._datasets.CreateDataset(request, metadata=self._metadata, timeout=300).dataset.dataset_id
 
     def finalize_dataset(self, dataset_id: str) -> dataset_pb2.Dataset:
         request = dataset_pb2.FinalizeDatasetRequest(dataset_id=dataset_id)
-        return self._datasets.FinalizeDataset(request, metadata=self._metadata, timeout=60).dataset
+        return self._datasets.FinalizeDataset(request, metadata=self._metadata, timeout=300).dataset
 
     def write(self, content: bytes, *, announced: bytes | None = None) -> blob_pb2.BlobStatus:
         """Send `content` as what `announced` (by default itself) is the name of."""
         ref = blob_ref(content if announced is None else announced)
         requests = (blob_pb2.WriteBlobRequest(chunk=chunk) for chunk in _chunks(ref, content))
-        return self._blobs.WriteBlob(requests, metadata=self._metadata, timeout=60).status
+        return self._blobs.WriteBlob(requests, metadata=self._metadata, timeout=300).status
 
     def status(self, content: bytes) -> blob_pb2.BlobStatus:
         request = blob_pb2.QueryBlobStatusRequest(blob=blob_ref(content))
-        return self._blobs.QueryBlobStatus(request, metadata=self._metadata, timeout=60).status
+        return self._blobs.QueryBlobStatus(request, metadata=self._metadata, timeout=300).status
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:

@@ -14,20 +14,30 @@ from tests.support.processes import processes_of
 from horizon_client import Client
 
 MakeNode = Callable[..., Node]
+PREPARATION, WORKER = "horizon_server.datasets.preparing", "horizon_server.worker"
 
 
 def only_child(module: str, state_dir: Path) -> int:
-    wait_for(lambda: processes_of(module, state_dir), 30, every_s=0.005)
-    return processes_of(module, state_dir)[0]
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found[:] = processes_of(module, state_dir)
+        return found != []
+
+    wait_for(is_there, 240, every_s=0.005)
+    return found[0]
 
 
 def test_a_killed_preparation_is_done_again_and_leaves_nothing(node: Node) -> None:
     prepared = node.daemon.state_dir / "prepared"
     with node.client() as client:
+        # It waits before it begins, to be killed there.
+        node.daemon.resting.hold(PREPARATION)
         # lengths of their own: nothing that another case has prepared fits
         job = client.jobs.submit(quick_spec("dead-preparation", sequence_length=71))
         following = client.jobs.submit(quick_spec("following"))
-        os.kill(only_child("horizon_server.datasets.preparing", node.daemon.state_dir), signal.SIGKILL)
+        os.kill(only_child(PREPARATION, node.daemon.state_dir), signal.SIGKILL)
+        node.daemon.resting.let_begin(PREPARATION)
         assert wait_for_state(client, following.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
         ended = wait_for_state(client, job.job_id, "FAILED", "SUCCEEDED")
         assert (ended.state, ended.attempt) == ("SUCCEEDED", 2), ended.message
@@ -67,16 +77,24 @@ def test_two_users_take_turns_and_see_only_their_own(node: Node, tmp_path: Path)
 def test_sigterm_at_every_moment_of_an_attempt(own_node: MakeNode) -> None:
     node = own_node()
     daemon = node.daemon
+    # Each moment lasts until the test has seen it.
+    daemon.resting.hold(PREPARATION)
     with node.client() as client:
-        job = client.jobs.submit(quick_spec("moments", max_steps=400, checkpoint={"every_steps": 0, "keep_last": 1}))
-        only_child("horizon_server.datasets.preparing", daemon.state_dir)
+        spec = quick_spec("moments", max_steps=100_000, checkpoint={"every_steps": 0, "keep_last": 1})
+        job = client.jobs.submit(spec)
+        only_child(PREPARATION, daemon.state_dir)
     assert daemon.terminate() == 0
     assert processes_of("horizon_server.", daemon.state_dir) == []
+    daemon.resting.let_begin(PREPARATION)
+    daemon.resting.hold(WORKER)
     daemon.start()
     with node.client() as client:
-        only_child("horizon_server.worker", daemon.state_dir)
+        only_child(WORKER, daemon.state_dir)
         assert client.jobs.get(job.job_id).state == "STARTING"
-    assert daemon.terminate() == 0
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.resting.let_begin(WORKER)
+    assert daemon.process.wait(240) == 0
     daemon.start()
     with node.client() as client:
         wait_for_step(client, job.job_id, 3)

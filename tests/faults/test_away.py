@@ -20,13 +20,28 @@ from horizon_client.connection import UNARY_RETRY
 from horizon_client.resources import Job
 
 # Limits for what hangs; a daemon takes many seconds to start on a busy machine.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SPEC = (
     "name: typed\nmodel: demo-model\ndataset: demo-chats\ntrain: {max_steps: 2, sequence_length: 64, "
     "tokens_per_step: 128}\n"
 )
-WAITS = "nothing listens there; is the daemon running, and the port right?; trying again for up to 60 s"
+PATIENCE_S = 600
+"""Of the commands here, in the place of 60 s: how long eight commands and a daemon take to start says how busy the
+machine is."""
+PATIENT = f"""
+from horizon_client import connection
+
+object.__setattr__(connection.UNARY_RETRY, "max_elapsed_s", {PATIENCE_S}.0)
+"""
+WAITS = f"nothing listens there; is the daemon running, and the port right?; trying again for up to {PATIENCE_S} s"
+
+
+def patient_path(folder: Path) -> str:
+    """A folder that makes commands patient that have it in their path."""
+    (folder / "patient").mkdir()
+    (folder / "patient" / "sitecustomize.py").write_text(PATIENT, "ascii")
+    return str(folder / "patient")
 
 
 @pytest.fixture
@@ -50,7 +65,8 @@ def jobs(cordoned: Node) -> Iterator[dict[str, Job]]:
 @pytest.fixture
 def typed(cordoned: Node, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `horizon` commands; none of them outlives the test."""
-    shell, started = cordoned.shell(tmp_path), ExitStack()
+    shell = replace(cordoned.shell(tmp_path), extra={"PYTHONPATH": patient_path(tmp_path)})
+    started = ExitStack()
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         command = started.enter_context(shell.start(*arguments))
@@ -90,7 +106,7 @@ def test_commands_wait_for_a_daemon_that_restarts(
     cordoned.daemon.start()
     ready_at = time.monotonic()
     for name, command in commands.items():
-        output, errors = command.communicate(timeout=120)
+        output, errors = command.communicate(timeout=300)
         assert command.returncode == 0, (name, output, errors)
         assert "cannot reach" in notices[name] and WAITS in notices[name], notices
         assert "trying again" not in errors, "said once"
@@ -123,6 +139,7 @@ def test_an_open_client_finds_a_daemon_that_is_back(cordoned: Node, jobs: dict[s
                 with pytest.raises(Unavailable, match="nothing listens there"):
                     call(impatient)
                 cordoned.daemon.start()
+                impatient._inner._connection.unary_retry = UNARY_RETRY
                 began = time.monotonic()
                 call(impatient)
                 print(f"answered {time.monotonic() - began:.2f} s after the daemon was ready")
@@ -131,9 +148,10 @@ def test_an_open_client_finds_a_daemon_that_is_back(cordoned: Node, jobs: dict[s
 def test_a_mistyped_address_fails_in_seconds(tmp_path: Path) -> None:
     shell = Shell("127.0.0.1:1", "hzn_any", tmp_path)
     (tmp_path / "token").write_text("hzn_any")
-    began = time.monotonic()
-    assert "nothing listens there" in shell.fails(5, "login", "127.0.0.1:1", "--token-file", "token")
-    assert "the host name is not known" in replace(
-        shell, server=f"{uuid.uuid4()}.invalid:7171", extra={"HORIZON_CA": "system"}
-    ).fails(5, "node", "status")
-    assert time.monotonic() - began < 45
+    nobody = shell.fails(5, "login", "127.0.0.1:1", "--token-file", "token")
+    assert "nothing listens there" in nobody
+    assert "trying again" not in nobody, "who tries for more than two seconds says so"
+    # Tried some times, which are over long before the patience is: `fails` waits for less.
+    extra = {"HORIZON_CA": "system", "PYTHONPATH": patient_path(tmp_path)}
+    unknown = replace(shell, server=f"{uuid.uuid4()}.invalid:7171", extra=extra)
+    assert "the host name is not known" in unknown.fails(5, "node", "status")

@@ -25,9 +25,9 @@ def test_every_change_that_a_kill_cuts_is_in_the_audit_log(own_node: Callable[..
         begun = threading.Event()
         thread = threading.Thread(target=cancel_until_cut, args=(node, job_ids, num_before, begun))
         thread.start()
-        assert begun.wait(120)
+        assert begun.wait(240)
         node.daemon.kill()
-        thread.join(60)
+        thread.join(240)
         assert not thread.is_alive()
         node.daemon.start()
         with node.client() as client:
@@ -47,7 +47,7 @@ def cancel_until_cut(node: Node, job_ids: Sequence[str], num_before: int, begun:
         stub = job_pb2_grpc.JobServiceStub(channel)
         for number, job_id in enumerate(job_ids, 1):
             try:
-                stub.CancelJob(job_pb2.CancelJobRequest(job_id=job_id), metadata=metadata, timeout=60)
+                stub.CancelJob(job_pb2.CancelJobRequest(job_id=job_id), metadata=metadata, timeout=240)
             except grpc.RpcError:
                 return
             if number == num_before:

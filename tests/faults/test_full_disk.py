@@ -82,7 +82,8 @@ def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk
     big.write_bytes(b"some text\n" * (4 * MIB // 10))
 
     with node.client() as client:
-        spare = client.jobs.submit(quick_spec("spare"))
+        # Of so many steps that it has not ended before it is cancelled.
+        spare = client.jobs.submit(quick_spec("spare", max_steps=100_000))
         client.jobs.cancel(spare.job_id)
         wait_for_state(client, spare.job_id, "CANCELLED")
         ballast = fill(small_disk, leave_bytes=2 * MIB)
@@ -97,7 +98,7 @@ def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk
 
     fill(small_disk, leave_bytes=0)
     assert "the node's disk" in shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
-    wait_for(lambda: not (state / RESERVE_FILE).exists(), 60)
+    wait_for(lambda: not (state / RESERVE_FILE).exists(), 240)
     # With the reserve, the database has space: users can delete what they do not need.
     shell.works("job", "delete", spare.job_id, "--yes")
     assert "full" in shell.works("job", "list")
@@ -121,7 +122,7 @@ def test_a_disk_that_fills_under_a_running_job(tight_node: Node, small_disk: Pat
         job = client.jobs.submit(quick_spec("running", max_steps=100_000))
         wait_for_step(client, job.job_id, 2)
         ballast = fill(small_disk, leave_bytes=0)
-        wait_for(lambda: "the journal waits for the database" in node.daemon.log(), 60)
+        wait_for(lambda: "the journal waits for the database" in node.daemon.log(), 240)
         at = client.jobs.get(job.job_id).step
         assert "RUNNING" in shell.works("job", "list")
         assert processes_of("horizon_server.worker", node.daemon.state_dir), "its worker lives"
@@ -139,7 +140,7 @@ def test_a_start_on_a_full_disk_works_with_the_reserve_and_is_one_message_withou
     tight_node: Node, small_disk: Path, tmp_path: Path
 ) -> None:
     daemon = tight_node.daemon
-    wait_for(lambda: (daemon.state_dir / RESERVE_FILE).exists(), 60)
+    wait_for(lambda: (daemon.state_dir / RESERVE_FILE).exists(), 240)
     assert daemon.terminate() == 0
     fill(small_disk, leave_bytes=0)
     daemon.start()

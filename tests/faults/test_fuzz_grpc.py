@@ -22,7 +22,7 @@ from horizon_server.api.grpc.server import SERVICE_NAMES
 
 # A stream may follow a job that never ends: the client leaves it after this time.
 _STREAM_S = 0.3
-_UNARY_S = 60.0
+_UNARY_S = 180.0
 _MOST_ANSWERS = 20
 _LEAVES = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 # DEADLINE_EXCEEDED: there was no answer in time.

@@ -32,7 +32,7 @@ def test_an_expired_token_and_a_revoked_one(node: Node, shell: Shell) -> None:
     token_id = made.stderr.split()[1]
     expired = replace(shell, token=made.stdout.strip())
     expired.works("job", "list")
-    database = sqlite3.connect(node.daemon.state_dir / "horizon.db", timeout=60)
+    database = sqlite3.connect(node.daemon.state_dir / "horizon.db", timeout=240)
     with database:
         database.execute("UPDATE tokens SET expires_s = 1.0 WHERE token_id = ?", (token_id,))
     database.close()
@@ -126,8 +126,8 @@ def test_a_call_that_only_another_version_knows(node: Node) -> None:
     with grpc.insecure_channel(node.daemon.endpoints["grpc"]) as channel:
         newer = channel.unary_unary("/horizon_proto.v1.JobService/MergeJobs", bytes, bytes)
         with pytest.raises(grpc.RpcError) as caught:
-            newer(b"", metadata=metadata, timeout=60)
+            newer(b"", metadata=metadata, timeout=240)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         known = channel.unary_unary("/horizon_proto.v1.JobService/ListJobs", bytes, bytes)
         unknown_field = b"\xf2\x3e\x01x"  # field 1006, a text
-        assert known(unknown_field, metadata=metadata, timeout=60) is not None
+        assert known(unknown_field, metadata=metadata, timeout=240) is not None

@@ -104,7 +104,7 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
         flags = ["--state-dir", str(state), "--grpc", "0.0.0.0:0", "--http", "127.0.0.1:0"]
         process = subprocess.Popen([*HORIZOND, "serve", *flags], stdout=log, stderr=log)
     try:
-        wait_for((state / "endpoints.json").is_file, 30)
+        wait_for((state / "endpoints.json").is_file, 240)
         endpoints = json.loads((state / "endpoints.json").read_text())
         daemon.admin("user", "add", "ada")
         token = daemon.admin("token", "create", "ada")
@@ -120,7 +120,7 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
     finally:
         process.terminate()
         try:
-            assert process.wait(30) == 0
+            assert process.wait(240) == 0
         finally:
             process.kill()
     for name in ("ca.key", "server.key"):

@@ -14,7 +14,7 @@ from tests.support.node import Node, quick_spec
 from horizon_proto.v1 import job_pb2, job_pb2_grpc
 
 NUM_STREAMS = 20
-MAX_S = 60.0
+MAX_S = 180.0
 
 
 def test_a_stop_with_open_streams_and_cut_calls_leaves_no_traceback(own_node: Callable[..., Node]) -> None:
@@ -26,7 +26,7 @@ def test_a_stop_with_open_streams_and_cut_calls_leaves_no_traceback(own_node: Ca
     host, _, port = node.daemon.endpoints["http"].rpartition(":")
     path = f"/horizon/v1/jobs/{job.job_id}/events"
     request = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {node.token}\r\n\r\n".encode()
-    pages = [socket.create_connection((host, int(port)), timeout=60) for _ in range(NUM_STREAMS)]
+    pages = [socket.create_connection((host, int(port)), timeout=240) for _ in range(NUM_STREAMS)]
     with grpc.insecure_channel(node.daemon.endpoints["grpc"]) as channel:
         watch_of = job_pb2_grpc.JobServiceStub(channel).WatchJob
         watches: list[Any] = [

@@ -16,7 +16,7 @@ from tests.support.daemon_process import wait_for_state, wait_for_step
 from tests.support.node import Node, Shell, quick_spec
 
 
-def read_until(process: Popen[str], words: str, timeout_s: float = 240.0) -> list[str]:
+def read_until(process: Popen[str], words: str, timeout_s: float = 300.0) -> list[str]:
     """Return the lines of stdout up to the one that holds `words`."""
     assert process.stdout is not None
     lines: list[str] = []
@@ -35,11 +35,14 @@ def read_until(process: Popen[str], words: str, timeout_s: float = 240.0) -> lis
 def test_a_watch_goes_on_across_a_restart_of_the_daemon(own_node: Callable[..., Node], tmp_path: Path) -> None:
     with_port = own_node()
     address = with_port.daemon.endpoints["grpc"]
+    # The worker rests there until the daemon drains.
+    with_port.daemon.resting.after(3)
     with with_port.client() as client:
         job = client.jobs.submit(quick_spec("watched", max_steps=60, checkpoint={"every_steps": 0}))
     watch = with_port.shell(tmp_path).start("job", "watch", job.job_id, "-o", "json")
     lines = read_until(watch, '"step"')
     assert with_port.daemon.terminate() == 0
+    with_port.daemon.resting.go_on()
     restarted = type(with_port.daemon)(with_port.daemon.state_dir, "--grpc", address)
     try:
         restarted.start()
@@ -62,7 +65,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(node: Node, she
         watch = shell.start("job", "watch", job.job_id)
         read_until(watch, "step ")
         watch.send_signal(signal.SIGINT)
-        _, notes = watch.communicate(timeout=240)
+        _, notes = watch.communicate(timeout=180)
         assert watch.returncode == 130, notes
         assert f"the job continues; to return to it: horizon job watch {job.job_id}" in notes
         assert "Traceback" not in notes
@@ -96,18 +99,18 @@ def test_server_sent_events_go_on_after_the_last_event_id(node: Node) -> None:
         last = client.jobs.get(job.job_id).last_sequence
     url = f"http://{node.daemon.endpoints['http']}/horizon/v1/jobs/{job.job_id}/events"
     headers = {"authorization": f"Bearer {node.token}"}
-    whole = _frames(httpx.get(url, headers=headers, timeout=60).text)
+    whole = _frames(httpx.get(url, headers=headers, timeout=180).text)
     assert [number for number, _ in whole] == [*range(1, last + 1), 0]
     assert [kind for _, kind in whole].count("step") == 4
     assert whole[-1] == (0, "end")
-    rest = _frames(httpx.get(url, headers={**headers, "Last-Event-ID": str(last - 2)}, timeout=60).text)
+    rest = _frames(httpx.get(url, headers={**headers, "Last-Event-ID": str(last - 2)}, timeout=180).text)
     assert rest == whole[-3:]
-    assert httpx.get(url, headers={**headers, "Last-Event-ID": str(last)}, timeout=60).status_code == 204
-    wrong = httpx.get(url, headers={**headers, "Last-Event-ID": "yesterday"}, timeout=60)
+    assert httpx.get(url, headers={**headers, "Last-Event-ID": str(last)}, timeout=180).status_code == 204
+    wrong = httpx.get(url, headers={**headers, "Last-Event-ID": "yesterday"}, timeout=180)
     assert wrong.status_code == 422
     assert "last-event-id is 'yesterday': it must be a whole number" in wrong.text
-    assert httpx.get(url, timeout=60).status_code == 401
-    assert httpx.get(url.replace(job.job_id, "job_nope"), headers=headers, timeout=60).status_code == 404
+    assert httpx.get(url, timeout=180).status_code == 401
+    assert httpx.get(url.replace(job.job_id, "job_nope"), headers=headers, timeout=180).status_code == 404
 
 
 def _frames(text: str) -> list[tuple[int, str]]:

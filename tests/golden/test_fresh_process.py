@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.settings import child_environment
 
-WAIT_S = 120.0
+WAIT_S = 280.0
 VOCAB = 512
 # Rows of one document and of several, an even length and odd ones.
 DOCUMENT_LENGTHS = (236, 199, 231, 150, 97, 243, 183, 64, 221, 133, 111, 205)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
-WAIT_S = 60
+WAIT_S = 240
 
 
 class NotingDevice(HostDevice):

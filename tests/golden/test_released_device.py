@@ -136,7 +136,7 @@ def test_memory_is_freed_while_the_update_still_runs(engine: Engine, job: Callab
     def step_and_release(rows: list[MicroBatch]) -> Any:
         may_update.clear()
         # The step's update, which is submitted after this, waits with it.
-        one.run.trainer._optimizer.queue.submit(lambda: may_update.wait(60))
+        one.run.trainer._optimizer.queue.submit(lambda: may_update.wait(240))
         figures = train_step(rows)
         released()
         assert not any(one.run.device.arena.held_bytes().values())

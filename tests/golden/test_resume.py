@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from horizon_server.store.manifest import is_complete
 
 NUM_KILLS = 20
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module")

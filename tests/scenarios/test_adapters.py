@@ -81,7 +81,7 @@ def test_an_adapter_is_trained_sampled_merged_and_started_from(daemon: DaemonPro
         ]
         environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)}
         for received in ("MiB received", "0 B received"):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
             assert f"merged, is in {tmp_path / 'merged'}" in done.stdout and received in done.stdout
         merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         with torch.no_grad():
@@ -126,7 +126,7 @@ def test_after_training_on_fewer_bits_the_command_says_and_chooses_the_base(
                 "--server",
                 daemon.endpoints["grpc"],
             ]
-            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "The lab box"}\n', "utf-8")

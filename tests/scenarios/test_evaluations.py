@@ -227,4 +227,4 @@ def test_exact_match_on_gsm8k_before_and_after_is_reproducible_to_the_digit(
 def command(daemon: DaemonProcess, token: str, *arguments: str) -> str:
     called = [sys.executable, "-m", "horizon_client", *arguments, "--server", daemon.endpoints["grpc"]]
     environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path), "COLUMNS": "1000"}
-    return subprocess.run(called, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(called, env=environment, capture_output=True, text=True, check=True, timeout=240).stdout

@@ -88,21 +88,24 @@ def test_paused_drained_and_killed_runs_equal_the_uninterrupted_one(daemon: AnyD
         push_demo(client)
         whole = client.jobs.submit(spec)
         wanted = losses(client, whole.job_id)
+        # Its worker rests there, so that it is in the middle of the job however long this test needs to look.
+        daemon.resting.after(12)
         cut = client.jobs.submit({**spec, "name": "cut"})
         wait_for_step(client, cut.job_id, 12)
         client.jobs.pause(cut.job_id)
-        paused = wait_for_state(client, cut.job_id, "PAUSED")
-        assert 12 <= paused.step < 60
+        assert wait_for_state(client, cut.job_id, "PAUSED").step == 12
+        daemon.resting.after(17)
         client.jobs.resume(cut.job_id)
-        wait_for_step(client, cut.job_id, paused.step + 5)
+        wait_for_step(client, cut.job_id, 17)
     assert daemon.terminate() == 0
     assert daemon.worker_pids() == []
+    daemon.resting.after(21)
     daemon.start()
     with daemon.client(token) as client:
         wait_for_state(client, cut.job_id, "RUNNING")
-        at = client.jobs.get(cut.job_id).step
-        wait_for_step(client, cut.job_id, at + 4)
+        wait_for_step(client, cut.job_id, 21)
     daemon.kill()
+    daemon.resting.go_on()
     daemon.start()
     with daemon.client(token) as client:
         seen = losses(client, cut.job_id)
@@ -120,10 +123,12 @@ def test_a_killed_worker_is_replaced_without_a_person(make_daemon: Callable[...,
     daemon = make_daemon(max_restarts=2)
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
+        daemon.resting.after(7)
         job = client.jobs.submit(demo_spec(max_steps=40, checkpoint={"every_steps": 5}))
         wait_for_step(client, job.job_id, 7)
         [pid] = daemon.worker_pids()
         os.kill(pid, signal.SIGKILL)
+        daemon.resting.go_on()
         done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED")
         assert (done.state, done.attempt) == ("SUCCEEDED", 2), done.message
         reasons = [event.reason for event in client.jobs.watch(job.job_id) if event.kind == "state"]
@@ -136,11 +141,12 @@ def test_a_killed_worker_fails_its_attempt_and_can_be_resumed(
     daemon = make_daemon(max_restarts=0)
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
-        spec = demo_spec(max_steps=40, checkpoint={"every_steps": 5})
-        job = client.jobs.submit(spec)
+        daemon.resting.after(7)
+        job = client.jobs.submit(demo_spec(max_steps=40, checkpoint={"every_steps": 5}))
         wait_for_step(client, job.job_id, 7)
         [pid] = daemon.worker_pids()
         os.kill(pid, signal.SIGKILL)
+        daemon.resting.go_on()
         failed = wait_for_state(client, job.job_id, "FAILED")
         assert failed.reason == "WORKER_DIED"
         assert "SIGKILL" in failed.message
@@ -171,9 +177,9 @@ def test_users_see_and_touch_only_their_own(daemon: AnyDaemon, push_demo: Push) 
         assert admin.checkpoints.list(job.job_id)[-1].step == 2
     base = f"http://{daemon.endpoints['http']}/horizon/v1"
     for token, code in ((ada, 200), (bob, 404), (root, 200), (eve, 200), ("wrong", 401)):
-        answer = httpx.get(f"{base}/jobs/{job.job_id}", headers={"authorization": f"Bearer {token}"})
+        answer = httpx.get(f"{base}/jobs/{job.job_id}", headers={"authorization": f"Bearer {token}"}, timeout=240)
         assert answer.status_code == code, answer.text
-    assert httpx.get(f"{base}/jobs").status_code == 401
+    assert httpx.get(f"{base}/jobs", timeout=240).status_code == 401
 
 
 def test_a_job_that_cannot_fit_is_refused_with_the_numbers(
@@ -223,6 +229,6 @@ def test_drain_says_not_serving_and_takes_no_new_jobs(daemon: AnyDaemon, push_de
         push_demo(client)
         job = client.jobs.submit(demo_spec(max_steps=100_000))
         wait_for_step(client, job.job_id, 2)
-        assert httpx.get(f"http://{daemon.endpoints['http']}/readyz").status_code == 200
+        assert httpx.get(f"http://{daemon.endpoints['http']}/readyz", timeout=240).status_code == 200
     assert daemon.terminate() == 0
     assert daemon.worker_pids() == []

@@ -79,6 +79,7 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
         texts = [event.text for event in events if event.kind == "message"]
         assert any(text.startswith("reference log-probabilities: 100 %") for text in texts)
 
+        daemon.resting.after(7)
         cut = client.jobs.submit({**spec, "name": "cut"})
         wait_for_step(client, cut.job_id, 7)
         # Gone as after a sweep: the next worker computes it from the weights that the job started with.
@@ -86,6 +87,7 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
             file.unlink()
         [pid] = daemon.worker_pids()
         os.kill(pid, signal.SIGKILL)
+        daemon.resting.go_on()
         again = wait_for_state(client, cut.job_id, "SUCCEEDED", "FAILED", timeout_s=300.0)
         assert (again.state, again.attempt) == ("SUCCEEDED", 2), again.message
         seen = list(client.jobs.watch(cut.job_id))

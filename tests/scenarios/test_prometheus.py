@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import httpx
 import pytest
 import yaml
 from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
-from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.daemon_process import DaemonProcess, free_address, wait_for, wait_for_state
 
 from horizon_client import Client
 
@@ -25,7 +24,9 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 WINDOW = "5s"
 """What Grafana would put for $__rate_interval at the scrape interval used here."""
 
+# Limits for what hangs: each of the two waits for all panels may take long on a busy machine.
 pytestmark = [
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the prometheus binary (Debian: prometheus)"),
     process_only("the figures of a real worker, and of the machine"),
 ]
@@ -42,7 +43,7 @@ class Prometheus:
         (folder / "secrets").mkdir(parents=True)
         (folder / "secrets" / "prometheus.token").write_text(token)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
-        address = f"127.0.0.1:{_free_port()}"
+        address = free_address()
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(
             [
@@ -54,9 +55,9 @@ class Prometheus:
             stdout=self._log,
             stderr=self._log,
         )
-        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=60)
+        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=240)
         try:
-            wait_for(self._scrapes, 60)
+            wait_for(self._scrapes, 240)
         except BaseException:
             self.close()
             raise
@@ -82,7 +83,7 @@ class Prometheus:
         self._log.close()
         self._process.terminate()
         try:
-            self._process.wait(30)
+            self._process.wait(240)
         finally:
             self._process.kill()
 
@@ -175,7 +176,7 @@ def test_no_panel_stays_empty(
             return not empty
 
         try:
-            wait_for(all_filled, 200, every_s=1.0)
+            wait_for(all_filled, 300, every_s=1.0)
         finally:
             assert not empty, empty
         # A daemon that is killed and started again under both: as many panels have data, from when it is there again.
@@ -183,7 +184,7 @@ def test_no_panel_stays_empty(
         daemon.start()
         since_s, empty = time.time(), panels(spec["name"])
         try:
-            wait_for(all_filled, 200, every_s=1.0)
+            wait_for(all_filled, 300, every_s=1.0)
         finally:
             assert not empty, empty
         shown = prometheus.get("/label/job_id/values", **{"match[]": "horizon_job_progress_ratio"})
@@ -192,7 +193,7 @@ def test_no_panel_stays_empty(
         for one in (job_id, other_id):
             client.jobs.cancel(one)
             wait_for_state(client, one, "CANCELLED")
-    wait_for(lambda: not prometheus.now('{job_id=~".+"}'), 15, every_s=0.5)
+    wait_for(lambda: not prometheus.now('{job_id=~".+"}'), 240, every_s=0.5)
     assert prometheus.now('horizon_jobs{state="CANCELLED"} == 2')
     assert prometheus.now("horizon_tokens_total > 0"), "a counter outlives its jobs"
 
@@ -218,9 +219,3 @@ def _says_the_truth(prometheus: Prometheus, client: Client, job_id: str) -> None
     alerts = yaml.safe_load((DEPLOY / "alerts.yml").read_text("utf-8"))["groups"]
     assert len(rules) == sum(len(group["rules"]) for group in alerts)
     assert {rule["health"] for rule in rules} == {"ok"}, rules
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -91,7 +91,7 @@ def test_by_command(daemon: DaemonProcess, client: Client, trained: tuple[str, s
         *("--server", daemon.endpoints["grpc"], "--out", str(tmp_path / "answers.jsonl")),
     ]
     environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
 
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     texts, _ = answers_of(client, job, ["The lab box", CHAT], max_tokens=NUM_TOKENS)
@@ -109,7 +109,7 @@ def test_a_chat_remembers_what_was_said(daemon: DaemonProcess, client: Client, t
     environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)}
     typed = f"{first}\n{second}\n\n"
     done = subprocess.run(
-        command, env=environment, input=typed, capture_output=True, text=True, check=True, timeout=120
+        command, env=environment, input=typed, capture_output=True, text=True, check=True, timeout=240
     )
 
     (said,), _ = answers_of(client, job, [CHAT], max_tokens=NUM_TOKENS)

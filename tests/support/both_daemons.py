@@ -20,7 +20,7 @@ KINDS = ("in-process", "process")
 def make_one(kind: str, state_dir: Path, pushed: PushedState, *flags: str, **settings: float | str) -> AnyDaemon:
     """Make a daemon of that kind; `settings` are lines of its configuration."""
     if kind == "process":
-        return pushed.daemon(state_dir, *flags, **settings)
+        return pushed.daemon(state_dir, *flags, **settings).let_children_rest()
     assert not flags, "only a process has flags"
     scripts = state_dir / "scripts"
     scripts.mkdir(parents=True)

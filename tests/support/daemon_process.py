@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.support.processes import processes_of
 from tests.support.rates import write_rates
+from tests.support.resting import Resting
 
 from horizon_client import Client
 from horizon_client.resources import Job
@@ -26,7 +27,7 @@ from horizon_server.planning.machine import RATES_FILE
 from horizon_server.services.accounts import Accounts
 
 # A limit for what hangs; on a busy machine a start takes many seconds.
-READY_S = 120.0
+READY_S = 240.0
 # PR_SET_PDEATHSIG: a run of the tests that is killed leaves no daemon. In a program of its own, as forking with gRPC's
 # threads is unsafe.
 _ENDS_WITH_ITS_PARENT = """
@@ -51,12 +52,19 @@ class DaemonProcess:
         self._settings = {"on_sigterm": "drain", **settings}
         self.environment: dict[str, str] = {}
         """Variables of the daemon and of all its children, besides the test's own."""
+        self.resting = Resting(state_dir)
+        """Where its children rest, once `let_children_rest` was called."""
         self.program: tuple[str, ...] = ("-m", "horizon_server")
         """What Python runs."""
         self.tokens: dict[str, str] = {}
         """Of users that the state folder had from the beginning."""
         self.process: subprocess.Popen[bytes] | None = None
         self.endpoints: dict[str, Any] = {}
+
+    def let_children_rest(self) -> DaemonProcess:
+        """Have children, from the next start on, that rest where `resting` says."""
+        self.environment |= self.resting.environment()
+        return self
 
     def start(self) -> DaemonProcess:
         """Start it and wait until it is ready. A restarted daemon listens where it did before, as its clients
@@ -71,7 +79,7 @@ class DaemonProcess:
         if not self._measures and not (self.state_dir / RATES_FILE).exists():
             write_rates(self.state_dir, num_threads=int(self._settings.get("num_threads", 0)))
         kinds = ("grpc", "http")
-        addresses = [flag for kind in kinds for flag in (f"--{kind}", self.endpoints.get(kind) or _free_address())]
+        addresses = [flag for kind in kinds for flag in (f"--{kind}", self.endpoints.get(kind) or free_address())]
         config = self.state_dir / "test.toml"
         lines = (f"{name} = {json.dumps(value)}\n" for name, value in self._settings.items())
         config.write_text("".join(lines), "ascii")
@@ -102,7 +110,7 @@ class DaemonProcess:
         assert self.process is not None
         return self.process.pid
 
-    def terminate(self, timeout_s: float = 60.0) -> int:
+    def terminate(self, timeout_s: float = 240.0) -> int:
         """Send SIGTERM and return the exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
@@ -114,7 +122,7 @@ class DaemonProcess:
         """End it at once, as a crash would; its worker notices by itself."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(180)
         self.process = None
         (self.state_dir / "endpoints.json").unlink(missing_ok=True)
 
@@ -123,10 +131,10 @@ class DaemonProcess:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(60)
+                self.process.wait(180)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(30)
+                self.process.wait(180)
         for pid in self.worker_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -138,7 +146,7 @@ class DaemonProcess:
             capture_output=True,
             text=True,
             check=False,
-            timeout=180,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -170,7 +178,7 @@ class DaemonProcess:
         return (self.state_dir / "test.log").read_text("utf-8", "replace")
 
 
-def _free_address() -> str:
+def free_address() -> str:
     """An address that stays free while a daemon is away: below the ports that the kernel gives to those who ask for
     any."""
     while True:
@@ -188,9 +196,15 @@ def wait_for(condition: Any, timeout_s: float, every_s: float = 0.05) -> None:
 
 
 def wait_for_state(client: Client, job_id: str, *states: str, timeout_s: float = 240.0) -> Job:
-    """Wait until the job is in one of the states, and return it."""
-    wait_for(lambda: client.jobs.get(job_id).state in states, timeout_s)
-    return client.jobs.get(job_id)
+    """Wait until the job is in one of the states, and return it as it was then."""
+    seen: list[Job] = []
+
+    def is_there() -> bool:
+        seen[:] = [client.jobs.get(job_id)]
+        return seen[0].state in states
+
+    wait_for(is_there, timeout_s)
+    return seen[0]
 
 
 def wait_for_step(client: Client, job_id: str, step: int, timeout_s: float = 240.0) -> None:

@@ -63,7 +63,7 @@ def fuzz_world(state_dir: Path, model_folder: Path) -> Iterator[FuzzWorld]:
     """Serve a daemon with both users and an admin."""
     daemon = ServedDaemon(state_dir, model_folder=model_folder, queue=False).start()
     try:
-        yield daemon.call(_filled(daemon), 120.0)
+        yield daemon.call(_filled(daemon))
     finally:
         daemon.close()
 

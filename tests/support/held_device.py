@@ -16,7 +16,7 @@ from horizon_server.worker_link.orders import TURN
 class HeldDevice:
     """Has the turn on a device within its block, as an urgent job, from the next step boundary on."""
 
-    def __init__(self, turns: DeviceTurns, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, turns: DeviceTurns, *, timeout_s: float = 240.0) -> None:
         self._turns, self._timeout_s, self._granted = turns, timeout_s, asyncio.Event()
         job = Job(
             job_id="held",

@@ -20,7 +20,7 @@ from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 _M_MMAP_THRESHOLD = -3
 # So small that not all tensors of a step fit, and enough for what Python and threads allocate on the way to the error.
 _LEFT_BYTES = 256 * 1024
-_HELD_AT_MOST_S = 120.0
+_HELD_AT_MOST_S = 600.0
 
 
 def _take_no_more() -> None:

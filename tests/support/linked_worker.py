@@ -26,7 +26,7 @@ from horizon_server.worker_link.protocol import (
     short_path,
 )
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 class LinkedWorker:

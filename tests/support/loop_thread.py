@@ -20,12 +20,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-loop", daemon=True)
         self._thread.start()
 
-    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = 60.0) -> Result:
+    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = 240.0) -> Result:
         """Run a coroutine there and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def close(self) -> None:
         """End the thread; what still runs there is abandoned."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(60)
+        self._thread.join(180)
         self._loop.close()

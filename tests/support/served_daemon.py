@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.daemon_parts import DaemonParts, daemon_parts
 from tests.support.loop_thread import LoopThread
 from tests.support.processes import processes_of
+from tests.support.resting import Resting
 
 from horizon_client import Client
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
@@ -32,6 +33,7 @@ class ServedDaemon:
     def __init__(self, state_dir: Path, **options: Any) -> None:
         self.state_dir = state_dir
         self.endpoints: dict[str, Any] = {}
+        self.resting = Resting(state_dir)
         self._options = options
         self._thread = LoopThread()
         self._stack: AsyncExitStack | None = None
@@ -44,7 +46,7 @@ class ServedDaemon:
         assert self._parts is not None
         return self._parts
 
-    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = 60.0) -> Result:
+    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = 240.0) -> Result:
         """Run a coroutine where the daemon runs."""
         return self._thread.call(work, timeout_s)
 
@@ -53,7 +55,7 @@ class ServedDaemon:
         self.call(self._start())
         return self
 
-    def terminate(self, timeout_s: float = 60.0) -> int:
+    def terminate(self, timeout_s: float = 240.0) -> int:
         """Stop as on SIGTERM: checkpoint the running job, then end every call. Returns the exit code."""
         self.call(self._stop(drain_s=30.0), timeout_s)
         return 0
@@ -69,7 +71,8 @@ class ServedDaemon:
         finally:
             self._thread.close()
             for pid in self.worker_pids():
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def user(self, name: str, role: str = "user") -> str:
         """Make a user and return a token of theirs."""

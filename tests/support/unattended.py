@@ -65,7 +65,7 @@ class UnattendedUser(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def leave(self, timeout_s: float = 30.0) -> None:
+    def leave(self, timeout_s: float = 120.0) -> None:
         """End the program at once; otherwise it would keep running and disturb the tests that follow."""
         with contextlib.suppress(RuntimeError):  # it has ended
             self._leave()

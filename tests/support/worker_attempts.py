@@ -32,7 +32,7 @@ from horizon_server.worker_link.orders import TURN, Orders
 from horizon_server.worker_link.request import WorkerRequest
 
 GIB = 2**30
-WAIT_S = 120.0
+WAIT_S = 240.0
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 16,
