@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
     trainer = Trainer(template, store, device, *settings(learning_rate=1e-5, optimizer_threads=1), num_steps=100)
     forward_s, step_s = [], []
     try:
-        for seed in range(5):
+        for seed in range(6):
             rows = random_rows(VOCABULARY, num_rows=ROWS, row_tokens=ROW_TOKENS, seed=seed)
             start_s = time.perf_counter()
             trainer.log_probabilities(rows)
@@ -78,11 +77,12 @@ def test_a_pass_forward_is_the_part_of_a_step_that_is_predicted() -> None:
         trainer.close()
         device.close()
         store.close()
-    rates = measure_rates("host", num_threads=1, budget_s=0.0, sizes=SIZES, choose=statistics.median)
+    rates = measure_rates("host", num_threads=1, budget_s=0.0, sizes=SIZES, choose=min)
     of_forward = predict_forward(work, rates, shares_processors=True)
     of_step = predict_step(work, rates, shares_processors=True).step_s
-    # The first ones prepare what later ones find.
-    took_s, step_took_s = statistics.median(forward_s[1:]), statistics.median(step_s[1:])
+    # The shortest of each, as of the rates: whatever else the machine does makes some of them longer. The first ones
+    # prepare what later ones find.
+    took_s, step_took_s = min(forward_s[1:]), min(step_s[1:])
     print(f"predicted {of_forward:.3f} s of {of_step:.3f} s, measured {took_s:.3f} s of {step_took_s:.3f} s")
     # Load slows both sides of a ratio.
     assert 1 / FACTOR < (of_forward / of_step) / (took_s / step_took_s) < FACTOR

@@ -77,7 +77,7 @@ def live_until(processes: ForkServerContext, life: Life, moment: str, count: int
     """Let a process live until it has sent `moment` `count` times and a little longer, then kill it; True if it was
     done before."""
     ours, theirs = multiprocessing.Pipe()
-    process = processes.Process(target=live, args=(life, theirs))
+    process = processes.Process(target=live, args=(life, theirs, moment, count))
     process.start()
     theirs.close()
     sent = 0

@@ -3,17 +3,15 @@ byte."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
 from tests.conftest import MakeDaemon
-from tests.daemon_parts import WAIT_S, DaemonParts
+from tests.daemon_parts import DaemonParts
 from tests.support.held_device import HeldDevice
+from tests.support.resting import Resting
 
-from horizon_server.jobs.attempt import WORKER_MODULE
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 
@@ -24,7 +22,9 @@ USERS = {name: Principal(name=name, role="user", project=name) for name in STEPS
 @pytest.fixture
 async def daemon(make_daemon: MakeDaemon, tmp_path: Path) -> AsyncIterator[DaemonParts]:
     # Slices that are shorter than a step: every step's end is a hand-over where another job waits.
-    async with make_daemon(tmp_path / "state", worker_module=WORKER_MODULE, time_slice_s=0.01, num_threads=1) as daemon:
+    async with make_daemon(
+        tmp_path / "state", worker_module="tests.support.resting", time_slice_s=0.01, num_threads=1
+    ) as daemon:
         for user in USERS.values():
             await daemon.services.accounts.add_user(user.name)
             await daemon.dataset(user)
@@ -50,35 +50,45 @@ def num_handovers(daemon: DaemonParts) -> int:
     return int(sum(one.value for one in samples if one.name == "horizon_device_handover_seconds_count"))
 
 
-async def until_handovers(daemon: DaemonParts, number: int) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while num_handovers(daemon) < number:
-        assert time.monotonic() < end_s, "the jobs do not take turns"
-        await asyncio.sleep(0.01)
+async def handed_over(daemon: DaemonParts, jobs: Iterable[JobRecord], number: int, step: int) -> int:
+    """Let all jobs do step after step, from `step` on, until the device was handed over so often; return where they
+    rest.
+
+    None of them is ahead by more than a step, so that each step takes a hand-over: a job that nobody interrupts, as its
+    daemon waits for a processor, would do all of its steps.
+    """
+    while True:
+        Resting(daemon.state_dir).after(step)
+        for job in jobs:
+            await daemon.until(job.job_id, step=step)
+        if num_handovers(daemon) >= number:
+            return step
+        step += 1
+        assert step < min(STEPS.values()), "the jobs do not take turns"
 
 
 async def test_interleaved_jobs_have_the_bytes_of_each_alone(daemon: DaemonParts) -> None:
     alone = {name: await checkpoint(daemon, await submit(daemon, name)) for name in STEPS}
     assert num_handovers(daemon) == 0
     # Both are loaded before either begins, so that they take turns from the first step on.
-    device = daemon.parts.scheduler.turns["host"]
+    device, resting = daemon.parts.scheduler.turns["host"], Resting(daemon.state_dir)
+    resting.after(1)
     async with HeldDevice(device) as held:
         jobs = {name: await submit(daemon, name) for name in STEPS}
         await held.until_wanted_by(len(jobs))
-    # About two for each step while both are there. How they are spread over the steps depends on how long each of them
-    # took.
-    await until_handovers(daemon, 6)
-    await daemon.until(jobs["one"].job_id, step=2)
+    step = await handed_over(daemon, jobs.values(), 6, 2)
     # One of them is taken out of memory and loaded again, while the other one waits between two of its steps.
     async with HeldDevice(device) as held:
         before = num_handovers(daemon)
         await daemon.services.jobs.pause(USERS["one"], jobs["one"].job_id)
         paused = await daemon.until(jobs["one"].job_id, JobState.PAUSED)
-        assert 2 <= paused.step < STEPS["one"]
+        assert paused.step == step
         await daemon.services.jobs.resume(USERS["one"], jobs["one"].job_id)
+        resting.after(step + 1)
         await held.until_wanted_by(len(jobs))
+    await handed_over(daemon, jobs.values(), before + 6, step + 1)
+    resting.go_on()
     interleaved = {name: await checkpoint(daemon, job) for name, job in jobs.items()}
-    assert num_handovers(daemon) - before >= 6
     for name, files in alone.items():
         assert interleaved[name].keys() == files.keys()
         assert [path for path in files if interleaved[name][path] != files[path]] == [], name

@@ -3,6 +3,7 @@ a kill."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,10 @@ NUM_EPOCHS = 3
 SAVE_EVERY = 4
 # Of the model, which these lives do not change.
 _DIGEST = "0" * 64
+# A step, a save and what comes before it.
+_MOST_MORE = 2
+# Longer than anybody waits to kill it.
+_REST_S = 600.0
 LOSSES, CHECKPOINTS = "losses.txt", "checkpoints"
 
 
@@ -48,8 +53,29 @@ class Life:
         return [(int(step), loss) for step, loss in (line.split() for line in lines)]
 
 
-def live(life: Life, messages: Connection) -> None:
-    """Train to the end; tells before and after every step and save."""
+class _Told:
+    """Tells the parent, and rests some messages after the one that it is to be killed at: however late that kill is, it
+    meets this process where it is meant to."""
+
+    def __init__(self, messages: Connection, moment: str, count: int) -> None:
+        self._messages, self._moment, self._left = messages, moment, count
+        self._more: int | None = None
+
+    def __call__(self, message: str) -> None:
+        self._messages.send(message)
+        self._left -= message == self._moment
+        if self._more is None and self._left <= 0:
+            self._more = _MOST_MORE
+        elif self._more is not None:
+            self._more -= 1
+            if self._more == 0:
+                time.sleep(_REST_S)
+
+
+def live(life: Life, messages: Connection, moment: str, count: int) -> None:
+    """Train to the end; tells before and after every step and save. Rests soon after it has told of `moment` so
+    often."""
+    tell = _Told(messages, moment, count)
     lora = LoraSpec(rank=4, dropout=0.2)
     train = TrainSpec(trainable=LORA, lora=lora) if life.lora else TrainSpec()
     template = Template.from_folder(life.model, layout=open_for_training(life.model, train).layout)
@@ -68,18 +94,18 @@ def live(life: Life, messages: Connection) -> None:
     trainer = Trainer(template, store, device, recipe, Execution(optimizer_threads=1), num_steps=plan.num_steps)
     if state is not None:
         trainer.restore(state)
-    messages.send("born")
+    tell("born")
     while trainer.step < plan.num_steps:
         report = trainer.train_step(plan.step(trainer.step))
         with (life.work / LOSSES).open("a") as losses:
             losses.write(f"{report.step} {report.loss.hex()}\n")
-        messages.send("stepped")
+        tell("stepped")
         if report.step % SAVE_EVERY == 0 or report.step == plan.num_steps:
-            messages.send("saving")
+            tell("saving")
             target = life.work / CHECKPOINTS / f"step-{report.step:06d}"
             save_checkpoint(store, target, source=life.model, trainer_state=trainer.state(), adapter=adapter)
-            messages.send("saved")
+            tell("saved")
     trainer.close()
     device.close()
     store.close()
-    messages.send("done")
+    tell("done")

@@ -133,4 +133,4 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    serve_worker(work, who="the worker")
+    serve_worker(work, who="the worker", progress_every_s=0.1)
