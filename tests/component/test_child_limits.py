@@ -3,10 +3,9 @@ themselves."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, chat_rows
 
+from horizon_server.children import child
 from horizon_server.children.child import Limits
 from horizon_server.datasets import checking, preparing
 from horizon_server.datasets.preview import PreviewOptions
@@ -34,17 +34,18 @@ async def daemon(make_daemon: MakeDaemon, tmp_path: Path) -> AsyncIterator[Daemo
         yield made
 
 
-async def seen(module: str, call: Callable[[], Awaitable[Any]]) -> set[tuple[int, int]]:
-    """The limits of memory and of files that the children of a call run with."""
-    task, found = asyncio.ensure_future(call()), set[tuple[int, int]]()
-    async with asyncio.timeout(60):
-        while not task.done():
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):  # it has just ended
-                    if module in child.cmdline():
-                        found.add((child.rlimit(psutil.RLIMIT_DATA)[0], child.rlimit(psutil.RLIMIT_FSIZE)[0]))
-            await asyncio.sleep(0)
-    await task
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[int, int]]]:
+    """The limits of memory and of files that children begin with, by their modules."""
+    found, set_limits = defaultdict[str, set[tuple[int, int]]](set), child.limit
+
+    def limit(pid: int, limits: Limits) -> None:
+        set_limits(pid, limits)
+        process = psutil.Process(pid)  # which waits until this returns
+        module = next(word for word in process.cmdline() if word.startswith("horizon_server."))
+        found[module].add((process.rlimit(psutil.RLIMIT_DATA)[0], process.rlimit(psutil.RLIMIT_FSIZE)[0]))
+
+    monkeypatch.setattr(child, "limit", limit)
     return found
 
 
@@ -53,20 +54,15 @@ def wanted(limits: Limits) -> tuple[int, int]:
     return limits.memory_bytes or unlimited, limits.file_bytes or unlimited
 
 
-async def test_children_run_with_their_limits(daemon: DaemonParts) -> None:
-    async def prepared() -> None:
-        job = await daemon.submit(ADA)
-        await daemon.until(job.job_id, JobState.SUCCEEDED)
-
-    async def previewed() -> None:
-        await daemon.services.previews.preview(ADA, "chats", "tiny", PreviewOptions())
-
-    checks = await seen("horizon_server.datasets.checking", lambda: daemon.dataset(ADA, "more", chat_rows(16)))
-    assert wanted(checking._LIMITS) in checks
-    assert wanted(preparation._LIMITS) in await seen("horizon_server.datasets.preparing", prepared)
+async def test_children_run_with_their_limits(daemon: DaemonParts, seen: dict[str, set[tuple[int, int]]]) -> None:
+    await daemon.dataset(ADA, "more", chat_rows(16))
+    assert seen["horizon_server.datasets.checking"] == {wanted(checking._LIMITS)}
+    job = await daemon.submit(ADA)
+    await daemon.until(job.job_id, JobState.SUCCEEDED)
+    assert seen["horizon_server.datasets.preparing"] == {wanted(preparation._LIMITS)}
     await daemon.model(ADA)
-    found = await seen("horizon_server.datasets.preview_child", previewed)
-    assert _MEMORY_BYTES in {memory_bytes for memory_bytes, _ in found}
+    await daemon.services.previews.preview(ADA, "chats", "tiny", PreviewOptions())
+    assert {memory_bytes for memory_bytes, _ in seen["horizon_server.datasets.preview_child"]} == {_MEMORY_BYTES}
 
 
 class _Asked(Exception):

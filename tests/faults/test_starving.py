@@ -23,6 +23,7 @@ from tests.support.daemon_process import DaemonProcess, wait_for_step
 from tests.support.node import quick_spec
 
 from horizon_client import Client
+from horizon_client.connection import RetryPolicy
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 from horizon_server.network import own_certificate
 from horizon_server.settings import Settings
@@ -93,7 +94,7 @@ def calls_of_another(world: Attacked, seconds: float) -> list[float]:
     """Durations of ada's calls: gRPC on a connection that she has, on new ones, and REST."""
     durations: list[float] = []
     until = time.monotonic() + seconds
-    with world.daemon.client(world.ada) as client:
+    with patient_client(world) as client:
         while time.monotonic() < until:
             for call in (client.node.status, lambda: new_connection(world), lambda: rest(world)):
                 started = time.perf_counter()
@@ -103,8 +104,14 @@ def calls_of_another(world: Attacked, seconds: float) -> list[float]:
 
 
 def new_connection(world: Attacked) -> None:
-    with Client(world.daemon.endpoints["grpc"], token=world.ada) as client:
+    with patient_client(world) as client:
         client.jobs.list(limit=1)
+
+
+def patient_client(world: Attacked) -> Client:
+    """A client of ada that tries again for as long as `rest` does: its connection may be among those that are cut."""
+    policy = RetryPolicy(max_attempts=1000, max_elapsed_s=LONGEST_CALL_S, first_wait_s=AGAIN_S, longest_wait_s=0.1)
+    return Client(world.daemon.endpoints["grpc"], token=world.ada, unary_retry=policy)
 
 
 def rest(world: Attacked) -> None:

@@ -46,10 +46,12 @@ def test_a_watch_goes_on_across_a_restart_of_the_daemon(own_node: Callable[..., 
     restarted = type(with_port.daemon)(with_port.daemon.state_dir, "--grpc", address)
     try:
         restarted.start()
-        rest, notes = watch.communicate(timeout=300)
+        # Not by `communicate`, which does not know of lines that were read ahead.
+        rest = read_until(watch, '"SUCCEEDED"', timeout_s=300.0)
+        _, notes = watch.communicate(timeout=300)
         assert watch.returncode == 0, notes
         assert f"the watch of {job.job_id} was cut" in notes
-        events = [json.loads(line) for line in [*lines, *rest.splitlines()]]
+        events = [json.loads(line) for line in [*lines, *rest]]
         assert [event["sequence"] for event in events] == list(range(1, len(events) + 1))
         assert {event["step"] for event in events if event["event"] == "step"} >= set(range(1, 61))
         assert (events[-1]["event"], events[-1]["state"]) == ("state", "SUCCEEDED")

@@ -12,7 +12,7 @@ from tests.support.tiny_models import config_of, template_of
 from tests.support.traced_layers import CPU, FP32, ROWS, TRACED, TRACED_FOR, greatest_difference, trace
 from torch import nn
 
-from horizon_server.engine.compiled.call_pattern import CallPattern
+from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
 from horizon_server.engine.compiled.layers import call_patterns
 from horizon_server.engine.compiled.trial import relative_differences
@@ -147,13 +147,11 @@ def test_a_weight_kept_in_fp32_keeps_its_module(monkeypatch: pytest.MonkeyPatch)
     template = template_of(config_of("qwen3"))
     (pattern,) = call_patterns(template, torch.bfloat16).values()
     assert isinstance(pattern, CallPattern)
-    example = template.probe_calls(TRACED_FOR, torch.bfloat16)[0]
+    case = LayerCase(template=template, layer=0, pattern=pattern, lengths=TRACED_FOR, dtype=torch.bfloat16, device=CPU)
     kinds = type(template.places[1][0])
     exact = {place.name for place in template.places[1] if "post_attention_layernorm" in place.name}
     assert exact
     monkeypatch.setattr(kinds, "dtype_in", lambda place, dtype: FP32 if place.name in exact else dtype)
     with Substitution(template.groups[0]).active():
-        graphs = trace_layer(
-            template, 0, pattern, example, num_tokens=sum(TRACED_FOR), dtype=torch.bfloat16, device=CPU
-        )
+        graphs = trace_layer(case)
     assert operators(graphs)["rms_norm_backward"] == 3

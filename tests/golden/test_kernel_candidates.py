@@ -17,7 +17,7 @@ from tests.support.tiny_models import config_of, template_of
 from tests.support.traced_layers import trace
 
 from horizon_server.engine.compiled import build
-from horizon_server.engine.compiled.call_pattern import CallPattern
+from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
 from horizon_server.engine.compiled.graphs import LayerGraphs
 from horizon_server.engine.compiled.layers import CompiledLayers, call_patterns
 from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_key
@@ -108,20 +108,17 @@ def test_the_faster_candidate_is_used(
     assert list(library.scratch.glob(f"{key}*")) == []
     # What `CompiledLayers` runs is that code, for other rows too.
     assert CompiledLayers.load(TEMPLATE, library, TARGET).num_layers == TEMPLATE.num_layers
-    call = TEMPLATE.probe_calls((20, 9), TARGET.dtype)[0]
     (pattern,) = call_patterns(TEMPLATE, TARGET.dtype).values()
     assert isinstance(pattern, CallPattern)
-    again = try_layer(
-        TEMPLATE,
-        0,
-        pattern,
-        call,
-        LayerCode(library.code(key)),
-        entry.returned,
-        num_tokens=29,
+    case = LayerCase(
+        template=TEMPLATE,
+        layer=0,
+        pattern=pattern,
+        lengths=(20, 9),
         dtype=TARGET.dtype,
         device=TARGET.device,
     )
+    again = try_layer(case, LayerCode(library.code(key)), entry.returned)
     assert again.error <= 2e-6
     # A process that only loads code knows the operators.
     check = "import sys; from horizon_server.engine.compiled.package import LayerCode; LayerCode(sys.argv[1])"

@@ -76,8 +76,9 @@ class Resting:
 
     def clear(self) -> None:
         """Have nothing rest any more."""
-        for file in ("after", "references", *self.folder.glob("*.held")):
-            (self.folder / file).unlink(missing_ok=True)
+        self.go_on()
+        for file in self.folder.glob("*.held"):
+            file.unlink(missing_ok=True)
 
     def _write(self, name: str, number: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +129,7 @@ def rest_in(folder: Path) -> None:
             rest(folder, "references", references_done(state_dir), link, lambda: None)
 
     DeviceTurn.__init__ = noted  # type: ignore[assignment, method-assign]
-    WorkerEnd.send = rested  # type: ignore[method-assign]
+    WorkerEnd.send = rested  # type: ignore[assignment, method-assign]
 
 
 def work(request: Any, link: WorkerEnd) -> dict[str, str]:

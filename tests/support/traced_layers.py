@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizon_server.engine.compiled.call_pattern import CallPattern
+from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
 from horizon_server.engine.compiled.trial import relative_differences
 from horizon_server.engine.template import Template
@@ -32,8 +32,8 @@ TRACED = {
 
 
 def trace(template: Template, group: int, pattern: CallPattern, lengths: tuple[int, ...] = TRACED_FOR) -> LayerGraphs:
-    example = template.probe_calls(lengths, FP32)[group]
-    return trace_layer(template, group, pattern, example, num_tokens=sum(lengths), dtype=FP32, device=CPU)
+    case = LayerCase(template=template, layer=group, pattern=pattern, lengths=lengths, dtype=FP32, device=CPU)
+    return trace_layer(case)
 
 
 def greatest_difference(

@@ -1,8 +1,9 @@
 """A child process, from the daemon's side: started with a request, limited, watched while it reports, and gone when it
 has answered.
 
-The child runs as `python -m MODULE REQUEST --events-fd N`. REQUEST is a JSON file. Events, and at the end one answer or
-one error, come up the pipe N. A child that stays after its answer gets further requests by its standard input.
+The child runs as `python -m MODULE REQUEST --events-fd N --held`. REQUEST is a JSON file. Events, and at the end one
+answer or one error, come up the pipe N. It begins when a byte comes by its standard input, once its limits are set. A
+child that stays after its answer gets further requests there.
 `children.entry` is the other side. A child ends with the daemon; a worker does not, which `worker_link` is for.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from horizon_server.children.entry import MAX_LINE_BYTES, MAX_REQUEST_BYTES, Answer, Failure, decode_line
+from horizon_server.children.entry import BEGIN, MAX_LINE_BYTES, MAX_REQUEST_BYTES, Answer, Failure, decode_line
 from horizon_server.control_groups import oom_kills
 from horizon_server.errors import HorizonError, OutOfMemory, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import WorkerLine
@@ -112,6 +113,7 @@ class ChildTask:
                     request_file or f"/proc/self/fd/{request_fd}",
                     "--events-fd",
                     str(write_fd),
+                    "--held",
                     stdin=asyncio.subprocess.PIPE,
                     stdout=log_fd,
                     stderr=log_fd,
@@ -122,6 +124,8 @@ class ChildTask:
             finally:
                 os.close(write_fd)  # the child has its own; while any is open, the pipe does not end with the child
             limit(process.pid, self.limits)
+            assert process.stdin is not None
+            process.stdin.write(BEGIN)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
             return Child(process, self, events=events, resources=resources.pop_all(), log_file=log_file)
 

@@ -49,6 +49,8 @@ MAX_LINE_BYTES = 16 * 2**20
 # Longest further request. The prompts of a call take the most: up to 12 bytes for each of their four million
 # characters.
 MAX_REQUEST_BYTES = 64 * 2**20
+# What a child that is held waits for.
+BEGIN = b"\n"
 # Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all.
 _LOG_EVERY_S = 10.0
 
@@ -136,6 +138,7 @@ def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0, 
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Entry of {who}; started by horizond.")
     parser.add_argument("request", type=Path, help="JSON file with the request")
     parser.add_argument("--events-fd", type=int, default=_STANDARD_OUTPUT, help="descriptor to write events to")
+    parser.add_argument("--held", action="store_true", help="begin when a byte comes by the standard input")
     arguments = parser.parse_args()
     # The daemon decides when a child ends. Both may be inherited from the shell that started the daemon.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -147,6 +150,9 @@ def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0, 
         cpu_priority.lower_for_good()
     os.nice(niceness)
     events = EventWriter(arguments.events_fd)
+    if arguments.held:
+        # However long the daemon takes to set its limits, it reads nothing without them.
+        os.read(_STANDARD_INPUT, len(BEGIN))
     has_answered = _carry_out(work, arguments.request.read_bytes(), events, who)
     while has_answered and stays:
         line = sys.stdin.buffer.readline(MAX_REQUEST_BYTES)

@@ -28,7 +28,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 
 ADA = Principal(name="ada", role="user", project="ada")
-QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
+QUICK = RetryPolicy(max_attempts=1000, max_elapsed_s=120.0, first_wait_s=0.001, longest_wait_s=0.05)
 
 
 class Daemon:

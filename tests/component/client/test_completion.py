@@ -24,7 +24,8 @@ def tab(run: Run, daemon: Daemon) -> Callable[..., list[str]]:
     daemon.add_job("gsm8k-sft")
 
     def complete(*words: str) -> list[str]:
-        code = "from horizon_client.cli import main; main()"
+        # A person at the TAB key waits for a few seconds; on a busy machine that may not be enough.
+        code = "from horizon_client.cli import completion, main; completion._PATIENCE_S = 60.0; main()"
         request = {
             "_HORIZON_COMPLETE": "bash_complete",
             "COMP_WORDS": "\n".join(["horizon", *words]),
@@ -36,7 +37,7 @@ def tab(run: Run, daemon: Daemon) -> Callable[..., list[str]]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=120,
         )
         assert done.stderr == ""
         return done.stdout.split()

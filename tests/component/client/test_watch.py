@@ -22,7 +22,7 @@ from horizon_server.records.job import JobRecord, JobState
 if TYPE_CHECKING:
     from tests.component.client.conftest import Daemon
 
-QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
+QUICK = RetryPolicy(max_attempts=1000, max_elapsed_s=120.0, first_wait_s=0.001, longest_wait_s=0.05)
 
 
 def _sequences(events: list[JobEvent]) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +15,7 @@ import structlog
 from tests.component.jobs.conftest import held
 from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
 
+from horizon_server.children.child import Limits
 from horizon_server.errors import (
     DoesNotFit,
     Draining,
@@ -121,7 +124,19 @@ async def test_others_cannot_see_or_change_a_job(daemon: DaemonParts, ada: Princ
 Call = Callable[[Principal, str], Awaitable[JobRecord]]
 
 
-async def in_state(daemon: DaemonParts, ada: Principal, state: JobState) -> JobRecord:
+@pytest.fixture
+def hold_preparation(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Stops the process of every preparation before it begins."""
+
+    def stop(pid: int, _: Limits) -> None:
+        os.kill(pid, signal.SIGSTOP)
+
+    return lambda: monkeypatch.setattr("horizon_server.children.child.limit", stop)
+
+
+async def in_state(
+    daemon: DaemonParts, ada: Principal, state: JobState, hold_preparation: Callable[[], None]
+) -> JobRecord:
     """Return a job that stays in this state until something is done to it."""
     jobs = daemon.services.jobs
     match state:
@@ -129,6 +144,7 @@ async def in_state(daemon: DaemonParts, ada: Principal, state: JobState) -> JobR
             await daemon.set_node("cordoned")
             return await daemon.submit(ada, "waiting")
         case S.PREPARING:  # of a length of its own, so that nothing prepared fits
+            hold_preparation()
             job = await daemon.submit(ada, "preparing", train={"sequence_length": 200 + len(str(daemon.state_dir))})
         case S.STARTING:
             job = await daemon.submit(ada, "starting", Script(hold_at="start"))
@@ -152,8 +168,10 @@ async def in_state(daemon: DaemonParts, ada: Principal, state: JobState) -> JobR
 
 
 @pytest.mark.parametrize("state", list(JobState))
-async def test_cancel_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
-    job = await in_state(daemon, ada, state)
+async def test_cancel_in_every_state(
+    daemon: DaemonParts, ada: Principal, state: JobState, hold_preparation: Callable[[], None]
+) -> None:
+    job = await in_state(daemon, ada, state, hold_preparation)
     answer = await daemon.services.jobs.cancel(ada, job.job_id)
     if state in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
         assert answer.job_state is state, "what has ended stays as it is, and the answer shows it"
@@ -167,8 +185,10 @@ async def test_cancel_in_every_state(daemon: DaemonParts, ada: Principal, state:
 
 
 @pytest.mark.parametrize("state", list(JobState))
-async def test_pause_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
-    job = await in_state(daemon, ada, state)
+async def test_pause_in_every_state(
+    daemon: DaemonParts, ada: Principal, state: JobState, hold_preparation: Callable[[], None]
+) -> None:
+    job = await in_state(daemon, ada, state, hold_preparation)
     if state in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
         with pytest.raises(WrongJobState, match=f"is {state}; only a job that has not ended can be paused"):
             await daemon.services.jobs.pause(ada, job.job_id)
@@ -184,8 +204,10 @@ async def test_pause_in_every_state(daemon: DaemonParts, ada: Principal, state: 
 
 
 @pytest.mark.parametrize("state", list(JobState))
-async def test_resume_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
-    job = await in_state(daemon, ada, state)
+async def test_resume_in_every_state(
+    daemon: DaemonParts, ada: Principal, state: JobState, hold_preparation: Callable[[], None]
+) -> None:
+    job = await in_state(daemon, ada, state, hold_preparation)
     if state not in (S.PAUSED, S.FAILED):
         with pytest.raises(WrongJobState, match="only a PAUSED or FAILED job can be resumed"):
             await daemon.services.jobs.resume(ada, job.job_id)
@@ -388,7 +410,7 @@ async def test_a_watch_sees_everything_and_ends_with_the_job(daemon: DaemonParts
     daemon.release("held")
     await daemon.until(job.job_id, S.SUCCEEDED)
     last = (await daemon.job(job.job_id)).last_sequence
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         assert [await task for task in watches] == [list(range(1, last + 1)), list(range(4, last + 1))]
 
 
@@ -404,7 +426,7 @@ async def test_draining_queues_the_running_job_again_and_ends_every_watch(daemon
     watching = asyncio.create_task(watch())
     await daemon.drain()
     with pytest.raises(Draining):
-        await asyncio.wait_for(watching, 30)
+        await asyncio.wait_for(watching, WAIT_S)
     with pytest.raises(Draining):
         await daemon.submit(ada, "late")
     drained = await daemon.job(job.job_id)

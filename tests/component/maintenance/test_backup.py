@@ -158,7 +158,7 @@ async def test_checkpoints_are_written_and_deleted_while_a_backup_is_made(daemon
     """Every backup has a whole checkpoint of the job, the newest of some moment of it."""
     _, job = await filled(daemon)
     checkpoints = daemon.services.jobs.folders.checkpoints(job.job_id)
-    over, steps = threading.Event(), itertools.count(4)
+    over, steps, written_one = threading.Event(), itertools.count(4), threading.Semaphore(0)
 
     def train() -> int:
         for step in steps:
@@ -170,12 +170,14 @@ async def test_checkpoints_are_written_and_deleted_while_a_backup_is_made(daemon
                 step_folder(daemon.state_dir, job, step)
             )
             checkpoints.apply_retention(keep_last=1, keep_best=False)
+            written_one.release()
             if over.is_set():
                 return step
         raise AssertionError
 
     training = asyncio.get_running_loop().run_in_executor(None, train)
     for number in range(20):
+        assert await asyncio.to_thread(written_one.acquire, timeout=60)
         target = tmp_path / f"backup{number}"
         backup = await asyncio.to_thread(make_backup, daemon.state_dir, target)
         assert (backup.problems, check_backup(target, full=True).findings) == ((), [])
@@ -419,7 +421,7 @@ def killed_again_and_again(what: str, source: Path, target: Path) -> int:
     """Back up or restore in processes that are killed before their first change of the disk, their third, and so on;
     return how often."""
     command = [sys.executable, "-c", _KILLED, what, str(source), str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
     return int(done.stdout) // 2
 

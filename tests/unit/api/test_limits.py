@@ -50,6 +50,7 @@ async def test_calls_of_one_user_beyond_the_rate_wait_then_are_refused(monkeypat
     monkeypatch.setattr(limits, "CALLS_BURST", 1)
     monkeypatch.setattr(limits, "CALLS_PATIENCE_S", 0.25)
     calls = CallLimits(calls_per_s=20.0)
+    monkeypatch.setattr(calls._calls, "_clock", lambda: 0.0)  # with time, more would be served
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     outcomes = await asyncio.gather(*(one_call(calls) for _ in range(40)))
@@ -71,6 +72,7 @@ async def one_call(calls: CallLimits, *, is_change: bool = False) -> str:
 async def test_changes_have_a_rate_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CHANGES_PATIENCE_S", 0.0)
     calls = CallLimits(calls_per_s=100_000.0)
+    monkeypatch.setattr(calls._changes, "_clock", lambda: 0.0)  # with time, more would be served
     outcomes = [await one_call(calls, is_change=True) for _ in range(limits.CHANGES_BURST + 20)]
     assert "refused" in outcomes[limits.CHANGES_BURST :]
     assert "refused" not in outcomes[: limits.CHANGES_BURST]
@@ -101,14 +103,18 @@ async def test_a_user_and_an_address_have_a_maximum_of_open_calls() -> None:
 async def test_refusals_beyond_the_rate_are_held_back_for_a_limited_number_of_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "HELD_S", 0.2)
     calls = CallLimits()
-    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(calls._refusals, "_clock", lambda: 0.0)  # with time, fewer would be held back
+    held, over, sleep = list[float](), asyncio.Event(), asyncio.sleep
 
-    async def held_s() -> float:
-        started_s = loop.time()
-        await calls.hold_back("10.0.0.5")
-        return loop.time() - started_s
+    async def hold(seconds: float) -> None:
+        held.append(seconds)
+        await over.wait()
 
-    durations = await asyncio.gather(*(held_s() for _ in range(limits.REFUSALS_BURST + limits.MAX_HELD + 50)))
-    assert sum(duration >= 0.19 for duration in durations) == limits.MAX_HELD
+    monkeypatch.setattr(asyncio, "sleep", hold)
+    num_calls = limits.REFUSALS_BURST + limits.MAX_HELD + 50
+    waiting = [asyncio.create_task(calls.hold_back("10.0.0.5")) for _ in range(num_calls)]
+    await sleep(0)
+    assert held == [limits.HELD_S] * limits.MAX_HELD
+    over.set()
+    await asyncio.gather(*waiting)

@@ -250,7 +250,7 @@ def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list
     reader, writer = os.pipe()
     place = write_request(request, folder, **more)
     command = [sys.executable, "-m", "horizon_server.datasets.preparing", place, "--events-fd", str(writer)]
-    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False, timeout=60)
+    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False, timeout=300)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         events = [decode_line(line) for line in stream]
@@ -264,7 +264,7 @@ def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[subprocess.P
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
 
 
 def test_the_child_reports_progress_and_result(demo_model: Path, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     with killed_at_the_end(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process, fifo.open("wb"):
         assert list((tmp_path / "work").iterdir()) != []
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -333,7 +333,7 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     place = write_request(request, tmp_path)
     # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
     child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing {place}"
-    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False, timeout=300)
     end = decode_line(done.stdout.splitlines()[-1].encode())
     assert isinstance(end, Failure)
     assert (done.returncode, end.error.reason) == (1, "DISK_FULL")

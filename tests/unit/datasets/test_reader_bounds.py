@@ -30,7 +30,7 @@ def test_a_bomb_is_refused_before_it_has_grown(tmp_path: Path, compress: Callabl
     file = put(tmp_path, f"{name}{'.gz' if compress is gzip.compress else '.zst'}", bomb)
     assert max(MAX_ROW_BYTES, len(bomb) * MAX_EXPANSION) < 9 * 59 * 2**20
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         with pytest.raises(InvalidData, match=r"expands to more than \d+ bytes, .* push it uncompressed or in parts"):
             inspect(file, "text")
@@ -38,7 +38,7 @@ def test_a_bomb_is_refused_before_it_has_grown(tmp_path: Path, compress: Callabl
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 8 * MAX_ROW_BYTES
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60
 
 
 def test_a_file_has_a_largest_size_when_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

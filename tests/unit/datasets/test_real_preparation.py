@@ -129,7 +129,7 @@ def peaks_mb(model: Path, folder: Path, num_bytes: int) -> list[int]:
         text=True,
         check=True,
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-        timeout=120,
+        timeout=300,
     )
     measured = json.loads(done.stderr)
     assert measured["code"] == 0, done.stdout

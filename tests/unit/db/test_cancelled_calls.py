@@ -13,7 +13,7 @@ from sqlalchemy import select, text
 from horizon_server.db.database import Database
 from horizon_server.db.tables import UserRow
 
-SLOW = text("WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 200000) SELECT count(*) FROM c")
+SLOW = text("WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 2000000) SELECT count(*) FROM c")
 
 
 async def test_a_call_that_is_cancelled_twice_leaves_no_task_behind(tmp_path: Path) -> None:

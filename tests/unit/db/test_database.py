@@ -71,7 +71,7 @@ async def test_many_writers_do_not_pass_each_other(database: Database) -> None:
 
 async def test_another_process_can_write_meanwhile(database: Database, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "horizon_server", "user", "add", "bob", "--state-dir", str(tmp_path)]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     async with database.reading() as session:
         assert await session.scalar(select(UserRow.name)) == "bob"
@@ -119,7 +119,7 @@ async def test_writes_do_not_wait_for_reads(database: Database) -> None:
             await over.wait()
 
     readers = [asyncio.create_task(read()) for _ in range(50)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         for _ in range(NUM_READERS):
             await taken.acquire()
         async with database.session() as session:
@@ -143,7 +143,7 @@ async def test_reads_wait_for_their_turn_however_long(database: Database) -> Non
             return int(await session.scalar(text("SELECT 1")) or 0)
 
     readers = [asyncio.create_task(read()) for _ in range(3 * NUM_READERS)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         for _ in range(NUM_READERS):
             await taken.acquire()
         over.set()

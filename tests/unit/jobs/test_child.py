@@ -8,11 +8,13 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from horizon_server.children import child as child_module
 from horizon_server.children.child import ChildTask, Limits, OnEvent, exit_reason, log_tail, streamed
 from horizon_server.children.entry import Answer, Failure, decode_line, encode_line
 from horizon_server.errors import (
@@ -61,6 +63,9 @@ def work(request, events):
     if mode == "busy":
         while True:
             pass
+    if mode == "tell and exit":
+        events.send(Message(level="info", text="ready"))
+        os._exit(3)
     if mode == "silent":
         events.send(Message(level="info", text=str(os.getpid())))
         time.sleep(600)
@@ -203,10 +208,10 @@ async def test_an_end_means_what_the_task_says(environment: dict[str, str]) -> N
 async def test_a_stream_has_the_events_and_then_the_answer(environment: dict[str, str]) -> None:
     lines = [line async for line in talker(environment).stream({"mode": "tell"})]
     assert lines == [Message(level="info", text="ready"), Answer("told")]
-    quiet = talker(environment, silence_s=1.0).stream({"mode": "silent"})
-    assert isinstance(await anext(quiet), Message), "what came before the error"
-    with pytest.raises(Stalled, match="reported nothing"):
-        await anext(quiet)
+    cut = talker(environment).stream({"mode": "tell and exit"})
+    assert await anext(cut) == Message(level="info", text="ready"), "what came before the error"
+    with pytest.raises(WorkerDied, match="exit code 3"):
+        await anext(cut)
 
 
 async def test_a_stream_that_is_closed_ends_the_child(environment: dict[str, str]) -> None:
@@ -240,6 +245,19 @@ async def test_a_child_that_does_not_exit_is_killed(
 async def test_limits_and_signals_are_set_in_the_child(environment: dict[str, str]) -> None:
     assert await ask(environment, "limits", file_bytes=12345, oom_score_adj=900) == [12345, 0, 900]
     assert await ask(environment, "signals") == [True, True, True]
+
+
+async def test_a_child_begins_when_its_limits_are_set_however_late_that_is(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_limit = child_module.limit
+
+    def limit_late(pid: int, limits: Limits) -> None:
+        time.sleep(2.0)  # a daemon that does not get the processor; a child starts in less
+        really_limit(pid, limits)
+
+    monkeypatch.setattr(child_module, "limit", limit_late)
+    assert await ask(environment, "limits", file_bytes=12345, oom_score_adj=900) == [12345, 0, 900]
 
 
 async def test_a_long_answer_arrives_whole(environment: dict[str, str]) -> None:

@@ -106,7 +106,7 @@ async def test_a_template_that_takes_too_much_memory_ends_the_preparation(tmp_pa
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ 'x' * 2**32 }}")
     (tmp_path / "a.jsonl").write_text(CHAT)
     with pytest.raises(InvalidData, match="takes more than 4 GiB of memory to render"):
-        await asyncio.wait_for(run(Preparation(tmp_path / "prepared", asyncio.Lock()), tmp_path / "a.jsonl"), 60)
+        await asyncio.wait_for(run(Preparation(tmp_path / "prepared", asyncio.Lock()), tmp_path / "a.jsonl"), 300)
     assert list((tmp_path / "prepared" / "digest").iterdir()) == []
 
 

@@ -274,6 +274,8 @@ async def write_whole(context: Any, response: Any) -> None:
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
+        # It fails when the caller has gone, which nobody needs to know.
+        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait([writing], timeout=LAST_MESSAGE_S)
         raise
 

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
 
-import torch
-
-from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
+from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase, NotCompilable
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
 from horizon_server.engine.compiled.layers import call_patterns
 from horizon_server.engine.compiled.library import CodeLibrary, Entry, Kernels, Target, layer_key, sha256_of
@@ -25,18 +22,11 @@ from horizon_server.engine.compiled.trial import TOLERANCE, try_layer
 from horizon_server.engine.fused.availability import runs_triton
 from horizon_server.engine.fused.graphs import fuse_sums, has_fused_operators
 from horizon_server.engine.fused.substitution import Substitution
-from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
 
 Report = Callable[[str], None]
 # Documents of the row that layers are tried on, in shares: several, because packed rows are the rule.
 _NUM_DOCUMENTS = 3
-
-
-class _How(TypedDict):
-    num_tokens: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 def build_missing(template: Template, library: CodeLibrary, target: Target, report: Report) -> list[str]:
@@ -89,7 +79,7 @@ class _Build:
         with ExitStack() as stack:
             files = {kernels: stack.enter_context(self._partial(kernels)) for kernels in ("inductor", "triton")}
             try:
-                entry = self._try(trace_layer(*self._what(), **self._how()), files["inductor"], "inductor")
+                entry = self._try(trace_layer(self._case()), files["inductor"], "inductor")
             except CompilerFailed as error:
                 # Not kept, so that a compiler that is installed later is used.
                 return Entry(refusal=str(error))
@@ -131,7 +121,7 @@ class _Build:
     def _fused(self) -> LayerGraphs | None:
         """The graphs of the layer with operators where it computes what they do, or None where it does so nowhere."""
         with Substitution(self.template.groups[self.template.layer_groups[self.layer]]).active():
-            graphs = trace_layer(*self._what(), **self._how())
+            graphs = trace_layer(self._case())
         modules = (graphs.forward.module, graphs.backward.module)
         for module in modules:
             fuse_sums(module)
@@ -144,7 +134,7 @@ class _Build:
             NotCompilable: the compiler failed, or the code's gradients are not those of the layer.
         """
         build_package(graphs, file)
-        trial = try_layer(*self._what(), LayerCode(file), graphs.returned, **self._how())
+        trial = try_layer(self._case(), LayerCode(file), graphs.returned)
         refusal, tolerance = "", TOLERANCE[self.target.dtype]
         # Written so that a NaN does not pass.
         if not trial.error <= tolerance:
@@ -164,15 +154,18 @@ class _Build:
             kernels=kernels,
         )
 
-    def _what(self) -> tuple[Template, int, CallPattern, LayerCall]:
+    def _case(self) -> LayerCase:
         num_tokens = self.target.num_tokens
         share = num_tokens // _NUM_DOCUMENTS
         lengths = [share] * (_NUM_DOCUMENTS - 1) + [num_tokens - share * (_NUM_DOCUMENTS - 1)]
-        call = self.template.probe_calls(lengths, self.target.dtype)[self.layer]
-        return self.template, self.layer, self.pattern, call
-
-    def _how(self) -> _How:
-        return {"num_tokens": self.target.num_tokens, "dtype": self.target.dtype, "device": self.target.device}
+        return LayerCase(
+            template=self.template,
+            layer=self.layer,
+            pattern=self.pattern,
+            lengths=tuple(lengths),
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
 
     @contextmanager
     def _partial(self, kernels: Kernels) -> Iterator[Path]:

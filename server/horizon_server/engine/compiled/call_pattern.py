@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.template import Template
 
 
 class NotCompilable(Exception):
@@ -92,6 +94,29 @@ class CallPattern:
         replaced = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(replaced, structure)
         return LayerCall(args=args, kwargs=kwargs, keyword=example.keyword)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase:
+    """A layer that is traced and tried for all of its kind, on a row of documents of `lengths`, whose tokens are the
+    number that the code will be best for."""
+
+    template: Template
+    layer: int
+    pattern: CallPattern
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row."""
+        return sum(self.lengths)
+
+    @cached_property
+    def call(self) -> LayerCall:
+        """The layer's call for the row."""
+        return self.template.probe_calls(self.lengths, self.dtype)[self.layer]
 
 
 def _flat(call: LayerCall) -> tuple[list[Any], TreeSpec]:

@@ -29,10 +29,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
-from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
+from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.linear import AccumulatedProducts, Accumulator
-from horizon_server.engine.template import Template
 
 log = logging.getLogger(__name__)
 
@@ -77,33 +76,25 @@ class LayerGraphs:
     returned: tuple[str, ...]
 
 
-def trace_layer(
-    template: Template,
-    layer: int,
-    pattern: CallPattern,
-    example: LayerCall,
-    *,
-    num_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LayerGraphs:
-    """Trace a layer as the template runs it. `example` is a call for `num_tokens`, the size that the code will be best
-    for.
+def trace_layer(case: LayerCase) -> LayerGraphs:
+    """Trace a layer as its template runs it.
 
     Raises:
         NotCompilable: the layer's code depends on values, or on the number of tokens.
     """
+    template, layer, pattern, num_tokens = case.template, case.layer, case.pattern, case.num_tokens
+    dtype, device = case.dtype, case.device
     places, norm_sizes = template.places[layer + 1], template.norm_sizes(layer)
     names = [*(place.name for place in places), *norm_sizes]
     matrices = [place for place in places if place.is_matrix]
     trained = [place.name for place in places if place.trained]
     num_tensors = len(pattern.tensors)
-    call_tensors = pattern.tensors_of(example) or []
+    call_tensors = pattern.tensors_of(case.call) or []
 
     def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
         parameters = dict(zip(names, inputs, strict=False))
         hidden_1TD, *rest = inputs[len(names) :]
-        return parameters, hidden_1TD, pattern.call_with(example, rest[:num_tensors]), rest[num_tensors:]
+        return parameters, hidden_1TD, pattern.call_with(case.call, rest[:num_tensors]), rest[num_tensors:]
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         parameters, hidden_1TD, call, _ = split(inputs)

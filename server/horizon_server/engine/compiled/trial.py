@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
+from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
 from horizon_server.engine.compiled.package import LayerCode
-from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.template import Template
 
 # Of a tensor's norm. Sums in another order differ by less, another formula by far more.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -38,33 +36,24 @@ class Trial:
     speedup: float
 
 
-def try_layer(
-    template: Template,
-    layer: int,
-    pattern: CallPattern,
-    call: LayerCall,
-    code: LayerCode,
-    returned: tuple[str, ...],
-    *,
-    num_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Trial:
-    """Run a layer compiled and eagerly on the same random numbers, and time both in turn."""
+def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Trial:
+    """Run a layer compiled and eagerly on the same random numbers, and time both in turn. `returned` are the parameters
+    whose gradients the code returns, in order."""
+    template, layer, call, device = case.template, case.layer, case.call, case.device
     generator = torch.Generator().manual_seed(0)
 
-    def random(shape: tuple[int, ...], scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
+    def random(shape: tuple[int, ...], scale: float = 1.0, dtype: torch.dtype = case.dtype) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
 
     places = template.places[layer + 1]
     # Of the usual scale, so that what a layer adds to the hidden state is about as large as the state itself.
     parameters = {
-        place.name: random(place.piece.shape, _scale(place.piece.shape), place.dtype_in(dtype)) for place in places
+        place.name: random(place.piece.shape, _scale(place.piece.shape), place.dtype_in(case.dtype)) for place in places
     }
     # Of the random weights: outputs are as large as they would be without magnitudes.
     parameters |= template.norms(layer, parameters)
-    hidden_1TD, gradient_1TD = (random((1, num_tokens, template.hidden_size)) for _ in range(2))
-    call_tensors = pattern.tensors_of(call)
+    hidden_1TD, gradient_1TD = (random((1, case.num_tokens, template.hidden_size)) for _ in range(2))
+    call_tensors = case.pattern.tensors_of(call)
     if call_tensors is None:
         raise NotCompilable("the trial's call is not one of the pattern")
     trained = [place.name for place in places if place.trained]

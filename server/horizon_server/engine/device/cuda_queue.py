@@ -22,6 +22,9 @@ from horizon_server.engine.device.queued_device import HostQueue, QueueGroup
 from horizon_server.engine.device.timeline import Span, Timeline, Trace
 from horizon_server.errors import DoesNotFit
 
+# A thread that loses the processor between its looks at the two clocks looks again, a few times.
+_CLOSE_S, _MOST_LOOKS = 1e-4, 5
+
 
 class StreamClock:
     """Turns marks into seconds of the host's monotonic clock, so that streams and host threads share one time line.
@@ -35,10 +38,16 @@ class StreamClock:
 
     def rebase(self, stream: Any) -> None:
         """Synchronise both clocks again; a mark's distance in milliseconds is a float32 and must not grow large."""
-        self._base = self._runtime.new_mark()
-        self._base.record(stream)
-        self._base.synchronize()
-        self._base_s = time.perf_counter()
+        gap_s = float("inf")
+        for _ in range(_MOST_LOOKS):
+            mark, before_s = self._runtime.new_mark(), time.perf_counter()
+            mark.record(stream)
+            mark.synchronize()
+            now_s = time.perf_counter()
+            if now_s - before_s < gap_s:
+                gap_s, self._base, self._base_s = now_s - before_s, mark, now_s
+            if gap_s < _CLOSE_S:
+                break
 
     def seconds(self, mark: Mark) -> float:
         """When the device passed a mark."""

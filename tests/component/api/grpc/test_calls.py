@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from horizon_proto.v1 import checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2, node_pb2_grpc
+from horizon_server.api.grpc import interceptor
 from horizon_server.api.grpc.interceptor import (
     CallInterceptor,
     Trailers,
@@ -123,7 +125,7 @@ async def test_stopping_ends_streams_so_that_clients_reconnect(world: Any) -> No
     job = await world.job()
     stream = world.ann.call("jobs", "WatchJob", job_pb2.WatchJobRequest(job_id=job.job_id))
     assert (await stream.read()).event.sequence == 1
-    stopping = asyncio.create_task(world.server.stop(5))
+    stopping = asyncio.create_task(world.server.stop(60))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -132,21 +134,52 @@ async def test_stopping_ends_streams_so_that_clients_reconnect(world: Any) -> No
     assert world.num_watching(job) == 0
 
 
-async def test_a_message_under_way_leaves_before_its_stream_ends() -> None:
+async def test_a_message_under_way_leaves_before_its_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     # gRPC refuses a status beside a first message, and the caller would not learn why its stream has ended.
-    left = []
+    monkeypatch.setattr(interceptor, "LAST_MESSAGE_S", 60.0)
+    left, is_writing, may_leave = [], asyncio.Event(), asyncio.Event()
 
     class Context:
         async def write(self, message: str) -> None:
-            await asyncio.sleep(0.1)
+            is_writing.set()
+            await may_leave.wait()
             left.append(message)
 
     writing = asyncio.create_task(write_whole(Context(), "a message"))
-    await asyncio.sleep(0)
+    await is_writing.wait()
     writing.cancel()
+    await asyncio.sleep(0)
+    assert not writing.done()
+    may_leave.set()
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert left == ["a message"]
+
+
+async def test_a_message_that_fails_after_its_stream_has_ended_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(interceptor, "LAST_MESSAGE_S", 60.0)
+    is_writing, fails = asyncio.Event(), asyncio.Event()
+
+    class Context:
+        async def write(self, message: str) -> None:
+            is_writing.set()
+            await fails.wait()
+            raise RuntimeError("the caller has gone")
+
+    writing = asyncio.create_task(write_whole(Context(), "a message"))
+    await is_writing.wait()
+    # Ended, and ended again by gRPC, which leaves the message behind.
+    for _ in range(2):
+        writing.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    fails.set()
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert caplog.records == []
 
 
 async def test_a_client_that_goes_away_ends_the_watch_at_once_and_leaves_no_traceback(
@@ -159,10 +192,9 @@ async def test_a_client_that_goes_away_ends_the_watch_at_once_and_leaves_no_trac
     with caplog.at_level(logging.INFO):
         stream.cancel()
         await world.until_unwatched(job)
-        for _ in range(100):
-            if world.calls:
-                break
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not world.calls:  # noqa: ASYNC110  # nothing announces it
+                await asyncio.sleep(0.01)
     assert world.calls[-1][1:] == ("WatchJob", "CANCELLED")
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -218,6 +250,10 @@ async def test_one_user_cannot_take_all_calls(world: Any, monkeypatch: pytest.Mo
     watches[0].cancel()
     async with asyncio.timeout(60):
         while world.num_watching(job) > 2:  # noqa: ASYNC110  # the server learns of it through the network
+            await asyncio.sleep(0.005)
+    async with asyncio.timeout(60):
+        # The watch is over a moment before its call is.
+        while world.services.limits._num_of_user["ann"] > 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert (await world.ann.call("node", "GetNode", GET_NODE)).node.user == "ann"
 

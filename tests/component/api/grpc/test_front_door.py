@@ -74,10 +74,23 @@ async def test_watches_of_health_are_few_and_leave_room_for_all_others(world: An
 
 
 async def test_a_call_without_a_token_does_not_last(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interceptor, "OPEN_CALL_S", 0.2)
+    long_s = 3600.0
+    monkeypatch.setattr(interceptor, "OPEN_CALL_S", long_s)
+    scopes: list[asyncio.Timeout] = []
+    timeout = asyncio.timeout
+
+    def noted(delay: float | None) -> asyncio.Timeout:
+        scope = timeout(delay)
+        if delay == long_s:
+            scopes.append(scope)
+        return scope
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
     stub: Any = health_pb2_grpc.HealthStub(world.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    (scope,) = scopes
+    scope.reschedule(asyncio.get_running_loop().time())  # its time is over, now that it has answered
     assert await watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

@@ -24,7 +24,7 @@ def state(state_with_chats: Any) -> Any:
     return state_with_chats
 
 
-_WAIT_S = 30.0
+_WAIT_S = 60.0
 # Else channels of one process to one address share a connection.
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 

@@ -235,7 +235,7 @@ async def test_a_daemon_that_stops_keeps_what_has_arrived(world: Any) -> None:
     async with asyncio.timeout(60):
         while not part.exists() or part.stat().st_size < 2**20:  # noqa: ASYNC110  # the bytes come through the network
             await asyncio.sleep(0.005)
-    await world.server.stop(5)
+    await world.server.stop(60)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert reason(caught) == ("UNAVAILABLE", "DRAINING")

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from horizon_server.api import limits
 from horizon_server.api.http import connections
+from horizon_server.api.http.connections import BoundedProtocol
 from horizon_server.api.http.server import HttpServer, start_http_server
 
 HALF = b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: "
@@ -56,8 +57,16 @@ async def server(app: FastAPI) -> Any:
 
 
 async def test_a_head_that_never_ends_is_cut(connection: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
-    for first in (b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"):
+    complete = BoundedProtocol.on_response_complete
+
+    def complete_and_be_short(protocol: BoundedProtocol) -> None:
+        monkeypatch.setattr(connections, "HEAD_S", 0.3)
+        complete(protocol)
+
+    monkeypatch.setattr(BoundedProtocol, "on_response_complete", complete_and_be_short)
+    # The head of a whole request has all the time that it may need.
+    for first, head_s in ((b"", 0.3), (b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 60.0)):
+        monkeypatch.setattr(connections, "HEAD_S", head_s)
         reader, writer = await connection(first)
         if first:
             async with asyncio.timeout(60):
@@ -74,17 +83,26 @@ async def test_a_head_that_never_ends_is_cut(connection: Connect, monkeypatch: p
 async def test_a_connection_without_a_token_does_not_last(
     server: HttpServer, connection: Connect, world: Any, make_step: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "UNKNOWN_S", 1.5)
-    reader, _ = await connection()
-    assert await is_cut(reader)
+    known: list[BoundedProtocol] = []
+    identified = BoundedProtocol.identified
+
+    def noted(protocol: BoundedProtocol, user: str) -> None:
+        identified(protocol, user)
+        known.append(protocol)
+
+    monkeypatch.setattr(BoundedProtocol, "identified", noted)
+    with monkeypatch.context() as short:
+        short.setattr(connections, "UNKNOWN_S", 0.2)
+        reader, _ = await connection()
+        assert await is_cut(reader)
     base_url, headers = f"http://127.0.0.1:{server.port}", {"Authorization": f"Bearer {world.tokens['ann']}"}
     async with httpx.AsyncClient(base_url=base_url, headers=headers) as client:
         job = await world.job()
         async with client.stream("GET", f"/horizon/v1/jobs/{job.job_id}/events") as answer:
             pieces = answer.aiter_text()
             await anext(pieces)
-            # Longer than a connection without a token may last.
-            await asyncio.sleep(2.0)
+            # What its clock does when the time of those without a token is over.
+            known[0]._end_if_unknown()
             await world.append(job, make_step(2))
             seen = ""
             while "id: 2" not in seen:
@@ -128,7 +146,9 @@ async def test_event_streams_count_as_open_calls(
                 await asyncio.sleep(0.01)
 
 
-async def test_wrong_tokens_are_limited(server: HttpServer) -> None:
+async def test_wrong_tokens_are_limited(server: HttpServer, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rate in (world.services.logins._failures, world.services.logins._all_failures):
+        monkeypatch.setattr(rate, "_clock", lambda: 1000.0)  # with time, an address may fail again
     codes = []
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
         for _ in range(30):
