@@ -82,7 +82,7 @@ def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk
     big.write_bytes(b"some text\n" * (4 * MIB // 10))
 
     with node.client() as client:
-        # Of so many steps that it has not ended before it is cancelled.
+        # Enough steps that it cannot end before it is cancelled.
         spare = client.jobs.submit(quick_spec("spare", max_steps=100_000))
         client.jobs.cancel(spare.job_id)
         wait_for_state(client, spare.job_id, "CANCELLED")

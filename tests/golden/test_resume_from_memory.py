@@ -68,8 +68,8 @@ def live_once(
     """Let a worker live until it has reported `num_steps` steps and `delay_s` longer, then kill it. True: it was done
     before.
 
-    However late the kill is, it goes on for `MORE_STEPS` at most. One that `rests` is killed when nothing in it runs
-    any more, so that no update of the weights is cut.
+    If the kill comes late, the worker does at most `MORE_STEPS` more. With `rests` it is killed when all of its threads
+    sleep, so that no update of the weights is cut.
     """
     ours, theirs = multiprocessing.Pipe()
     descriptors = {name: DupFd(fd) for name, fd in request["planes"].items()}

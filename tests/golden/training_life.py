@@ -73,8 +73,8 @@ class _Told:
 
 
 def live(life: Life, messages: Connection, moment: str, count: int) -> None:
-    """Train to the end; tells before and after every step and save. Rests soon after it has told of `moment` so
-    often."""
+    """Train to the end, and report before and after every step and save. Wait to be killed soon after the report of
+    `moment` number `count`."""
     tell = _Told(messages, moment, count)
     lora = LoraSpec(rank=4, dropout=0.2)
     train = TrainSpec(trainable=LORA, lora=lora) if life.lora else TrainSpec()

@@ -1,8 +1,8 @@
-"""Children of a daemon that rest where a test wants them: a worker once it has told of a step, any other child, and a
-worker too, before it begins.
+"""Children of a test's daemon that wait where the test needs them: a worker after a step that it has reported, and any
+child before it begins.
 
-Without this a job is somewhere when a test looks again, and on a busy machine it may be over. What rests is told by
-files beside the state folder, so that every daemon over that folder has the same.
+Without this, nobody knows how far a job is when a test looks again; on a busy machine it may be over. Files beside the
+state folder say what waits, so that every daemon over that folder does the same.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ class Resting:
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), str(REPOSITORY)])}
 
     def after(self, step: int) -> None:
-        """Have workers rest once they have told of that step or a later one."""
+        """Make workers wait once they have reported that step or a later one."""
         self._write("after", step)
 
     def in_references(self, place: int) -> None:
-        """Have workers rest in the pass before the first step once so many of its steps, or more, are done for
-        certain."""
+        """Make workers wait in the pass before the first step once at least `place` of its steps are recorded."""
         self._write("references", place)
 
     def go_on(self) -> None:

@@ -138,7 +138,7 @@ def serve(work: Work, *, who: str, is_loading: bool = False, niceness: int = 0, 
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Entry of {who}; started by horizond.")
     parser.add_argument("request", type=Path, help="JSON file with the request")
     parser.add_argument("--events-fd", type=int, default=_STANDARD_OUTPUT, help="descriptor to write events to")
-    parser.add_argument("--held", action="store_true", help="begin when a byte comes by the standard input")
+    parser.add_argument("--held", action="store_true", help="wait for a byte on the standard input before starting")
     arguments = parser.parse_args()
     # The daemon decides when a child ends. Both may be inherited from the shell that started the daemon.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
