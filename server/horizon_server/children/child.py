@@ -2,8 +2,8 @@
 has answered.
 
 The child runs as `python -m MODULE REQUEST --events-fd N --held`. REQUEST is a JSON file. Events, and at the end one
-answer or one error, come up the pipe N. It waits for a byte on its standard input, which the daemon sends once the limits are
-set. A child that stays after its answer gets further requests there.
+answer or one error, come up the pipe N. The child waits for a byte on its standard input, which the daemon sends once
+the limits are set. A child that stays after its answer gets further requests there.
 `children.entry` is the other side. A child ends with the daemon; a worker does not, which `worker_link` is for.
 """
 
