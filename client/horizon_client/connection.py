@@ -30,6 +30,7 @@ from horizon_proto.v1 import (
     model_pb2_grpc,
     node_pb2_grpc,
     sharing_pb2_grpc,
+    webhook_pb2_grpc,
 )
 
 RequestT = TypeVar("RequestT")
@@ -128,6 +129,7 @@ class Calls:
         self.models = cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
         self.node = cast("node_pb2_grpc.NodeServiceAsyncStub", node_pb2_grpc.NodeServiceStub(channel))
         self.sharing = cast("sharing_pb2_grpc.SharingServiceAsyncStub", sharing_pb2_grpc.SharingServiceStub(channel))
+        self.webhooks = cast("webhook_pb2_grpc.WebhookServiceAsyncStub", webhook_pb2_grpc.WebhookServiceStub(channel))
 
 
 class Connection:

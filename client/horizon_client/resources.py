@@ -1063,4 +1063,59 @@ class SimulatedJob:
     """Its memory plan, with what `job plan` and `job submit` warn of."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Webhook:
+    """An address that is told of changes of jobs' states."""
+
+    webhook_id: str
+    """Stable id."""
+    owner: str
+    """Name of the user who created it."""
+    project: str
+    """The project whose jobs it is told of; empty for the jobs of its owner."""
+    url: str
+    """Where requests are sent. Everybody but its owner sees scheme and host alone, because such an address is often a
+    secret."""
+    events: tuple[str, ...]
+    """The states that it is told of, in lower case: succeeded, failed, ..."""
+    format: str
+    """Body of the requests: json, or slack for Slack, Mattermost and Rocket.Chat."""
+    create_time: datetime | None
+    """When it was created."""
+    disable_time: datetime | None
+    """Since when nothing is sent to it; None while it is enabled."""
+    disable_reason: str
+    """Why it is disabled."""
+    last_attempt_time: datetime | None
+    """When a request was last sent to it; None for never."""
+    last_result: str
+    """How that one ended: delivered, or what went wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebhookDelivery:
+    """One change of a job's state on its way to one webhook."""
+
+    delivery_id: str
+    """Stable id, which every attempt sends as the header webhook-id."""
+    event: str
+    """Type of the event: job.succeeded, job.failed, ..., or webhook.test."""
+    job_id: str
+    """Id of the job; empty for a test."""
+    outcome: str
+    """pending, delivered, failed (given up) or dropped (never to be sent)."""
+    num_attempts: int
+    """Number of requests that were sent."""
+    status_code: int
+    """HTTP status of the last answer; 0 where there was none."""
+    error: str
+    """What went wrong in the last attempt; empty where nothing did."""
+    create_time: datetime | None
+    """When the job's state changed."""
+    last_attempt_time: datetime | None
+    """When the last request was sent; None before the first."""
+    next_attempt_time: datetime | None
+    """When the next request is sent; None where no more is."""
+
+
 JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent

@@ -39,8 +39,11 @@ from horizon_client.resources import (
     SimulatedJob,
     Token,
     Usage,
+    Webhook,
+    WebhookDelivery,
 )
 from horizon_client.sharing import AsyncSharing
+from horizon_client.webhooks import AsyncWebhooks, CreatedWebhook
 
 
 class Client:
@@ -91,6 +94,7 @@ class Client:
         self.sharing = Sharing(inner.sharing, self._loop)
         self.housekeeping = Housekeeping(inner.housekeeping, self._loop)
         self.account = Accounts(inner.account, self._loop)
+        self.webhooks = Webhooks(inner.webhooks, self._loop)
 
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""
@@ -648,3 +652,44 @@ class Accounts:
         """Take back what `share` allowed; return with whom it is still shared. Jobs that were submitted before keep
         it."""
         return self._loop.run(lambda: self._inner.unshare(kind, name, project))
+
+
+class Webhooks:
+    """`client.webhooks`: your webhooks, and those of your projects."""
+
+    def __init__(self, inner: AsyncWebhooks, loop: LoopThread) -> None:
+        self._inner = inner
+        self._loop = loop
+
+    def add(
+        self, url: str, *, project: str = "", events: Iterable[str] = (), format: str = "json", secret: str = ""
+    ) -> CreatedWebhook:
+        """Have the daemon send a request to `url` when a job of yours changes its state or, with `project`, any job of
+        that.
+
+        `events` are states in lower case, as in `succeeded`; none means succeeded, failed and cancelled. `format` is
+        `json` or `slack`. Requests are signed with `secret` (`whsec_` and base64); without one the daemon makes one.
+
+        Raises:
+            InvalidRequest: when the address is one that the daemon does not send to.
+            NotAllowed: when you are not an admin of the project.
+        """
+        return self._loop.run(
+            lambda: self._inner.add(url, project=project, events=events, format=format, secret=secret)
+        )
+
+    def remove(self, webhook_id: str) -> None:
+        """Remove a webhook of yours, or of a project that you are an admin of."""
+        self._loop.run(lambda: self._inner.remove(webhook_id))
+
+    def test(self, webhook_id: str) -> WebhookDelivery:
+        """Send one request now, and return how it was answered. An answer enables a disabled webhook again."""
+        return self._loop.run(lambda: self._inner.test(webhook_id))
+
+    def deliveries(self, webhook_id: str) -> list[WebhookDelivery]:
+        """Return the newest deliveries of a webhook, newest first."""
+        return self._loop.run(lambda: self._inner.deliveries(webhook_id))
+
+    def list(self) -> list[Webhook]:
+        """Return your webhooks and those of your projects, oldest first."""
+        return self._loop.run(lambda: self._inner.list())

@@ -34,6 +34,7 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.db.sharing import SharingStore
+from horizon_server.db.webhooks import WebhookStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
@@ -86,6 +87,9 @@ from horizon_server.services.sampling import Samples
 from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
+from horizon_server.services.webhooks.deliveries import Deliveries
+from horizon_server.services.webhooks.hooks import Webhooks
+from horizon_server.services.webhooks.receiver import Receivers
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
@@ -274,6 +278,7 @@ async def wire(
         quotas=quotas,
     )
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
+    outbox, receivers = WebhookStore(database), Receivers(settings.webhook_networks)
     services = Services(
         accounts=accounts,
         jobs=jobs,
@@ -299,6 +304,12 @@ async def wire(
         retention=retention,
         identity=IdentityService(
             accounts=accounts, datasets=datasets, models=models, max_token_days=settings.max_token_days
+        ),
+        webhooks=Webhooks(
+            store=outbox,
+            deliveries=Deliveries(outbox, receivers, metrics, public_url=settings.public_url),
+            receivers=receivers,
+            accounts=accounts,
         ),
     )
     pairing = Pairing(database, settings.state_dir)
@@ -462,9 +473,10 @@ async def run_queue(parts: Parts) -> None:
 
 
 async def _chores(settings: Settings, parts: Parts) -> None:
-    """Keep the gauges of memory and disk fresh, and clear away what is not used any more."""
+    """Keep the gauges of memory and disk fresh, clear away what is not used any more, and send webhooks."""
     # Apart from each other: a sweep may take minutes, and the disk may run full meanwhile.
-    await asyncio.gather(_watch_machine(settings, parts), _sweep_hourly(settings, parts))
+    webhooks = parts.services.webhooks.deliveries.run()
+    await asyncio.gather(_watch_machine(settings, parts), _sweep_hourly(settings, parts), webhooks)
 
 
 async def _watch_machine(settings: Settings, parts: Parts) -> None:
@@ -493,6 +505,7 @@ async def sweep(parts: Parts) -> None:
     """Remove what nothing needs any more."""
     try:
         await parts.services.audit.expire(parts.sweep.settings.audit_days)
+        await parts.services.webhooks.sweep()
         await parts.sweep.run()
     except (HorizonError, OSError):
         # Tried again in an hour; a disk in trouble must not end the daemon and its job.

@@ -3,13 +3,14 @@ the environment."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from horizon_server.errors import BadSetting, FieldViolation
@@ -28,7 +29,17 @@ def _split_list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def _check_networks(networks: tuple[str, ...]) -> tuple[str, ...]:
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ValueError(f"{error}; write networks such as 10.1.0.0/16 or fd00::/8") from None
+    return networks
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
 
 
@@ -198,6 +209,17 @@ class Settings(BaseSettings):
         ge=0,
         description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the "
         "next one, unless a job needs the memory; 0 never keeps it.",
+    )
+    public_url: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$",
+        description="Where users open the web page, such as https://gpubox.lab.edu:7172: webhooks then have a link to "
+        "the job.",
+    )
+    webhook_networks: Networks = Field(
+        (),
+        description="Networks that webhooks may be sent to besides the public internet, such as 10.1.0.0/16 for a chat "
+        "server of the lab. Loopback, private and link-local addresses are refused unless they are in one of these.",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")

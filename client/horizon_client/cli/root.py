@@ -38,6 +38,7 @@ _COMMANDS = {
         "checkpoints:checkpoint",
         "List, pull, merge, sample, chat with and delete the checkpoints of a job.",
     ),
+    "webhook": ("webhooks:webhook", "Tell another program, or a chat, when the state of a job changes."),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),
     "version": ("node:version", "Print the versions of client and server."),
     "completion": ("completion:completion", "Print the completion script for your shell."),

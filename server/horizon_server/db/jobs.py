@@ -30,6 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from horizon_server.db.database import Database, parts
 from horizon_server.db.job_rows import STORED_FIELDS, EndedRecords, Records, columns_of, evaluations_after, record_of
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
+from horizon_server.db.webhooks import queue_deliveries
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
 from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, StopRequest
@@ -107,7 +108,8 @@ class JobStore:
             _set(row, {name: getattr(job, name) for name in STORED_FIELDS})
             session.add(row)
             await session.flush()
-            _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
+            event = _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
+            await queue_deliveries(session, row, event.time_s)
             return await self._stored(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -316,6 +318,7 @@ class JobStore:
                 row.queue_order = await _end_of_queue(session)
             _set(row, fields)
             event = _add_event(session, row, change)
+            await queue_deliveries(session, row, event.time_s)
             return await self._stored(session, row), before, event
 
     async def append(self, job_id: str, payload: Payload, **fields: Any) -> tuple[JobRecord, JobEvent]:

@@ -16,10 +16,22 @@ from horizon_server.records.audit import AuditEntry
 from horizon_server.services.audit import Audit
 
 # What a resource is called in requests and answers, the first that is there.
-_RESOURCE_FIELDS = ("job_id", "dataset_id", "model_id", "token_id", "key", "name", "project", "user", "resource")
+_RESOURCE_FIELDS = (
+    "webhook_id",
+    "job_id",
+    "dataset_id",
+    "model_id",
+    "token_id",
+    "key",
+    "name",
+    "project",
+    "user",
+    "resource",
+)
 _MAX_VALUE_CHARS = 80
 _MAX_REPEATED = 20
-_HIDDEN = frozenset({"request_id", "secret", "token", "files", "blobs"})
+# The address of a webhook is often a secret too.
+_HIDDEN = frozenset({"request_id", "url", "secret", "token", "files", "blobs"})
 _MESSAGE = FieldDescriptor.CPPTYPE_MESSAGE
 TRAIL: ContextVar[Trail] = ContextVar("trail")
 """Of the call that is being served."""

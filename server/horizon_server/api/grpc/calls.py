@@ -24,6 +24,7 @@ from horizon_proto.v1 import (
     model_pb2,
     node_pb2,
     sharing_pb2,
+    webhook_pb2,
 )
 from horizon_server.api.grpc.audited import about_to_change
 from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
@@ -54,6 +55,7 @@ _MODULES = (
     sharing_pb2,
     housekeeping_pb2,
     account_pb2,
+    webhook_pb2,
 )
 SERVICES = tuple(service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values())
 """The services of the contract."""
@@ -356,6 +358,21 @@ CALLS: Mapping[str, Call] = {
         _CHANGE,
         lambda on, caller, r: on.identity.unshare(caller, kind=r.kind, name=r.name, project=r.project),
         _sharers,
+    ),
+    "WebhookService/CreateWebhook": Call(
+        _CHANGE,
+        lambda on, caller, r: on.webhooks.create(
+            caller, url=r.url, project=r.project, events=r.events, format=r.format, secret=r.secret
+        ),
+        ("webhook", "secret"),
+    ),
+    "WebhookService/ListWebhooks": Call(_READ, lambda on, caller, r: on.webhooks.list(caller), "webhooks"),
+    "WebhookService/DeleteWebhook": Call(_CHANGE, lambda on, caller, r: on.webhooks.delete(caller, r.webhook_id)),
+    "WebhookService/TestWebhook": Call(
+        _CHANGE, lambda on, caller, r: on.webhooks.test(caller, r.webhook_id), "delivery"
+    ),
+    "WebhookService/ListWebhookDeliveries": Call(
+        _READ, lambda on, caller, r: on.webhooks.list_deliveries(caller, r.webhook_id), "deliveries"
     ),
 }
 """By service and method."""
