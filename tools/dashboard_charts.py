@@ -363,6 +363,12 @@ SERVICE = (
         queries=[(_rate("horizon_upload_bytes_total", "result"), "{{result}}")],
     ),
     Chart(
+        title="Webhooks",
+        text="Attempts to deliver webhooks by outcome.",
+        unit="ops",
+        queries=[(_rate("horizon_webhook_deliveries_total", "outcome"), "{{outcome}}")],
+    ),
+    Chart(
         title="Certificate",
         text="Time until the TLS certificate ends; no data without TLS.",
         unit="s",

@@ -6,6 +6,7 @@ The cases say what each caller is answered; the callers and what the outcomes me
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from horizon_proto.v1 import (
     model_pb2,
     node_pb2,
     sharing_pb2,
+    webhook_pb2,
 )
 from horizon_server.api.grpc.calls import CALLS, SERVICES
 from horizon_server.api.grpc.convert import to_message
@@ -68,6 +70,8 @@ MEMBERS = row("      -    0      -      -      y       0      -     y     y     
 # A refusal of one thing among many is in the answer.
 DELETE_JOB = row("   -    0      -      -      y       0      -     y     y     -")
 DELETE_PUSHED = row("-    0      0      0      0       -      -     y     y     -")
+CHANGE_OWN = row("   -    0      0      0      0       0      -     y     y     -")
+SEE_OWN = row("      y    0      0      0      0       0      y     y     y     y")
 METRICS_TOKEN = row("-    -      -      -      -       -      y     y     -     -")
 
 
@@ -133,6 +137,28 @@ async def _member_to_remove(scene: Scene) -> Any:
     return account_pb2.RemoveMemberRequest(project="ann", user="extra")
 
 
+async def _webhook(scene: Scene, project: str = "ann") -> str:
+    """The only webhook, of all jobs of ann's project, at an address where nobody listens."""
+    ann, webhooks = scene.world.principal("ann"), scene.services.webhooks
+    for earlier in await webhooks.store.all():
+        await webhooks.store.delete(earlier.webhook_id)
+    caller = dataclasses.replace(ann, memberships={"ann": "admin"})
+    made, _ = await webhooks.create(caller, url=_NOBODY, project=project, events=(), format="", secret="")
+    return str(made.webhook_id)
+
+
+async def _own_webhook(scene: Scene) -> str:
+    return await _webhook(scene, project="")
+
+
+def _new_webhook(project: str) -> Make:
+    async def make(scene: Scene) -> Any:
+        await _webhook(scene)
+        return webhook_pb2.CreateWebhookRequest(url=_NOBODY, project=project)
+
+    return make
+
+
 async def _unshare(scene: Scene) -> Any:
     await scene.services.datasets.unshare(scene.world.principal("ann"), "chats", "ann")
     await scene.grant("dataset", "chats")
@@ -189,6 +215,7 @@ async def _model_files(_: Scene) -> Any:
 
 
 _CONTENT = chat_rows(2)
+_NOBODY = "http://127.0.0.1:1/"
 _REF = to_message(blob_file("a", _CONTENT).ref, blob_pb2.BlobRef)
 CASES: Mapping[str, tuple[Case, ...]] = {
     "JobService/SubmitJob": (Case(SUBMIT, _of(job_pb2.SubmitJobRequest, request_id=_uuid, spec=_spec)),),
@@ -316,6 +343,20 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(
             CHANGE_PUSHED, _shared_only_as_at_first(account_pb2.UnshareRequest(kind="model", name="tiny", project="*"))
         ),
+    ),
+    "WebhookService/CreateWebhook": (
+        Case(CREATE, _new_webhook("")),
+        Case(MEMBERS, _new_webhook("ann")),
+    ),
+    "WebhookService/ListWebhooks": (Case(ALL, _is(webhook_pb2.ListWebhooksRequest())),),
+    "WebhookService/DeleteWebhook": (
+        Case(CHANGE_JOB, _of(webhook_pb2.DeleteWebhookRequest, webhook_id=_webhook)),
+        Case(CHANGE_OWN, _of(webhook_pb2.DeleteWebhookRequest, webhook_id=_own_webhook)),
+    ),
+    "WebhookService/TestWebhook": (Case(CHANGE_JOB, _of(webhook_pb2.TestWebhookRequest, webhook_id=_webhook)),),
+    "WebhookService/ListWebhookDeliveries": (
+        Case(SEE_JOB, _of(webhook_pb2.ListWebhookDeliveriesRequest, webhook_id=_webhook)),
+        Case(SEE_OWN, _of(webhook_pb2.ListWebhookDeliveriesRequest, webhook_id=_own_webhook)),
     ),
 }
 

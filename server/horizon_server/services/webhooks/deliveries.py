@@ -66,7 +66,7 @@ class Deliveries:
         self._receivers = receivers
         self._metrics = metrics
         self._public_url = public_url
-        self._clock = clock
+        self.clock = clock
         self._sending: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
@@ -84,7 +84,7 @@ class Deliveries:
 
     async def send_due(self) -> list[asyncio.Task[None]]:
         """Begin to send what is due now, as much as may be under way; return what was begun."""
-        now_s, begun = self._clock(), []
+        now_s, begun = self.clock(), []
         next_s = await self._store.next_attempt_s()
         if next_s is None or next_s > now_s or len(self._sending) >= MAX_AT_ONCE:
             return []
@@ -108,7 +108,7 @@ class Deliveries:
 
     async def attempt(self, due: DueDelivery, *, is_last: bool = False) -> Delivery:
         """Send a delivery once, store how that ended, and return it. With `is_last` it is not sent again."""
-        webhook, now_s = due.webhook, self._clock()
+        webhook, now_s = due.webhook, self.clock()
         if due.listener is None or not may_listen(due.listener, webhook.project):
             is_known = due.listener is not None
             reason = f"{webhook.owner} is no admin of project {webhook.project} any more"

@@ -40,8 +40,8 @@ class Webhooks:
         url: str,
         project: str,
         events: Sequence[str],
-        format: str,
-        secret: str,  # noqa: A002
+        format: str,  # noqa: A002  # the contract's word
+        secret: str,
     ) -> tuple[Webhook, str]:
         """Create a webhook of the caller's own jobs, or of all jobs of a project; return it with its secret.
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import email.utils
 import ipaddress
+import os
 import socket
 import ssl
 import time
@@ -99,7 +100,7 @@ class Receivers:
         try:
             # One limit over all: a receiver that sends a byte now and then would pass any limit of a single read.
             async with asyncio.timeout(CONNECT_S + ANSWER_S), pool:
-                request = pool.stream("POST", url, headers=sent, content=body.encode())
+                request = pool.stream("POST", url, headers=[*sent.items()], content=body.encode())
                 # The head is enough: what else a receiver sends is not read.
                 async with request as response:
                     return Answer(status_code=response.status, retry_after_s=_retry_after_s(response.headers))
@@ -149,11 +150,13 @@ def shown_url(url: str) -> str:
 def _why(error: Exception) -> str:
     """Return what went wrong, with the reason of the system or of TLS where there is one."""
     cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    while (before := cause.__cause__ or cause.__context__) is not None:
+        cause = before
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"the certificate is not valid: {cause.verify_message}"
-    text = (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
+    text = str(cause)
+    if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and cause.errno:
+        text = os.strerror(cause.errno)
     return f"no connection: {text}" if isinstance(error, httpcore.ConnectError) else f"the connection broke: {text}"
 
 
