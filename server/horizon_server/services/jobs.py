@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import in_thread
-from horizon_server.db.jobs import Figures
+from horizon_server.db.jobs import VisitEvent
 from horizon_server.errors import Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import JobEvent, Message
 from horizon_server.jobs.folders import JobFolders, read_log
@@ -27,10 +27,12 @@ from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
+    ANY_JOB,
     BEING_DELETED,
     ENDED,
     RESIDENT,
     CheckpointRecord,
+    JobFilter,
     JobRecord,
     JobState,
     StopRequest,
@@ -51,6 +53,7 @@ _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
 MAX_PRIORITY = 100  # the largest that a spec may have
 MAX_URGENT_PRIORITY = 1000
+MAX_SEARCH = 200
 _MAX_OFFSET = 2**62  # no file is as long
 # Where a job's record keeps itself with its outlook: as its owner reads it, and as others do.
 _SHOWN = "shown with its outlook"
@@ -166,11 +169,19 @@ class JobService:
             return self._with_outlook(principal, found[0])
 
     async def list(
-        self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
+        self,
+        principal: Principal,
+        *,
+        page_size: int = 100,
+        page_token: str = "",
+        states: Collection[JobState] = (),
+        only: JobFilter = ANY_JOB,
     ) -> tuple[Jobs, str]:
         """Return a page of the jobs that the caller may see, newest first, and the token of the next page (empty on the
         last)."""
         size = page_limit(page_size)
+        if len(only.search) > MAX_SEARCH:
+            raise InvalidSpec.of("search", f"search has {len(only.search)} characters; the maximum is {MAX_SEARCH}")
         owner = None if principal.sees_all else principal.name
         before = 0
         if page_token:
@@ -182,7 +193,12 @@ class JobService:
                 )
         async with self.turns.of(principal.name):
             rows = await self.journal.store.page(
-                owner=owner, projects=principal.memberships, states=sorted(states), before=before, limit=size + 1
+                owner=owner,
+                projects=principal.memberships,
+                states=sorted(states),
+                only=only,
+                before=before,
+                limit=size + 1,
             )
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
@@ -274,9 +290,11 @@ class JobService:
         async for event in self.journal.follow(job.job_id, after_sequence):
             yield event
 
-    async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> Sequence[Figures]:
-        """Return named figures of the steps and evaluations of a job that the caller was allowed to get."""
-        return await self.journal.store.figures_after(job.job_id, after, names, limit)
+    async def visit_events(
+        self, job: JobRecord, *, kinds: Sequence[str], after: int, limit: int, visit: VisitEvent
+    ) -> int:
+        """Give events of a job that the caller was allowed to get to `visit`, as `JobStore.visit_events` does."""
+        return await self.journal.store.visit_events(job.job_id, after, limit, kinds, visit)
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
