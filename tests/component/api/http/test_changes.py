@@ -20,7 +20,11 @@ from horizon_server.records.job import JobState
 
 # Method, path below /horizon/v1, and body of every change, with the call of gRPC that it is.
 CHANGES = {
-    "JobService/SubmitJob": ("POST", "jobs", {"spec": {"name": "a", "model": "m", "dataset": "d"}, "request_id": str(uuid.UUID(int=1))}),
+    "JobService/SubmitJob": (
+        "POST",
+        "jobs",
+        {"spec": {"name": "a", "model": "m", "dataset": "d"}, "request_id": str(uuid.UUID(int=1))},
+    ),
     "JobService/PauseJob": ("POST", "jobs/{job}/pause", None),
     "JobService/ResumeJob": ("POST", "jobs/{job}/resume", None),
     "JobService/CancelJob": ("POST", "jobs/{job}/cancel", None),
