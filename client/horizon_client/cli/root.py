@@ -13,6 +13,7 @@ import click
 
 from horizon_client.cli.output import clean
 from horizon_client.errors import HorizonClientError, did_you_mean
+from horizon_client.version import client_version
 
 MAX_VIOLATIONS = 100
 # As a shell reports a command that was ended by SIGINT, and by SIGPIPE
@@ -155,6 +156,12 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(f"horizon {client_version()}")
+        ctx.exit()
+
+
 @click.group(
     cls=RootGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -180,7 +187,9 @@ Example:
   horizon checkpoint pull JOB@best --to ./tuned""",
 )
 @connection_options
-@click.version_option(package_name="horizon-train", prog_name="horizon", message="%(prog)s %(version)s")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
 def horizon(**options: str | None) -> None:
     """Fine-tune language models on a shared machine.
 
