@@ -21,7 +21,6 @@ from horizon_client.conversion import spec_to_proto
 from horizon_client.errors import BadFile, InvalidRequest, NotFound
 from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
 from horizon_client.reporter import Reporter
-from horizon_formats.other_names import other_value
 from horizon_proto.v1 import job_pb2
 
 SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
@@ -131,8 +130,6 @@ def _put(mapping: dict[str, Any], place: _Place, value: object) -> None:
 def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Sequence[Path]]) -> None:
     for place, sources in local.items():
         value, field = _at(mapping, place), ".".join(place)
-        if not sources and place == _MODEL and (hub := other_value("model", value)):
-            raise InvalidRequest.of(field, f"model is {value!r}; {hub}")
         # an absolute path may be a folder on the node
         if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
             continue
