@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from huggingface_hub import HfApi, ModelInfo, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelCard, ModelInfo, constants, get_session, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -29,8 +32,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     SafetensorsParsingError,
 )
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from horizon_formats.model_files import is_adapter, is_pickle, pushed_names
+from horizon_server.durable import PARTIAL_SUFFIX
 from horizon_server.errors import InvalidModel, InvalidSpec, IoFailed, NotAllowed, NotFound
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.model_files import CONFIG_FILE, MAX_CONFIG_BYTES
@@ -39,12 +44,15 @@ from horizon_server.store.safetensors_files import write_outline, write_text
 SOURCE_FILE = "hub.json"
 """In the folder of a model that came from the hub: which repository and commit it is."""
 
-_TRANSPORT_ERROR = HfHubHTTPError.__mro__[1]
+_TRANSPORT_ERROR = cast(type[Exception], HfHubHTTPError.__mro__[1])
 """What the hub's library raises where no answer comes: the error of its HTTP library, which is httpx or httpx2."""
 _TIMEOUT_S = 60.0
 _WEIGHTS = "model.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
 _PIECE_BYTES = 1 << 20
+_NUM_TRANSFERS = 4
+# In a row, of a transfer in which nothing arrives.
+_MAX_FAILURES = 5
 # What is read before the weights are fetched: sizes, and whether there is code.
 _READ_FIRST = (CONFIG_FILE, "tokenizer_config.json")
 
@@ -72,7 +80,7 @@ class HubModel:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     """Name, format and shape of each of its weights, as the headers of the files say; empty with a snapshot."""
     snapshot: Path | None = None
-    """Where all files are in the account's Hugging Face cache, which takes the place of the hub without a network."""
+    """Where all files are in the account's Hugging Face cache, from which they are copied."""
 
     @property
     def size_bytes(self) -> int:
@@ -119,7 +127,10 @@ def find_model(repo: str, revision: str | None) -> HubModel:
         for header in metadata.files_metadata.values()
         for name, tensor in header.tensors.items()
     )
-    return HubModel(repo=info.id, commit=info.sha, licence=_licence(info), files=files, tensors=tensors)
+    model = HubModel(repo=info.id, commit=info.sha, licence=_licence(info), files=files, tensors=tensors)
+    snapshot, _ = _snapshot(model.repo, model.commit)
+    is_whole = snapshot is not None and all((snapshot / file.path).is_file() for file in files)
+    return replace(model, snapshot=snapshot) if is_whole else model
 
 
 def write_model_outline(model: HubModel, folder: Path) -> Path:
@@ -135,20 +146,31 @@ def write_model_outline(model: HubModel, folder: Path) -> Path:
     return folder
 
 
-def fetch_model(model: HubModel, folder: Path) -> list[BlobFile]:
+def fetch_model(
+    model: HubModel, folder: Path, *, advance: Callable[[int], None] = lambda num_bytes: None
+) -> list[BlobFile]:
     """Fetch all files of a model into `folder`, and write there where it comes from; return them. What is there already
-    is not fetched again, and a cut file continues where it was cut. Prints its progress.
+    is not fetched again, and a file that was cut continues where it was cut. `advance` is given bytes as they are
+    there.
 
     Raises:
         InvalidModel: a file is not what the hub says; it is removed.
         IoFailed: the hub does not answer; what has arrived stays.
     """
-    found = []
-    for file in model.files:
+
+    def fetched(file: HubFile) -> BlobFile:
         with _unreachable(model.repo), _hub_errors(model.repo, model.commit):
-            _fetch(model, file, folder)
-        path = folder / file.path
-        found.append(BlobFile(path=file.path, sha256=_verified(model, file, path), size_bytes=path.stat().st_size))
+            _fetch(model, file, folder, advance)
+        return BlobFile(path=file.path, sha256=_verified(model, file, folder / file.path), size_bytes=file.size_bytes)
+
+    with ThreadPoolExecutor(max_workers=_NUM_TRANSFERS) as pool:
+        transfers = [pool.submit(fetched, file) for file in model.files]
+        try:
+            found = [transfer.result() for transfer in transfers]
+        except BaseException:
+            # The others are at most one piece away from their end.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     written = write_text(folder / SOURCE_FILE, model.source)
     return [*found, BlobFile(path=SOURCE_FILE, sha256=written.sha256, size_bytes=written.size_bytes)]
 
@@ -162,15 +184,58 @@ def read_source(folder: Path) -> Mapping[str, str]:
     return {str(key): str(value) for key, value in source.items()} if isinstance(source, dict) else {}
 
 
-def _fetch(model: HubModel, file: HubFile, folder: Path) -> None:
+def _fetch(
+    model: HubModel, file: HubFile, folder: Path, advance: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Have a file in `folder`, whole but not verified."""
     if file.path == CONFIG_FILE and file.size_bytes > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{CONFIG_FILE} of {model.repo} is larger than {MAX_CONFIG_BYTES} bytes, as no config is")
     target = folder / file.path
-    if model.snapshot is None:
-        hf_hub_download(model.repo, file.path, revision=model.commit, local_dir=folder, etag_timeout=_TIMEOUT_S)
-    elif not target.exists() or target.stat().st_size != file.size_bytes:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model.snapshot / file.path, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and target.stat().st_size == file.size_bytes:
+        advance(file.size_bytes)
+        return
+    # The library's own download forgets what a process that was killed had of a file.
+    part = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
+    had_bytes = part.stat().st_size if part.exists() else 0
+    advance(had_bytes)
+    failures = 0
+    while had_bytes < file.size_bytes:
+        try:
+            if model.snapshot is None:
+                _append(part, hf_hub_url(model.repo, file.path, revision=model.commit), file, advance)
+            else:
+                shutil.copyfile(model.snapshot / file.path, part)
+                advance(file.size_bytes - had_bytes)
+        except _TRANSPORT_ERROR as error:
+            failures = 0 if part.exists() and part.stat().st_size > had_bytes else failures + 1
+            if failures == _MAX_FAILURES or isinstance(error, HfHubHTTPError):
+                raise
+            time.sleep(2.0**failures)
+        had_bytes = part.stat().st_size if part.exists() else 0
+    part.touch()
+    part.replace(target)
+
+
+def _append(part: Path, url: str, file: HubFile, advance: Callable[[int], None]) -> None:
+    """Append what a file still lacks, up to its announced size."""
+    with part.open("ab") as stream:
+        headers = {**build_hf_headers(), "Range": f"bytes={stream.tell()}-"}
+        with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as answer:
+            if answer.is_error:
+                answer.read()
+                hf_raise_for_status(answer)
+            if answer.status_code != HTTPStatus.PARTIAL_CONTENT:
+                advance(-stream.tell())
+                stream.truncate(0)
+            for piece in answer.iter_bytes(_PIECE_BYTES):
+                if stream.tell() + len(piece) > file.size_bytes:
+                    raise InvalidModel(
+                        f"the hub sends more of {file.path} than the {file.size_bytes} bytes that it announces; run "
+                        "the same command again, and if that repeats, check the proxy or mirror in between"
+                    )
+                stream.write(piece)
+                advance(len(piece))
 
 
 def _verified(model: HubModel, file: HubFile, path: Path) -> str:
@@ -179,7 +244,6 @@ def _verified(model: HubModel, file: HubFile, path: Path) -> str:
     with path.open("rb") as stream:
         while piece := stream.read(_PIECE_BYTES):
             sha256.update(piece)
-            # Git's hash is that of small files only.
             if file.git_sha1:
                 git_sha1.update(piece)
     for kind, wanted, got in (
@@ -218,33 +282,51 @@ def _wanted(names: set[str], *, weights: set[str]) -> set[str]:
 
 
 def _licence(info: ModelInfo) -> str:
-    card: Mapping[str, Any] = info.card_data.to_dict() if info.card_data is not None else {}
-    named = card.get("license_name") if card.get("license") == "other" else None
-    found = named or card.get("license")
-    if isinstance(found, str):
-        return found
-    return next((tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")), "")
+    named = _named_licence(info.card_data.to_dict()) if info.card_data is not None else ""  # type: ignore[no-untyped-call]
+    return named or next((tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")), "")
+
+
+def _named_licence(card: Mapping[str, Any]) -> str:
+    """The licence in the head of a model's page: `other` has a name of its own."""
+    found = (card.get("license_name") if card.get("license") == "other" else None) or card.get("license")
+    return found if isinstance(found, str) else ""
 
 
 def _find_cached(repo: str, revision: str | None, *, why: Exception) -> HubModel:
     """What the account's own Hugging Face cache has of a revision."""
-    config = try_to_load_from_cache(repo, CONFIG_FILE, revision=revision)
-    missing: Sequence[str] = [CONFIG_FILE]
-    if isinstance(config, str):
-        snapshot = Path(config).parent
-        names = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()}
-        weights = {_WEIGHTS}
-        if _WEIGHTS not in names and _INDEX in names:
-            weights = set(json.loads((snapshot / _INDEX).read_bytes())["weight_map"].values())
-        missing = sorted(weights - names)
-        if not missing:
-            files = tuple(_cached_file(snapshot, name) for name in sorted(_wanted(names, weights=weights)))
-            return HubModel(repo=repo, commit=snapshot.name, licence="", files=files, snapshot=snapshot)
-    raise NotFound(
-        f"the hub does not answer ({str(why).splitlines()[0]:.200}), and {missing[0]} of {repo} is not in this "
-        f"account's Hugging Face cache; connect the node, or copy the cache of a machine that has the model (hf "
-        f"download {repo})"
-    )
+    snapshot, missing = _snapshot(repo, revision)
+    if snapshot is None:
+        raise NotFound(
+            f"the hub does not answer ({str(why).splitlines()[0]:.200}), and {missing} of {repo} is not in this "
+            f"account's Hugging Face cache; connect the node, or copy the cache of a machine that has the model (hf "
+            f"download {repo})"
+        )
+    names = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()}
+    files = tuple(_cached_file(snapshot, name) for name in sorted(_wanted(names, weights=_weights_of(snapshot))))
+    return HubModel(repo=repo, commit=snapshot.name, licence=_card_licence(snapshot), files=files, snapshot=snapshot)
+
+
+def _snapshot(repo: str, revision: str | None) -> tuple[Path | None, str]:
+    """The folder of a revision in the account's cache where all its weights are there; else a file that is missing."""
+    config = try_to_load_from_cache(repo, CONFIG_FILE, revision=revision, cache_dir=constants.HF_HUB_CACHE)
+    if not isinstance(config, str):
+        return None, CONFIG_FILE
+    snapshot = Path(config).parent
+    missing = next((name for name in sorted(_weights_of(snapshot)) if not (snapshot / name).is_file()), None)
+    return (snapshot, "") if missing is None else (None, missing)
+
+
+def _weights_of(snapshot: Path) -> set[str]:
+    if (snapshot / _WEIGHTS).is_file() or not (snapshot / _INDEX).is_file():
+        return {_WEIGHTS}
+    return set(json.loads((snapshot / _INDEX).read_bytes())["weight_map"].values())
+
+
+def _card_licence(snapshot: Path) -> str:
+    card = snapshot / "README.md"
+    if not card.is_file():
+        return ""
+    return _named_licence(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
 
 
 def _cached_file(snapshot: Path, name: str) -> HubFile:

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 _LARGE = (".safetensors",)
 _INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+?)(?:/revision/(?P<revision>[^/]+))?")
+_TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)")
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
 
 
@@ -33,8 +34,8 @@ class Repository:
     commit: str = "1" * 40
     gated_status: HTTPStatus | None = None
     announced: dict[str, str] = field(default_factory=dict)
-    cut_at: int | None = None
-    """The connection of the next transfer of a large file ends after that many bytes."""
+    hold_at: int | None = None
+    """The next transfer of a large file stands still after that many bytes."""
     private: bool = False
 
 
@@ -48,14 +49,14 @@ class StandInHub:
     """Of contents, by the file's path."""
     resumed_at: list[int] = field(default_factory=list)
     """First bytes of transfers of large files that did not begin at 0."""
+    holds: threading.Event = field(default_factory=threading.Event)
+    """A transfer stands still now, until its client is gone."""
     uploaded: dict[str, bytes] = field(default_factory=dict)
     """Large contents by sha256."""
 
     def add_folder(self, repo: str, folder: Path, **how: Any) -> Repository:
         """Serve the files of a folder as a repository."""
-        files = {
-            path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-        }
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         self.repositories[repo] = Repository(files=files, **how)
         return self.repositories[repo]
 
@@ -68,6 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if path == "/api/whoami-v2":
             self._json({"name": "ada", "type": "user"})
+        elif found := _TREE.fullmatch(path):
+            self._tree(found["repo"], found["revision"])
         elif found := _RESOLVE.fullmatch(path):
             self._file(**found.groupdict())
         elif found := _INFO.fullmatch(path):
@@ -90,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"errors": [], "warnings": []})
         elif "/preupload/" in path:
             files = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(_LARGE) else "regular"} for f in files]
+            modes = [
+                {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(_LARGE) else "regular"} for f in files
+            ]
             self._json({"files": [{**mode, "shouldIgnore": False} for mode in modes]})
         elif path.endswith("/info/lfs/objects/batch"):
             objects = [self._batch(one) for one in json.loads(body)["objects"]]
@@ -120,6 +125,15 @@ class _Handler(BaseHTTPRequestHandler):
         tags = [f"license:{found.card['license']}"] if "license" in found.card else []
         self._json({"id": repo, "sha": found.commit, "siblings": siblings, "cardData": found.card, "tags": tags})
 
+    def _tree(self, repo: str, revision: str) -> None:
+        if (found := self._repository(repo, revision)) is not None:
+            self._json(
+                [
+                    {"type": "file", "path": path, "size": len(content), "oid": _git_sha1(content)}
+                    for path, content in found.files.items()
+                ]
+            )
+
     def _file(self, repo: str, revision: str, path: str) -> None:
         found = self._repository(repo, revision)
         if found is None:
@@ -145,13 +159,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if is_large and start and end == len(content):
             self.hub.resumed_at.append(start)
-        sent = content[start:end]
-        if is_large and found.cut_at is not None and end == len(content):
-            sent, found.cut_at = sent[: found.cut_at], None
-            self.close_connection = True
+        sent, hold_at = content[start:end], found.hold_at if is_large and end == len(content) else None
         with contextlib.suppress(ConnectionError):
-            self.wfile.write(sent)
-            self.hub.sent_bytes[path] += len(sent)
+            self.wfile.write(sent[:hold_at])
+            self.hub.sent_bytes[path] += len(sent[:hold_at])
+            if hold_at is not None:
+                found.hold_at, self.close_connection = None, True
+                self.hub.holds.set()
+                # Empty once the client is gone.
+                self.rfile.read(1)
 
     def _repository(self, repo: str, revision: str | None) -> Repository | None:
         found = self.hub.repositories.get(repo)

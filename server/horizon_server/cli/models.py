@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from horizon_formats.model_files import is_hub_id
 from horizon_server.blobs.space import Space
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from horizon_server.services.model_check import ModelFacts
 
 Result = TypeVar("Result")
+
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 _OPEN_LICENCES = frozenset({"apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "unlicense"})
 """Licences that `--yes` accepts without a word: they put no limit on who may use a model, or for what."""
@@ -108,7 +112,9 @@ def model_add(
         click.echo(line, err=True)
     space.require(model.size_bytes - here_bytes, f"model {model.repo}")
     _ask(model, yes=yes, licences=licences)
-    files = fetch_model(model, folder)
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
+        task = progress.add_task(model.repo, total=model.size_bytes)
+        files = fetch_model(model, folder, advance=lambda num_bytes: progress.advance(task, num_bytes))
 
     async def add(services: Services) -> ModelRecord:
         return await add_model(services.models, services.blobs, files, name=name, folder=folder)
@@ -191,7 +197,7 @@ def _facts_lines(model: HubModel, facts: ModelFacts, name: str, *, settings: Set
         f"licence       {model.licence or 'not named'}",
         f"architecture  {facts['architecture']}, {facts['num_parameters']:,} parameters; can be trained here",
         f"size          {size_text(model.size_bytes)} in {len(model.files)} files",
-        f"free          {size_text(free_bytes)} on the disk of {settings.state_dir}, besides what is kept for the daemon",
+        f"free          {size_text(free_bytes)} on the disk of {settings.state_dir}, besides the daemon's reserve",
         f"name          {name}; every user of this node may use it",
     ]
 
