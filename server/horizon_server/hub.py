@@ -38,11 +38,9 @@ from horizon_formats.model_files import is_adapter, is_pickle, pushed_names
 from horizon_server.durable import PARTIAL_SUFFIX
 from horizon_server.errors import InvalidModel, InvalidSpec, IoFailed, NotAllowed, NotFound
 from horizon_server.records.blob import BlobFile
+from horizon_server.store.model_card import SOURCE_FILE
 from horizon_server.store.model_files import CONFIG_FILE, MAX_CONFIG_BYTES
 from horizon_server.store.safetensors_files import write_outline, write_text
-
-SOURCE_FILE = "hub.json"
-"""In the folder of a model that came from the hub: which repository and commit it is."""
 
 _TRANSPORT_ERROR = cast(type[Exception], HfHubHTTPError.__mro__[1])
 """What the hub's library raises where no answer comes: the error of its HTTP library, which is httpx or httpx2."""
@@ -173,15 +171,6 @@ def fetch_model(
             raise
     written = write_text(folder / SOURCE_FILE, model.source)
     return [*found, BlobFile(path=SOURCE_FILE, sha256=written.sha256, size_bytes=written.size_bytes)]
-
-
-def read_source(folder: Path) -> Mapping[str, str]:
-    """Return what `SOURCE_FILE` says of a model folder: repo, commit and license; empty where it came otherwise."""
-    try:
-        source = json.loads((folder / SOURCE_FILE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {str(key): str(value) for key, value in source.items()} if isinstance(source, dict) else {}
 
 
 def _fetch(

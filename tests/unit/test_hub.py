@@ -15,8 +15,9 @@ from huggingface_hub import constants, snapshot_download
 from tests.support.hub import Repository, StandInHub, served_hub
 
 from horizon_server.errors import InvalidModel, InvalidSpec, IoFailed, NotAllowed, NotFound
-from horizon_server.hub import SOURCE_FILE, fetch_model, find_model, read_source, write_model_outline
+from horizon_server.hub import fetch_model, find_model, write_model_outline
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.store.model_card import SOURCE_FILE, base_facts
 
 REPO = "lab/tiny"
 
@@ -51,7 +52,8 @@ def test_only_config_tokenizer_texts_and_the_models_own_safetensors_are_taken(
     for file in files:
         if file.path != SOURCE_FILE:
             assert (tmp_path / "here" / file.path).read_bytes() == repository.files[file.path]
-    assert read_source(tmp_path / "here") == {"repo": REPO, "commit": repository.commit, "license": "apache-2.0"}
+    base = base_facts(tmp_path / "here", "named otherwise")
+    assert (base.repo, base.commit, base.licence) == (REPO, repository.commit, {"license": "apache-2.0"})
 
 
 def test_a_model_is_laid_out_as_its_own_folder_is_before_a_weight_is_fetched(

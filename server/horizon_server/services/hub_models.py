@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from horizon_server.errors import AlreadyExists, NotFound
-from horizon_server.hub import HubModel, read_source
+from horizon_server.hub import HubModel
 from horizon_server.records.account import EVERYONE, NODE
 from horizon_server.records.blob import BlobFile, ModelRecord
 from horizon_server.services.model_check import ModelFacts, check_folder
 from horizon_server.services.pushed import ModelService
 from horizon_server.services.uploads import Uploads
+from horizon_server.store.model_card import base_facts
 
 HUB_FOLDER = "hub"
 """In the state folder: what `horizond model add` has fetched and not added yet."""
@@ -43,10 +44,10 @@ async def known_model(models: ModelService, model: HubModel, name: str) -> Model
         return None
     if record.owner != NODE.name or not record.ready:
         return None
-    source = read_source(models.folder(record.model_id))
-    if (source.get("repo"), source.get("commit")) != (model.repo, model.commit):
+    source = base_facts(models.folder(record.model_id), name)
+    if (source.repo, source.commit) != (model.repo, model.commit):
         raise AlreadyExists(
-            f"model {name} is here already, of commit {source.get('commit', 'unknown')}, and jobs that name it mean "
+            f"model {name} is here already, of commit {source.commit or 'unknown'}, and jobs that name it mean "
             f"that one: choose another name (--name), or have an admin delete it first (horizon model delete {name})"
         )
     return record

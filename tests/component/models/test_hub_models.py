@@ -15,9 +15,10 @@ from tests.daemon_parts import DaemonParts
 from tests.support.hub import StandInHub, served_hub
 
 from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound
-from horizon_server.hub import HubModel, read_source
+from horizon_server.hub import HubModel
 from horizon_server.records.account import EVERYONE, NODE
 from horizon_server.services.hub_models import known_model
+from horizon_server.store.model_card import base_facts
 
 REPO = "Lab/Tiny-2M"
 
@@ -62,7 +63,7 @@ async def test_a_model_of_the_hub_is_shown_fetched_and_shared_beside_a_running_d
     assert (record.owner, record.shared_with, record.architecture) == (NODE.name, (EVERYONE,), "qwen3")
     folder = daemon.services.models.folder(record.model_id)
     assert (folder / "model.safetensors").read_bytes() == (model_folder / "model.safetensors").read_bytes()
-    assert read_source(folder)["commit"] == "1" * 40
+    assert base_facts(folder, REPO).commit == "1" * 40
     again = HubModel(repo=REPO, commit=repository.commit, licence="", files=())
     assert await known_model(daemon.services.models, again, REPO) == record
     # Another commit would change what the name means.
