@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from horizon_server.children.child import ChildTask, Limits
@@ -21,14 +23,14 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors*"))
 
 
-async def write_config_outline(config: Path, target: Path, *, environment: Mapping[str, str]) -> None:
-    """Fill the folder `target` with a config.json and the headers of the tensors that its class has; they take no
-    space. A child process builds the class, without storage.
+@asynccontextmanager
+async def config_outline(config: bytes, *, environment: Mapping[str, str]) -> AsyncIterator[Path]:
+    """Give a folder, which is gone at the end of the block, with a config.json and the headers of the tensors that the
+    model's class has; they take no space. A child process builds the class, without storage.
 
     Raises:
         InvalidModel: the config is not one of a model that can be trained.
     """
-    shutil.copyfile(config, target / CONFIG_FILE)
     task = ChildTask(
         module="horizon_server.worker.measure",
         who="the reading of config.json",
@@ -36,4 +38,13 @@ async def write_config_outline(config: Path, target: Path, *, environment: Mappi
         limits=_LIMITS,
         meanings={Stalled: _TOO_MUCH, OutOfMemory: _TOO_MUCH, WorkerCrashed: _TOO_MUCH},
     )
-    write_outline(target / "model.safetensors", await task.run({"tensors_of": str(target)}))
+    with tempfile.TemporaryDirectory(prefix="horizond-config-") as name:
+        folder = Path(name)
+        await asyncio.to_thread((folder / CONFIG_FILE).write_bytes, config)
+        tensors = await task.run({"tensors_of": name})
+        try:
+            await asyncio.to_thread(write_outline, folder / "model.safetensors", tensors)
+        except OSError as error:
+            # No file system has files of such a size.
+            raise _TOO_MUCH from error
+        yield folder
