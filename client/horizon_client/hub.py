@@ -111,10 +111,12 @@ def _hub_errors(repo: str) -> Iterator[None]:
         if status in (401, 403):
             raise NotAllowed(
                 f"the hub does not let you use {repo} ({status}): log in with a token that may (hf auth login), or "
-                "give one with --token-file"
+                "give one with --hub-token-file"
             ) from error
         raise Unavailable(f"the hub answers {status} for {repo}: {str(error).splitlines()[0]:.200}") from error
-    except (OfflineModeIsEnabled, transport) as error:
+    # The library gives a transfer that failed as a RuntimeError
+    except (OfflineModeIsEnabled, RuntimeError, transport) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Unavailable(
-            f"the hub does not answer ({type(error).__name__}); the same command goes on with what it lacks"
+            f"the hub does not answer ({why:.200}); the same command goes on with what it lacks"
         ) from error

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from horizon_client.choices import ENDED_STATES
-from horizon_client.connection import Connection
+from horizon_client.connection import PREVIEW_DEADLINE_S, UNARY_DEADLINE_S, Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
 from horizon_client.errors import BadConfig, DeadlineExceeded, InvalidRequest, NotFound, suggested
 from horizon_client.hub import fetch_config
@@ -281,7 +281,9 @@ class AsyncJobs:
         return [text for job in jobs for text in (job.name, job.job_id)]
 
     async def _planned(self, request: job_pb2.PlanJobRequest) -> PlannedJob:
-        answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request)
+        # From a config alone, a child of the server builds the model's class
+        limit_s = PREVIEW_DEADLINE_S if request.model_config else UNARY_DEADLINE_S
+        answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request, deadline_s=limit_s)
         return from_message(PlannedJob, answer)
 
     async def _plan_config(

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 _LARGE = (".safetensors",)
 _INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+?)(?:/revision/(?P<revision>[^/]+))?")
 _TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)")
@@ -53,6 +56,11 @@ class StandInHub:
     """A transfer stands still now, until its client is gone."""
     uploaded: dict[str, bytes] = field(default_factory=dict)
     """Large contents by sha256."""
+    num_uploads: int = 0
+    refused_commits: int = 0
+    """The next commits that are refused, after their contents have come."""
+    tokens: set[str] = field(default_factory=set)
+    """That writing calls came with."""
 
     def add_folder(self, repo: str, folder: Path, **how: Any) -> Repository:
         """Serve the files of a folder as a repository."""
@@ -82,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, body = unquote(urlsplit(self.path).path), self._body()
+        if token := self.headers.get("Authorization", "").removeprefix("Bearer "):
+            self.hub.tokens.add(token)
         if path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked['organization']}/{asked['name']}"
@@ -109,6 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         sha256, body = self.path.rpartition("/")[2], self._body()
         assert hashlib.sha256(body).hexdigest() == sha256
         self.hub.uploaded[sha256] = body
+        self.hub.num_uploads += 1
         self._json({})
 
     def _info(self, repo: str, revision: str | None) -> None:
@@ -187,6 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
         return {**one, "actions": {"upload": {"href": f"{self.hub.url}/upload/{one['oid']}"}}}
 
     def _commit(self, repo: str, body: bytes) -> None:
+        if self.hub.refused_commits:
+            self.hub.refused_commits -= 1
+            self._json({"error": "not now"}, HTTPStatus.FORBIDDEN)
+            return
         files = self.hub.repositories[repo].files
         for line in body.splitlines():
             entry = json.loads(line)
@@ -235,6 +250,21 @@ def served_hub() -> Iterator[StandInHub]:
         server.shutdown()
         server.server_close()
         thread.join(30)
+
+
+@contextmanager
+def used_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[StandInHub]:
+    """Serve a hub that the libraries of this process ask, with an empty cache."""
+    with served_hub() as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(cache),
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        yield hub
 
 
 def _git_sha1(content: bytes) -> str:

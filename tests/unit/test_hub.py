@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, snapshot_download
-from tests.support.hub import Repository, StandInHub, served_hub
+from tests.support.hub import Repository, StandInHub, used_hub
 
 from horizon_server.errors import InvalidModel, InvalidSpec, IoFailed, NotAllowed, NotFound
 from horizon_server.hub import fetch_model, find_model, write_model_outline
@@ -24,15 +24,7 @@ REPO = "lab/tiny"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    with served_hub() as hub:
-        for name, value in {
-            "ENDPOINT": hub.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_OFFLINE": False,
-        }.items():
-            monkeypatch.setattr(constants, name, value)
+    with used_hub(monkeypatch, tmp_path / "cache") as hub:
         yield hub
 
 

@@ -197,7 +197,7 @@ Needs: pip install 'horizon-train[hub]'"""
 @click.option("--merged", is_flag=True, help="Have the node merge the adapter, and publish the merged model.")
 @click.option("--private/--public", default=None, help="Make a new repository so. Default: the account's setting.")
 @click.option(
-    "--token-file",
+    "--hub-token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File with a token of the hub. Default: the one of hf auth login, or HF_TOKEN.",
 )
@@ -213,7 +213,7 @@ def push(
     target: str,
     merged: bool,
     private: bool | None,
-    token_file: Path | None,
+    hub_token_file: Path | None,
     with_answers: bool,
     to: str | None,
     output: str,
@@ -227,7 +227,7 @@ def push(
             at=at,
             merged=merged,
             private=private,
-            token=None if token_file is None else token_file.read_text("utf-8").strip(),
+            token=None if hub_token_file is None else hub_token_file.read_text("utf-8").strip(),
             with_answers=with_answers,
             folder=to,
             reporter=reporter,
