@@ -21,7 +21,7 @@ from horizon_client.conversion import spec_to_proto
 from horizon_client.errors import BadFile, InvalidRequest, NotFound
 from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
 from horizon_client.reporter import Reporter
-from horizon_formats.other_names import other_value
+from horizon_formats.model_files import CONFIG_FILE
 from horizon_proto.v1 import job_pb2
 
 SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
@@ -115,6 +115,16 @@ def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> dict[st
     return mapping
 
 
+def local_config(spec: SpecLike, overrides: Sequence[str]) -> bytes:
+    """Return the config.json of the local model folder that a spec names, where the folder has no weights; else
+    nothing. Blocking."""
+    written, folders = _loaded(spec)
+    sources = _local_sources(_at(with_overrides(written, overrides), _MODEL), folders, many=False)
+    if not sources or not (config := sources[0] / CONFIG_FILE).is_file() or any(sources[0].glob("*.safetensors*")):
+        return b""
+    return config.read_bytes()
+
+
 def _at(mapping: Mapping[str, Any], place: _Place) -> Any:
     value: Any = mapping
     for key in place:
@@ -131,8 +141,6 @@ def _put(mapping: dict[str, Any], place: _Place, value: object) -> None:
 def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Sequence[Path]]) -> None:
     for place, sources in local.items():
         value, field = _at(mapping, place), ".".join(place)
-        if not sources and place == _MODEL and (hub := other_value("model", value)):
-            raise InvalidRequest.of(field, f"model is {value!r}; {hub}")
         # an absolute path may be a folder on the node
         if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
             continue

@@ -11,13 +11,15 @@ from typing import Any
 from google.protobuf.message import Message
 
 from horizon_client.choices import ENDED_STATES
-from horizon_client.connection import Connection
+from horizon_client.connection import PREVIEW_DEADLINE_S, UNARY_DEADLINE_S, Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
-from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
-from horizon_client.job_spec import SpecLike, spec_to_send, without_data
+from horizon_client.errors import BadConfig, DeadlineExceeded, InvalidRequest, NotFound, suggested
+from horizon_client.hub import fetch_config
+from horizon_client.job_spec import SpecLike, local_config, spec_to_send, without_data
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
+from horizon_formats.model_files import is_hub_id
 from horizon_proto.v1 import job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
@@ -66,16 +68,18 @@ class AsyncJobs:
     ) -> PlannedJob:
         """Return how much memory and time a job would take and whether it fits. Queues nothing.
 
-        Local files are pushed as by `submit`, and the same jobs are refused.
+        Local files are pushed as by `submit`, and the same jobs are refused. Of a local model folder its config.json
+        alone is enough, and of a model of the Hugging Face hub that is not on the node its id (with
+        `horizon-train[hub]`): the plan is made of the config then, and no data is looked at.
         """
+        if config := await asyncio.to_thread(local_config, spec, overrides):
+            return await self._plan_config(spec, overrides, config, reporter=reporter)
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
         try:
-            answer = await self._connection.unary(
-                self._connection.calls.jobs.PlanJob, job_pb2.PlanJobRequest(spec=wire_spec)
-            )
+            return await self._planned(job_pb2.PlanJobRequest(spec=wire_spec))
         except NotFound as problem:
-            raise await self._with_similar(problem) from None
-        return from_message(PlannedJob, answer)
+            config = await self._config_of_hub(wire_spec.model, problem)
+        return await self._plan_config(spec, overrides, config, reporter=reporter)
 
     async def plan_elsewhere(
         self,
@@ -102,14 +106,15 @@ class AsyncJobs:
         machine = job_pb2.PlannedMachine(
             gpu=gpu, host_gbps=host_gbps, link_gbps=link_gbps, host_memory_bytes=host_memory_bytes
         )
+        if config := await asyncio.to_thread(local_config, spec, overrides):
+            return await self._plan_config(spec, overrides, config, machine=machine, reporter=reporter)
         # Data files would be pushed for nothing
         wire_spec = await self._wire_spec(without_data(spec, overrides, _NO_DATASET), (), push, reporter)
-        request = job_pb2.PlanJobRequest(spec=wire_spec, machine=machine)
         try:
-            answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request)
+            return await self._planned(job_pb2.PlanJobRequest(spec=wire_spec, machine=machine))
         except NotFound as problem:
-            raise await self._with_similar(problem) from None
-        return from_message(PlannedJob, answer)
+            config = await self._config_of_hub(wire_spec.model, problem)
+        return await self._plan_config(spec, overrides, config, machine=machine, reporter=reporter)
 
     async def simulate(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
@@ -274,6 +279,36 @@ class AsyncJobs:
     async def _names(self) -> Iterable[str]:
         jobs = await self.list(limit=_SEARCHED_JOBS)
         return [text for job in jobs for text in (job.name, job.job_id)]
+
+    async def _planned(self, request: job_pb2.PlanJobRequest) -> PlannedJob:
+        # From a config alone, a child of the server builds the model's class
+        limit_s = PREVIEW_DEADLINE_S if request.model_config else UNARY_DEADLINE_S
+        answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request, deadline_s=limit_s)
+        return from_message(PlannedJob, answer)
+
+    async def _plan_config(
+        self,
+        spec: SpecLike,
+        overrides: Sequence[str],
+        config: bytes,
+        *,
+        machine: job_pb2.PlannedMachine | None = None,
+        reporter: Reporter,
+    ) -> PlannedJob:
+        """Plan a job from the config.json of its model; the model is neither pushed nor looked up."""
+        mapping = {**without_data(spec, overrides, _NO_DATASET), "model": _NO_DATASET}
+        wire_spec = await self._wire_spec(mapping, (), False, reporter)
+        return await self._planned(job_pb2.PlanJobRequest(spec=wire_spec, machine=machine, model_config=config))
+
+    async def _config_of_hub(self, model: str, problem: NotFound) -> bytes:
+        """Return the config.json of a model that the node does not have, from the hub. Raises `problem`, with similar
+        names, where something else is not found."""
+        if not is_hub_id(model) or model not in str(problem):
+            raise await self._with_similar(problem) from None
+        try:
+            return await asyncio.to_thread(fetch_config, model)
+        except BadConfig as missing:
+            raise NotFound(f"{problem}; to plan from its config.json, {missing}") from None
 
     async def _with_similar(self, problem: NotFound) -> NotFound:
         """Return the error for a job, model or dataset that does not exist, with similar names."""

@@ -15,6 +15,7 @@ from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, Checkp
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
 from horizon_client.housekeeping import AsyncHousekeeping
+from horizon_client.hub import HubPush
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
@@ -271,7 +272,9 @@ class Jobs:
     ) -> PlannedJob:
         """Return how much memory and time a job would take and whether it fits. Queues nothing.
 
-        Local files are pushed as by `submit`, and the same jobs are refused.
+        Local files are pushed as by `submit`, and the same jobs are refused. Of a local model folder its config.json
+        alone is enough, and of a model of the Hugging Face hub that is not on the node its id (with
+        `horizon-train[hub]`): the plan is made of the config then, and no data is looked at.
         """
         return self._loop.run(lambda: self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
 
@@ -468,6 +471,47 @@ class Checkpoints:
         return self._loop.run(
             lambda: self._inner.merge(
                 job, at=at, out=out, dtype=dtype, base=base, remove=remove, force=force, reporter=reporter
+            )
+        )
+
+    def push(
+        self,
+        job: str,
+        target: str,
+        *,
+        at: int | str = "last",
+        merged: bool = False,
+        private: bool | None = None,
+        token: str | None = None,
+        with_answers: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        reporter: Reporter = SILENT,
+    ) -> HubPush:
+        """Publish a checkpoint on the Hugging Face hub, as `hf:ORG/NAME`: weights, tokenizer, model card and job file.
+
+        It is pulled into `folder` first, which stays; without one, into a folder of this user's cache, which is gone
+        afterwards. A push that was interrupted goes on with what is missing. `merged` has the node merge an adapter,
+        and publishes the merged model. `private` makes a new repository private or public; None leaves that to the
+        account's setting. `token` is one of the hub; without one, that of `hf auth login` is used. The answers of the
+        evaluation are texts of your data: they are published only `with_answers`. Needs `horizon-train[hub]`.
+
+        Raises:
+            BadConfig: when the extra is not installed.
+            InvalidRequest: when `target` is not hf:ORG/NAME.
+            NotAllowed: when the hub refuses the token.
+            NotFound, FileConflict, CorruptDownload: as `pull` and `merge` do.
+        """
+        return self._loop.run(
+            lambda: self._inner.push(
+                job,
+                target,
+                at=at,
+                merged=merged,
+                private=private,
+                token=token,
+                with_answers=with_answers,
+                folder=folder,
+                reporter=reporter,
             )
         )
 

@@ -7,7 +7,6 @@ LLaMA-Factory.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 _HF, _PEFT, _AXOLOTL, _FACTORY = "Hugging Face's", "PEFT's", "Axolotl's", "LLaMA-Factory's"
@@ -220,7 +219,6 @@ _METHODS: Mapping[str, str] = {
     "cpo": "here: method: simpo or orpo, on pairs",
     "rm": "reward models are not trained here; methods on pairs: dpo, ipo, orpo, simpo",
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 def other_name(key: str) -> str:
@@ -244,11 +242,6 @@ def other_value(path: str, value: object) -> str:
         return ""
     if path == "method":
         return _METHODS.get(value.lower(), "")
-    if path == "model" and (found := _HUB_ID.fullmatch(value)):
-        return (
-            f"horizond fetches nothing: hf download {value} --local-dir {found[1]}, then horizon model push "
-            f"{found[1]}, and model: {found[1]}"
-        )
     return ""
 
 

@@ -2452,6 +2452,11 @@ class PlanJobRequest(google.protobuf.message.Message):
 
     SPEC_FIELD_NUMBER: builtins.int
     MACHINE_FIELD_NUMBER: builtins.int
+    MODEL_CONFIG_FIELD_NUMBER: builtins.int
+    model_config: builtins.bytes
+    """The content of the model's config.json, at most 1 MiB: the job is planned from it alone, whatever the spec names as its model, and
+    neither model nor data need to be on the node. Empty: the model of the spec.
+    """
     @property
     def spec(self) -> global___JobSpec:
         """What would be submitted."""
@@ -2465,9 +2470,10 @@ class PlanJobRequest(google.protobuf.message.Message):
         *,
         spec: global___JobSpec | None = ...,
         machine: global___PlannedMachine | None = ...,
+        model_config: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["machine", b"machine", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["machine", b"machine", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["machine", b"machine", "model_config", b"model_config", "spec", b"spec"]) -> None: ...
 
 global___PlanJobRequest = PlanJobRequest
 

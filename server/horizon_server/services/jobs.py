@@ -132,13 +132,15 @@ class JobService:
             raise Draining("the daemon is shutting down and takes no new jobs; try again in a moment", retry_after_s=5)
 
     async def plan(
-        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
+        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None, *, config: bytes = b""
     ) -> tuple[JobSpec, Plan]:
         """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is
-        asked about.
+        asked about. With the `config` of the model, its config.json, neither model nor data need to be here.
 
-        Raises what `Proposals.of` does.
+        Raises what `Proposals.of` and `Proposals.plan_config` do.
         """
+        if config:
+            return await self.proposals.plan_config(principal, spec, config, machine)
         async with self.proposals.of(principal, spec, machine) as proposal:
             return proposal.spec, await proposal.warned(self.quotas, principal.name)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from horizon_formats.model_files import HUB_ID
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
@@ -93,9 +94,13 @@ class JobSpec(Section):
 
     name: Name = Field(description="A name for people.")
     model: str = Field(
-        pattern=rf"^(/[^\x00]{{0,4095}}|{NAME})$",
-        description="A pushed model, or an absolute folder on the node that an admin has allowed (model_roots).",
-        json_schema_extra={RULE: f"the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"},
+        pattern=rf"^(/[^\x00]{{0,4095}}|{NAME}|{HUB_ID})$",
+        description="A pushed model; a model of the Hugging Face hub that an admin has added (horizond model add), by "
+        "its id, such as Qwen/Qwen3-8B; or an absolute folder on the node that an admin has allowed (model_roots).",
+        json_schema_extra={
+            RULE: f"the name of a pushed model ({NAME_RULE}), the id of a model of the hub (Qwen/Qwen3-8B) or an "
+            "absolute folder on the node"
+        },
     )
     init_from: str | None = Field(
         default=None,

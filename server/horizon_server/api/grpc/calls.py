@@ -107,7 +107,7 @@ def _files(request: Any) -> list[BlobFile]:
 
 async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[JobSpec, Plan]:
     machine = from_message(request.machine, PlannedMachine) if request.HasField("machine") else None
-    return await services.jobs.plan(caller, _spec(request), machine)
+    return await services.jobs.plan(caller, _spec(request), machine, config=request.model_config)
 
 
 async def _update(services: Services, caller: Principal, request: job_pb2.UpdateJobRequest) -> Any:
