@@ -1,4 +1,7 @@
-"""TensorBoard: event files in a folder a job, by tensorboardX, which needs neither TensorFlow nor torch."""
+"""TensorBoard: event files in a folder a job, by tensorboardX, which needs neither TensorFlow nor torch.
+
+Its SummaryWriter writes in a thread of its own and cannot say when it has: the writer below it does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import json
 import time
 from collections.abc import Sequence
 
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from horizon_formats.trackers.figures import Ending, Point, TrackedJob
 from horizon_formats.trackers.follower import Target, WrittenFile, add_to, local_name
@@ -16,29 +21,35 @@ class _Run:
     def __init__(self, job: TrackedJob, target: Target) -> None:
         runs, project = target.folder / "runs", target.project_of(job)
         folder = runs / project / local_name(job)
+        folder.mkdir(parents=True, exist_ok=True)
         self.where = f"tensorboard --logdir {runs}"
         self._file = WrittenFile(folder, project, job.job_id)
         self.written = self._file.read()
-        # What was written and not recorded, when the last follower was killed in between, is taken back by readers.
-        after = self.written["train"] + 1 if "train" in self.written else None
         # Files are named by the second, and the second one of a name would replace the first.
-        suffix = f".{time.time_ns()}"
-        self._writer = SummaryWriter(logdir=str(folder), purge_step=after, filename_suffix=suffix)
+        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        if "train" in self.written:
+            # What was written and not recorded, by a follower that was killed in between, is taken back by readers.
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write_event(Event(wall_time=time.time(), step=self.written["train"] + 1, session_log=start))
         if not self.written:
             config = json.dumps(job.config, indent=1, default=str)
-            self._writer.add_text("job", "\n".join(f"    {line}" for line in config.splitlines()), 0)
+            self._add_text("job", "\n".join(f"    {line}" for line in config.splitlines()), 0)
+
+    def _add_text(self, name: str, text: str, step: int) -> None:
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary.text(name, text)))
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
             for name, value in point.figures.items():
-                self._writer.add_scalar(name, value, point.step, walltime=point.time_s)
+                scalar = summary.scalar(name, value)
+                self._writer.write_event(Event(wall_time=point.time_s, step=point.step, summary=scalar))
         self._writer.flush()
         add_to(self.written, points)
         self._file.keep(self.written)
 
     def close(self, ending: Ending | None) -> None:
         if ending is not None:
-            self._writer.add_text("state", ending.value, max(self.written.values(), default=0))
+            self._add_text("state", ending.value, max(self.written.values(), default=0))
         self._writer.close()
 
 
