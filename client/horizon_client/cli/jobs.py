@@ -14,6 +14,7 @@ import click
 from horizon_client.choices import JOB_STATES
 from horizon_client.cli.completion import job_names, spec_keys
 from horizon_client.cli.deletion import add_delete
+from horizon_client.cli.importing import import_config
 from horizon_client.cli.job_file import SCHEMA_FILE, header_line, job_schema, template
 from horizon_client.cli.job_views import (
     JOB_VIEW,
@@ -325,6 +326,7 @@ def keep(client: Client, job_id: str, output: str) -> None:
     print_one(kept, JOB_VIEW, output, message=message)
 
 
+job.add_command(import_config)
 add_delete(job, "job", job_names, "first-try job_3f2a9c")
 
 
