@@ -14,6 +14,7 @@ from typing import Any
 
 from generated_files import ROOT, write_or_check
 
+from horizon_client.choices import DATASET_FORMATS
 from horizon_server.spec import job_schema
 from horizon_server.spec.words import allowed_values, section_of
 
@@ -27,7 +28,14 @@ MAP = {
     "client pushes the files with it, as with horizon dataset push --map. The job that is sent has no such field.",
     "type": "object",
 }
-"""A field of job files that only the client reads."""
+FORMAT = {
+    "default": "auto",
+    "description": "The format of local data files, as that of horizon dataset push --format; auto is told by the "
+    "rows. The job that is sent has no such field.",
+    "enum": list(DATASET_FORMATS),
+    "type": "string",
+}
+"""Fields of job files that only the client reads."""
 
 HEAD = """# Job spec
 
@@ -89,7 +97,7 @@ def generate() -> dict[Path, str]:
     for name, field in schema["properties"].items():
         fields[name] = field
         if name == "dataset":
-            fields["map"] = MAP
+            fields |= {"map": MAP, "format": FORMAT}
     schema["properties"] = fields
     return {SCHEMA: json.dumps(schema, indent=1) + "\n", PAGE: reference_page(schema)}
 

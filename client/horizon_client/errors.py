@@ -47,6 +47,7 @@ __all__ = [
     "Stalled",
     "TooLarge",
     "TooManyCalls",
+    "TrackerFailed",
     "TurnOverrun",
     "Unauthenticated",
     "Unavailable",
@@ -128,6 +129,12 @@ class BadFile(InvalidRequest):
     """A local file cannot be pushed as it is."""
 
     reason = "INVALID_FILE"
+
+
+class TrackerFailed(HorizonClientError):
+    """A tracker, such as an MLflow server, did not take a job's figures. The job is not affected."""
+
+    reason = "TRACKER_FAILED"
 
 
 class BadConfig(InvalidRequest):
