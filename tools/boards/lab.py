@@ -97,14 +97,17 @@ _NOW = (
     ),
     Chart(
         title="Next maintenance",
-        text="Time until the maintenance window begins; below 0 it has begun. Empty: none is set.",
+        text="Time until the maintenance window begins, below 0 once it has begun, and ends. Empty: none is set.",
         good="Known a day before: jobs are checkpointed at its start and go on after its end.",
         unit="s",
         width=4,
         height=4,
         kind="number",
         minimum=None,
-        queries=[(f"({select('horizon_maintenance_start_timestamp_seconds')} > 0) - time()", "{{instance}}")],
+        queries=[
+            (f"({select('horizon_maintenance_start_timestamp_seconds')} > 0) - time()", "begins in"),
+            (f"({select('horizon_maintenance_end_timestamp_seconds')} > 0) - time()", "ends in"),
+        ],
     ),
 )
 

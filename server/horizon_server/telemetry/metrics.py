@@ -357,6 +357,7 @@ class Metrics:
         names = {"name": job.spec.name, "model": job.spec.model, "dataset": job.spec.dataset}
         project = _project_of(job)
         self._ended_of(job)
+        self._count_queued(job, 0)
         self._owners[job.job_id] = (job.owner, project)
         self._series("horizon_job_info", job_id=job.job_id, owner=job.owner, project=project, **names).set(1)
         self._show_progress(job, job.step, job.num_steps)
