@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import tempfile
 import time
@@ -101,9 +100,9 @@ class Lab:
             "model": "demo-model",
             "dataset": "demo-chats",
             "eval_dataset": "few-chats",
-            "eval_every_steps": 20,
-            "train": {**DEMO_SPEC["train"], "max_steps": 120, "tokens_per_step": 512, "compile": "off"},
-            "checkpoint": {"every_steps": 30, "keep_last": 2},
+            "eval_every_steps": 15,
+            "train": {**DEMO_SPEC["train"], "max_steps": 60, "tokens_per_step": 256, "compile": "off"},
+            "checkpoint": {"every_steps": 15, "keep_last": 2},
         }
         if user == "bob":
             spec |= {"method": "dpo", "dataset": "few-pairs"}
@@ -164,7 +163,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long (default: %(default)s)")
     minutes = parser.parse_args().minutes
-    os.nice(10)
     recorded = record(minutes)
     series = recorded.pop("series")
     head = json.dumps(recorded, indent=0)[:-2]
