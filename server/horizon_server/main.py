@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.prepared import remove_all_partial
+from horizon_server.telemetry.families import NEWEST_ENDED
+from horizon_server.telemetry.gpus import GpuWatch
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 
@@ -103,6 +106,7 @@ log = structlog.get_logger(__name__)
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
+_STORED_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +221,8 @@ async def wire(
     metrics, lifecycle, store = Metrics(), Lifecycle(), JobStore(database)
     journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
-    metrics.set_queued({job.job_id: job.queued_s for job in await store.in_states([JobState.QUEUED])})
+    metrics.set_queued(await store.in_states([JobState.QUEUED]))
+    metrics.set_ended(await store.newest_ended(NEWEST_ENDED))
     memory = host_memory()
     # Now, as the first scrape may come before the first of the chores.
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
@@ -457,6 +462,7 @@ async def _listen(
         stack.push_async_callback(http_server.stop)
         # The ports that were bound: a setting may ask for port 0.
         grpc_at, http_at = f"{grpc.host}:{grpc_server.port}", f"{http.host}:{http_server.port}"
+        metrics.set_page_url(_page_url(settings, http.host, http_server.port, is_secure=certificate is not None))
         write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
         log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
         if authority is not None:
@@ -465,6 +471,16 @@ async def _listen(
         sdnotify.SystemdNotifier().notify("READY=1")
         stack.pop_all()
     return grpc_server, http_server
+
+
+def _page_url(settings: Settings, host: str, port: int, *, is_secure: bool) -> str:
+    """Return where people reach the web page: by the first name that the certificate was asked for, else where the
+    daemon listens."""
+    if is_secure and settings.tls_names:
+        host = settings.tls_names[0]
+    elif host in ("0.0.0.0", "::"):  # noqa: S104
+        host = socket.gethostname()
+    return f"{'https' if is_secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def run_queue(parts: Parts) -> None:
@@ -481,12 +497,27 @@ async def run_queue(parts: Parts) -> None:
 async def _chores(settings: Settings, parts: Parts) -> None:
     """Keep the gauges of memory and disk fresh, clear away what is not used any more, and send webhooks."""
     # Apart from each other: a sweep may take minutes, and the disk may run full meanwhile.
-    webhooks = parts.services.webhooks.deliveries.run()
-    await asyncio.gather(_watch_machine(settings, parts), _sweep_hourly(settings, parts), webhooks)
+    with contextlib.closing(GpuWatch()) as gpus:
+        if parts.services.node.accelerators:
+            gpus.start()
+        await asyncio.gather(
+            _watch_machine(settings, parts, gpus),
+            _count_stored(parts),
+            _sweep_hourly(settings, parts),
+            parts.services.webhooks.deliveries.run(),
+        )
 
 
-async def _watch_machine(settings: Settings, parts: Parts) -> None:
+async def _count_stored(parts: Parts) -> None:
     while True:
+        with contextlib.suppress(HorizonError, OSError):  # tried again in a minute
+            parts.metrics.set_stored(await parts.services.sharing.quotas.stored_bytes())
+        await asyncio.sleep(_STORED_EVERY_S)
+
+
+async def _watch_machine(settings: Settings, parts: Parts, gpus: GpuWatch) -> None:
+    while True:
+        parts.metrics.set_gpus(gpus.figures())
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
         disk = shutil.disk_usage(settings.state_dir)

@@ -385,6 +385,32 @@ class JobStore:
 
         return await self._database.read(read)
 
+    async def last_times(self, job_id: str) -> dict[str, float]:
+        """Return when a job's present attempt began (`attempt`) and when its last step, evaluation and checkpoint were
+        done, by the kind of their events; what has not happened is left out."""
+        begins = {kind: f'{{"kind":"{kind}"' for kind in ("step", "eval", "checkpoint")}
+        begins["attempt"] = f'{{"kind":"state","job_state":"{JobState.PREPARING.value}"'
+
+        def read(connection: Connection) -> dict[str, float]:
+            found: dict[str, float] = {}
+            for name, start in begins.items():
+                query = select(EventRow.time_s).where(EventRow.job_id == job_id, EventRow.body.startswith(start))
+                time_s = connection.scalar(query.order_by(EventRow.sequence.desc()).limit(1))
+                if time_s is not None:
+                    found[name] = time_s
+            return found
+
+        return await self._database.read(read)
+
+    async def newest_ended(self, limit: int) -> list[JobRecord]:
+        """Return the jobs that ended last, the first that ended first."""
+        query = _JOBS.where(JobRow.job_state.in_(_ENDED)).order_by(JobRow.ended_s.desc()).limit(limit)
+
+        def read(connection: Connection) -> list[JobRecord]:
+            return [record_of(row) for row in reversed(connection.execute(query).all())]
+
+        return await self._database.read(read)
+
     async def visit_events(
         self, job_id: str, sequence: int, limit: int, kinds: Sequence[str], visit: VisitEvent
     ) -> int:

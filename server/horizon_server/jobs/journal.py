@@ -201,8 +201,9 @@ class Journal:
         finally:
             self._told.discard(news)
 
-    def forget(self, counts: Mapping[str, int]) -> None:
-        """Show the number of jobs by state after some were deleted."""
+    def forget(self, job_id: str, counts: Mapping[str, int]) -> None:
+        """Show nothing more of a job that was deleted, and the number of jobs by state without it."""
+        self._metrics.forget(job_id)
         self._metrics.set_jobs(counts)
         self._tell()
 

@@ -194,7 +194,9 @@ class Scheduler:
             situation.held,
         )
         await self._act(situation, decision, queued)
+        window = situation.node.window
         self.runtime.metrics.set_node_open(situation.node.is_open)
+        self.runtime.metrics.set_maintenance(*((window.start_s, window.end_s) if window else (0.0, 0.0)))
         self.runtime.metrics.set_residents(
             {name: len(turns.participants) for name, turns in self.turns.items()},
             self.promised_bytes() + self.held_bytes(),
@@ -310,19 +312,12 @@ class Scheduler:
                 lambda: self.runtime.journal.store.in_states(sorted(RESIDENT))
             ):
                 # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
-                self.runtime.metrics.take_over(job, checkpoint_s=await self._newest_checkpoint_s(job.job_id))
+                self.runtime.metrics.take_over(job, await self.runtime.journal.store.last_times(job.job_id))
                 name = job.plan.device if job.plan is not None else ""
                 turns = self.turns.get(name) or next(iter(self.turns.values()))
                 self._start(job, turns.device, adopt=True)
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not taken over; the next daemon does it")
-
-    async def _newest_checkpoint_s(self, job_id: str) -> float | None:
-        """Return when the newest checkpoint of a job was written; None where there is none that can be read."""
-        with contextlib.suppress(OSError, ValueError, HorizonError):
-            found = await asyncio.to_thread(self.runtime.folders.checkpoints(job_id).all)
-            return found[-1].created_s if found else None
-        return None
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next

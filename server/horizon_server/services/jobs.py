@@ -443,7 +443,7 @@ class JobService:
             await self.journal.store.end_deletion(job_id)
             raise
         await self.journal.store.delete(job_id)
-        self.journal.forget(await self.journal.store.counts())
+        self.journal.forget(job_id, await self.journal.store.counts())
 
     async def _created_from(
         self, start: Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]

@@ -84,7 +84,7 @@ class NodeFacts:
         self._scheduler = scheduler
         self._share_half_life_s = share_half_life_s
         self._state_dir = state_dir
-        self._accelerators = accelerators
+        self.accelerators = accelerators
         self._machine: _MachineFigures | None = None
 
     async def describe(self, principal: Principal) -> NodeStatus:
@@ -98,7 +98,7 @@ class NodeFacts:
             host_memory_limit_bytes=machine.memory.limit_bytes,
             host_memory_available_bytes=machine.memory.available_bytes,
             num_cpus=machine.num_cpus,
-            accelerators=self._accelerators,
+            accelerators=self.accelerators,
             disk_free_bytes=machine.disk_free_bytes,
             num_jobs=await self._store.counts(),
             draining=self._lifecycle.draining,
