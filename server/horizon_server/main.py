@@ -179,12 +179,8 @@ async def _serve(settings: Settings) -> None:
         parts = await wire(settings, database, found=found, usable=usable)
         grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
         queue = asyncio.create_task(run_queue(parts), name="queue")
-        chores = asyncio.create_task(
-            _chores(
-                settings, parts, watch_certificate(settings, certificate, (grpc_server, http_server), parts.metrics)
-            ),
-            name="chores",
-        )
+        watching = watch_certificate(settings, certificate, (grpc_server, http_server), parts.metrics)
+        chores = asyncio.create_task(_chores(settings, parts, watching), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")
         # A queue that breaks is a defect; the daemon then ends with the traceback instead of serving a dead queue.
         await asyncio.wait({queue, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -524,9 +520,9 @@ async def watch_certificate(
             if now == stamp:
                 continue
             await in_thread(certificate.check)
+            expires_s = await in_thread(lambda: certificate.expires_s)
             for server in servers:
                 await server.load_certificate(certificate)
-            expires_s = await in_thread(lambda: certificate.expires_s)
         except (HorizonError, OSError) as error:
             # Perhaps one of the two files is replaced already and the other one is not.
             log.warning("the new certificate cannot be used yet; the one before stays", why=str(error))
