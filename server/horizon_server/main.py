@@ -488,12 +488,12 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
         _watch_machine(settings, parts),
         _sweep_hourly(settings, parts),
         parts.services.webhooks.deliveries.run(),
-        _feed_watchdog(),
+        feed_watchdog(),
         watching,
     )
 
 
-async def _feed_watchdog() -> None:
+async def feed_watchdog() -> None:
     """Tell systemd that the event loop turns, where the unit has WatchdogSec; a loop that hangs is then restarted."""
     limit_s = watchdog_limit_s()
     while limit_s:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemon_process import DaemonProcess, wait_for_state, wait_for_step
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
 from tests.support.later_schemas import NEWEST
+from tests.support.loop_thread import LoopThread
 from tests.support.released_states import RELEASES, SETTINGS, STATE, code_of, kind_of_machine, schemas_of, unpack
+from tests.support.webhook_receiver import Receiver, receiver
 
 from horizon_client import Client, NotFound, Unauthenticated
 
@@ -33,11 +35,22 @@ def facts(release: str, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def daemon(facts: dict[str, Any], tmp_path: Path) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(tmp_path / STATE, **SETTINGS)
+    daemon = DaemonProcess(tmp_path / STATE, **SETTINGS, webhook_networks="127.0.0.0/8")
     try:
         yield daemon.start()
     finally:
         daemon.close()
+
+
+@pytest.fixture
+def inbox() -> Iterator[Receiver]:
+    """A receiver of webhooks, in a thread."""
+    thread, serving = LoopThread(), receiver()
+    try:
+        yield thread.call(serving.__aenter__())
+        thread.call(serving.__aexit__(None, None, None))
+    finally:
+        thread.close()
 
 
 def losses(client: Client, job_id: str) -> dict[int, float]:
@@ -50,7 +63,7 @@ def tensors(client: Client, job_id: str, to: Path) -> dict[str, bytes]:
 
 
 def test_users_and_data_stay_and_a_job_continues_as_if_nothing_had_happened(
-    daemon: DaemonProcess, facts: dict[str, Any], tmp_path: Path
+    daemon: DaemonProcess, facts: dict[str, Any], inbox: Receiver, tmp_path: Path
 ) -> None:
     tokens, num_steps = facts["tokens"], facts["num_steps"]
     with (
@@ -68,9 +81,12 @@ def test_users_and_data_stay_and_a_job_continues_as_if_nothing_had_happened(
         assert (ada.datasets.get("chats").owner, ada.models.get("tiny").architecture) == ("ada", "qwen3")
         whole, half = (next(job for job in ada.jobs.list() if job.name == name) for name in ("whole", "half"))
         assert (whole.step, half.step) == (num_steps, facts["paused_at"])
+        ada.webhooks.add(inbox.url())
         ada.jobs.resume(half.job_id)
         done = wait_for_state(ada, half.job_id, "SUCCEEDED", "FAILED", timeout_s=LIMIT_S)
         assert (done.state, done.step, done.attempt) == ("SUCCEEDED", num_steps, 2), done.message
+        wait_for(lambda: bool(inbox.requests), LIMIT_S)
+        assert (inbox.requests[0].json["type"], inbox.requests[0].json["data"]["step"]) == ("job.succeeded", num_steps)
         expected, found = losses(ada, whole.job_id), losses(ada, half.job_id)
         assert list(found) == list(range(1, num_steps + 1))
         if facts["machine"] == kind_of_machine():
