@@ -495,10 +495,14 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
 
 async def feed_watchdog() -> None:
     """Tell systemd that the event loop turns, where the unit has WatchdogSec; a loop that hangs is then restarted."""
-    limit_s = watchdog_limit_s()
-    while limit_s:
-        sdnotify.SystemdNotifier().notify("WATCHDOG=1")
-        await asyncio.sleep(limit_s / 3)
+    limit_s, notifier = watchdog_limit_s(), sdnotify.SystemdNotifier()
+    try:
+        while limit_s:
+            notifier.notify("WATCHDOG=1")
+            await asyncio.sleep(limit_s / 3)
+    finally:
+        if notifier.socket is not None:
+            notifier.socket.close()
 
 
 async def watch_certificate(

@@ -106,6 +106,7 @@ async def test_systemd_gets_signs_of_life_where_it_wants_them(monkeypatch: pytes
         for _ in range(3):
             assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"WATCHDOG=1"
         feeding.cancel()
+        await asyncio.wait([feeding])
 
 
 def test_networks_of_webhooks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
