@@ -57,7 +57,12 @@ def schemas_of(environment: dict[str, str]) -> list[str]:
     """The schemas that the code of a release knows."""
     show = "from horizon_server.db.database_file import known_schemas; print(*known_schemas())"
     done = subprocess.run(
-        [sys.executable, "-c", show], env=os.environ | environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", show],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     )
     return done.stdout.split()
 
