@@ -10,11 +10,12 @@ import functools
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import sdnotify
 import structlog
@@ -92,7 +93,7 @@ from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.deliveries import Deliveries
 from horizon_server.services.webhooks.hooks import Webhooks
 from horizon_server.services.webhooks.receiver import Receivers
-from horizon_server.settings import Settings, child_environment
+from horizon_server.settings import Settings, child_environment, watchdog_limit_s
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.prepared import remove_all_partial
@@ -107,6 +108,8 @@ _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
 _STORED_EVERY_S = 60.0
+CERTIFICATE_EVERY_S = 30.0
+"""How soon a certificate is served that was replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +173,7 @@ async def _serve(settings: Settings) -> None:
     # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
-    addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
+    addresses = _addresses(settings)
     certificate = _certificate(settings, *addresses)
     found = await find_accelerators()
     await asyncio.to_thread(remove_left_copies)
@@ -182,7 +185,8 @@ async def _serve(settings: Settings) -> None:
         parts = await wire(settings, database, found=found, usable=usable)
         grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
         queue = asyncio.create_task(run_queue(parts), name="queue")
-        chores = asyncio.create_task(_chores(settings, parts), name="chores")
+        watching = watch_certificate(settings, certificate, (grpc_server, http_server), parts.metrics)
+        chores = asyncio.create_task(_chores(settings, parts, watching), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")
         # A queue that breaks is a defect; the daemon then ends with the traceback instead of serving a dead queue.
         await asyncio.wait({queue, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -426,6 +430,10 @@ def _wire_scheduler(
     return scheduler
 
 
+def _addresses(settings: Settings) -> tuple[Address, Address]:
+    return parse_address("grpc", settings.grpc), parse_address("http", settings.http)
+
+
 def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
     """Return the certificate to serve with; None on loopback, where none was asked for."""
     if settings.tls_cert is not None and settings.tls_key is not None:
@@ -494,8 +502,9 @@ async def run_queue(parts: Parts) -> None:
     await parts.scheduler.run()
 
 
-async def _chores(settings: Settings, parts: Parts) -> None:
-    """Keep the gauges of memory and disk fresh, clear away what is not used any more, and send webhooks."""
+async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any, None]) -> None:
+    """Keep the gauges of memory and disk fresh, clear away what is not used any more, send webhooks, tell systemd that
+    the daemon is alive, and serve with a certificate that is replaced."""
     # Apart from each other: a sweep may take minutes, and the disk may run full meanwhile.
     with contextlib.closing(GpuWatch()) as gpus:
         if parts.services.node.accelerators:
@@ -505,7 +514,52 @@ async def _chores(settings: Settings, parts: Parts) -> None:
             _count_stored(parts),
             _sweep_hourly(settings, parts),
             parts.services.webhooks.deliveries.run(),
+            feed_watchdog(),
+            watching,
         )
+
+
+async def feed_watchdog() -> None:
+    """Tell systemd that the event loop turns, where the unit has WatchdogSec; a loop that hangs is then restarted."""
+    limit_s, notifier = watchdog_limit_s(), sdnotify.SystemdNotifier()
+    try:
+        while limit_s:
+            notifier.notify("WATCHDOG=1")
+            await asyncio.sleep(limit_s / 3)
+    finally:
+        if notifier.socket is not None:
+            notifier.socket.close()
+
+
+async def watch_certificate(
+    settings: Settings,
+    certificate: ServerCertificate | None,
+    servers: Sequence[GrpcServer | HttpServer],
+    metrics: Metrics,
+    *,
+    look_every_s: float = CERTIFICATE_EVERY_S,
+) -> None:
+    """Serve new connections with a certificate whose files are replaced, and make a new one of the daemon's own before
+    it ends. Connections that are open stay."""
+    stamp = None if certificate is None else await in_thread(certificate.stamp)
+    while certificate is not None:
+        await asyncio.sleep(look_every_s)
+        try:
+            await in_thread(partial(_certificate, settings, *_addresses(settings)))
+            now = await in_thread(certificate.stamp)
+            if now == stamp:
+                continue
+            await in_thread(certificate.check)
+            expires_s = await in_thread(lambda: certificate.expires_s)
+            for server in servers:
+                await server.load_certificate(certificate)
+        except (HorizonError, OSError) as error:
+            # Perhaps one of the two files is replaced already and the other one is not.
+            log.warning("the new certificate cannot be used yet; the one before stays", why=str(error))
+            continue
+        stamp = now
+        metrics.set_certificate_expiry(expires_s)
+        log.info("new connections get the new certificate", file=str(certificate.certificate))
 
 
 async def _count_stored(parts: Parts) -> None:

@@ -314,6 +314,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     return settings
 
 
+def watchdog_limit_s() -> float:
+    """Return how long systemd waits for a sign of life of this process, before it restarts it; 0 where it does not."""
+    # As sd_watchdog_enabled(3): another process may have inherited the variables.
+    text, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    return int(text) / 1e6 if text.isdecimal() and pid == str(os.getpid()) else 0.0
+
+
 def quiet_libraries() -> None:
     """Keep gRPC's own lines from stderr, for processes that serve; to be called before gRPC is imported."""
     # It writes one for each TLS handshake that fails and past the daemon's log with its limits: a caller without a

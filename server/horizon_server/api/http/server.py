@@ -138,6 +138,12 @@ class HttpServer(uvicorn.Server):
         if self.serving is not None:
             await self.serving
 
+    async def load_certificate(self, tls: ServerCertificate) -> None:
+        """Serve new connections with the certificate as its files are now. Raises OSError."""
+        assert self.config.ssl is not None
+        # Not in a thread: handshakes begin on the event loop, and must not do so while the context is changed.
+        self.config.ssl.load_cert_chain(tls.certificate, tls.key)
+
     # uvicorn's handlers would replace the daemon's, which drains before it ends.
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -79,8 +79,10 @@ class Deliveries:
                     log.error("webhooks wait for the database", why=error.message)
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
-            for _, task in self._sending.values():
+            under_way = [task for _, task in self._sending.values()]
+            for task in under_way:
                 task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def send_due(self) -> list[asyncio.Task[None]]:
         """Begin to send what is due now, as much as may be under way; return what was begun."""
