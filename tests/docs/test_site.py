@@ -3,12 +3,14 @@ is its own."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from try_model_families import KEPT, PAGE, page
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = re.compile(r"""<(?:script|img|link|iframe|source)[^>]+(?:src|href)=["'](?P<address>[^"']+)""")
@@ -26,15 +28,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_of_docs_is_built(site: Path) -> None:
-    for page in (ROOT / "docs").rglob("*.md"):
-        assert (site / page.relative_to(ROOT)).with_suffix(".html").is_file()
+    for source in (ROOT / "docs").rglob("*.md"):
+        assert (site / source.relative_to(ROOT)).with_suffix(".html").is_file()
     assert "docs/index.html" in (site / "index.html").read_text("utf-8")
 
 
 def test_a_reader_loads_nothing_from_elsewhere(site: Path) -> None:
-    pages = list(site.rglob("*.html"))
-    loaded = {found["address"] for page in pages for found in LOADED.finditer(page.read_text("utf-8"))}
+    loaded = {found["address"] for file in site.rglob("*.html") for found in LOADED.finditer(file.read_text("utf-8"))}
     assert len(loaded) > 10
     assert {address for address in loaded if re.match(r"(?:https?:)?//", address)} == set()
     styles = [file.read_text("utf-8") for file in site.rglob("*.css")]
     assert not any(re.search(r"url\(\s*['\"]?(?:https?:)?//|@import", style) for style in styles)
+
+
+def test_the_page_of_models_is_what_came_out_of_the_trials() -> None:
+    kept = json.loads(KEPT.read_bytes())
+    assert page(kept) == PAGE.read_text("utf-8"), "write it: python -m tools.try_model_families --page"
+    results = {one["family"]: one["result"] for one in kept["outcomes"]}
+    assert {results[name] for name in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3")} == {
+        "trains"
+    }
+    assert "differs" not in results.values()
