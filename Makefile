@@ -60,6 +60,7 @@ verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/python tools/generate_dashboards.py --check
 	$(BIN)/python tools/generate_job_spec.py --check
 	$(BIN)/python tools/generate_reference_pages.py --check
+	$(BIN)/python tools/generate_models_page.py --check
 
 fix: .venv/.dev ## let the tools mend what they can
 	$(BIN)/ruff check --fix
@@ -76,8 +77,9 @@ client: .venv/.dev ## generate the client's records from the wire contract, and 
 job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference page
 	$(BIN)/python tools/generate_job_spec.py
 
-reference: .venv/.dev ## generate the reference pages of REST and of errors
+reference: .venv/.dev ## generate the reference pages of REST, of errors and of supported models
 	$(BIN)/python tools/generate_reference_pages.py
+	$(BIN)/python tools/generate_models_page.py
 
 dashboards: .venv/.dev ## generate the Grafana dashboard
 	$(BIN)/python tools/generate_dashboards.py

@@ -1,9 +1,10 @@
-"""Try every causal language model that transformers knows at a tiny size, and write docs/supported-models.md.
+"""Try every causal language model that transformers knows at a tiny size, for docs/supported-models.md.
 
 Each family goes the way of a job: a folder with random weights is opened and planned, loaded, trained for one step, and
-loss and gradient are compared with plain PyTorch in fp64. It takes about an hour of one processor.
+loss and gradient are compared with plain PyTorch in fp64. All take about a quarter of an hour. What came out is kept in
+docs/supported-models.json, so that single families can be tried again.
 
-    python -m tools.try_model_families [FAMILY ...]    # without a family: all, and the page is written
+    python -m tools.try_model_families [FAMILY ...]    # all, or those alone; then `make reference`
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 import transformers
-from tests.support.tiny_models import CHANGES, config_of, micro_batch, summed_loss
 from tests.support.plans import settings
+from tests.support.tiny_models import CHANGES, config_of, micro_batch, summed_loss
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -34,30 +35,91 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported-models.md"
+KEPT = Path(__file__).resolve().parent.parent / "docs" / "supported-models.json"
 LIMIT_S = 300
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 120_000_000
 """Of a model that is tiny. A family whose config has other names for its sizes is larger."""
 TOLERANCE = 1e-4
 """Of loss and gradient norm, relative to fp64. Plain fp32 is about as far away."""
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
-    **{"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128, "n_inner": 48, "rotary_dim": 8},
-    **{"d_model": 32, "n_heads": 4, "n_layers": 3, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48},
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_shared_experts": 1, "moe_top_k": 2},
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "linear_num_value_heads": 4},
-    **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "sliding_window": 9},
-    **{"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "intermediate_size_mlp": 48},
-    **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "embd_pdrop": 0.0, "dropout": 0.0},
-    **{"attn_pdrop": 0.0, "resid_pdrop": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0},
-    **{"layerdrop": 0.0, "decoder_layerdrop": 0.0, "summary_first_dropout": 0.0},
-    **{"pad_token_id": 7, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True},
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 32,
+    "n_positions": 128,
+    "n_inner": 48,
+    "rotary_dim": 8,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 3,
+    "num_layers": 3,
+    "attention_heads": 4,
+    "ffn_dim": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "moe_top_k": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "sliding_window": 9,
+    "index_topk": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "intermediate_size_mlp": 48,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "embd_pdrop": 0.0,
+    "dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "activation_dropout": 0.0,
+    "layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "summary_first_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "pad_token_id": 7,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
 }
 """What configs call their sizes. A family gets those that it has."""
+OWN: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "mamba_n_groups": 1,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+}
+"""Sizes with names that no other family has."""
 ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_hidden_layers": 4, "num_key_value_heads": 4},
@@ -84,7 +146,7 @@ def tiny_config(family: str, changes: Mapping[str, Any]) -> PretrainedConfig:
     """Return the tests' own tiny config of a family where they have one, else one of the sizes that it knows."""
     if family in CHANGES:
         return config_of(family, **changes)
-    sizes = SIZES | changes
+    sizes = SIZES | changes | OWN.get(family, {})
     usual = AutoConfig.for_model(family)
     kept = {name: value for name, value in sizes.items() if hasattr(usual, name)}
     if hasattr(usual, "text_config"):
@@ -105,12 +167,14 @@ def tiny_model(family: str) -> Any:
         try:
             config = tiny_config(family, changes)
             with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+                empty: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+                size = sum(p.numel() for p in empty.parameters())
             if size > MOST_PARAMETERS:
                 raise ValueError(f"its config has other names for its sizes ({size:,} parameters)")
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(False)
-            summed_loss(model, micro_batch([torch.arange(1, 12)])).backward()
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            loss = summed_loss(model.train(False), micro_batch([torch.arange(1, 12)]))
+            torch.autograd.backward(loss)
         except Exception as error:  # noqa: BLE001 - any refusal of transformers leads to the next attempt
             problem = error
         else:
@@ -122,7 +186,7 @@ def tiny_model(family: str) -> Any:
 def try_family(family: str) -> Outcome:
     """Take one family the way of a job."""
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -221,9 +285,19 @@ def _child(family: str, sender: Any) -> None:
 
 
 def main() -> int:
-    """Try what the command line names, or everything."""
-    for outcome in outcomes(sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+    """Try what the command line names, or everything, and keep what came out."""
+    named = sys.argv[1:]
+    kept = json.loads(KEPT.read_bytes()) if KEPT.exists() else {}
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+    if named and any(kept.get(name) != version for name, version in versions.items()):
+        sys.exit("the others were tried with other versions of transformers and torch; try all")
+    found = {one["family"]: one for one in kept.get("outcomes", [])} if named else {}
+    for outcome in outcomes(named or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
         print(json.dumps(vars(outcome)), flush=True)
+        found[outcome.family] = vars(outcome)
+    in_order = [found[name] for name in sorted(found)]
+    kept = {**versions, "date": f"{datetime.now(UTC):%Y-%m-%d}", "outcomes": in_order}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     return 0
 
 

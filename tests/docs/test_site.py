@@ -3,6 +3,7 @@ is its own."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -26,15 +27,28 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_of_docs_is_built(site: Path) -> None:
-    for page in (ROOT / "docs").rglob("*.md"):
-        assert (site / page.relative_to(ROOT)).with_suffix(".html").is_file()
+    for source in (ROOT / "docs").rglob("*.md"):
+        assert (site / source.relative_to(ROOT)).with_suffix(".html").is_file()
     assert "docs/index.html" in (site / "index.html").read_text("utf-8")
 
 
 def test_a_reader_loads_nothing_from_elsewhere(site: Path) -> None:
-    pages = list(site.rglob("*.html"))
-    loaded = {found["address"] for page in pages for found in LOADED.finditer(page.read_text("utf-8"))}
+    loaded = {found["address"] for file in site.rglob("*.html") for found in LOADED.finditer(file.read_text("utf-8"))}
     assert len(loaded) > 10
     assert {address for address in loaded if re.match(r"(?:https?:)?//", address)} == set()
     styles = [file.read_text("utf-8") for file in site.rglob("*.css")]
     assert not any(re.search(r"url\(\s*['\"]?(?:https?:)?//|@import", style) for style in styles)
+
+
+@pytest.mark.parametrize("generator", ["generate_reference_pages", "generate_models_page"])
+def test_generated_pages_are_fresh(generator: str) -> None:
+    command = [sys.executable, f"tools/{generator}.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_family_that_was_tried_trains_with_the_same_numbers_or_is_refused() -> None:
+    outcomes = json.loads((ROOT / "docs" / "supported-models.json").read_bytes())["outcomes"]
+    results = {one["family"]: one["result"] for one in outcomes}
+    assert {results[name] for name in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss")} == {"trains"}
+    assert "differs" not in results.values()
