@@ -94,7 +94,8 @@ def model_add(
         raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
     # Only here: the other commands answer sooner without these imports.
     from horizon_server.hub import fetch_model, find_model
-    from horizon_server.services.hub_models import HUB_FOLDER, add_model, known_model
+    from horizon_server.services.housekeeping.caches import HUB_FOLDER
+    from horizon_server.services.hub_models import add_model, known_model
 
     model = find_model(hub_id, revision)
     name = name or model.repo
