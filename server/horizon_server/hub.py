@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from horizon_formats.model_files import is_adapter, is_pickle, pushed_names
+from horizon_formats.model_files import is_adapter, is_hub_id, is_pickle, pushed_names
 from horizon_server.durable import PARTIAL_SUFFIX
 from horizon_server.errors import InvalidModel, InvalidSpec, IoFailed, NotAllowed, NotFound
 from horizon_server.records.blob import BlobFile
@@ -47,6 +48,7 @@ _TRANSPORT_ERROR = cast(type[Exception], HfHubHTTPError.__mro__[1])
 _TIMEOUT_S = 60.0
 _WEIGHTS = "model.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PIECE_BYTES = 1 << 20
 _NUM_TRANSFERS = 4
 # In a row, of a transfer in which nothing arrives.
@@ -108,8 +110,10 @@ def find_model(repo: str, revision: str | None) -> HubModel:
             metadata = HfApi().get_safetensors_metadata(repo, revision=info.sha, timeout=_TIMEOUT_S)
     except (OfflineModeIsEnabled, _TRANSPORT_ERROR) as error:
         return _find_cached(repo, revision, why=error)
+    # Both become names of folders.
+    if not is_hub_id(info.id) or not _COMMIT.fullmatch(info.sha or ""):
+        raise InvalidModel(f"the hub names {repo} {info.id!r:.80} at {info.sha!r:.80}, which no repository is")
     wanted = _wanted(names, weights=set(metadata.files_metadata))
-    assert info.sha is not None, "the hub names the commit"
     files = tuple(
         HubFile(
             path=file.rfilename,
@@ -125,7 +129,7 @@ def find_model(repo: str, revision: str | None) -> HubModel:
         for header in metadata.files_metadata.values()
         for name, tensor in header.tensors.items()
     )
-    model = HubModel(repo=info.id, commit=info.sha, licence=_licence(info), files=files, tensors=tensors)
+    model = HubModel(repo=info.id, commit=str(info.sha), licence=_licence(info), files=files, tensors=tensors)
     snapshot, _ = _snapshot(model.repo, model.commit)
     is_whole = snapshot is not None and all((snapshot / file.path).is_file() for file in files)
     return replace(model, snapshot=snapshot) if is_whole else model

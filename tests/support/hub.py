@@ -39,6 +39,8 @@ class Repository:
     announced: dict[str, str] = field(default_factory=dict)
     hold_at: int | None = None
     """The next transfer of a large file stands still after that many bytes."""
+    announced_commit: str | None = None
+    """In the place of `commit`, in what the hub says of the repository."""
     private: bool = False
 
 
@@ -134,7 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
                 entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 134}
             siblings.append(entry)
         tags = [f"license:{found.card['license']}"] if "license" in found.card else []
-        self._json({"id": repo, "sha": found.commit, "siblings": siblings, "cardData": found.card, "tags": tags})
+        commit = found.commit if found.announced_commit is None else found.announced_commit
+        self._json({"id": repo, "sha": commit, "siblings": siblings, "cardData": found.card, "tags": tags})
 
     def _tree(self, repo: str, revision: str) -> None:
         if (found := self._repository(repo, revision)) is not None:
@@ -186,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "RepoNotFound")
         elif found.gated_status is not None:
             self._refuse(found.gated_status, "GatedRepo")
-        elif revision not in (None, "main", found.commit):
+        elif revision not in (None, "main", found.commit, found.announced_commit):
             self._refuse(HTTPStatus.NOT_FOUND, "RevisionNotFound")
         else:
             return found

@@ -116,6 +116,14 @@ def test_of_a_gated_model_the_message_says_how_to_give_a_token(hub: StandInHub, 
         find_model(REPO, None)
 
 
+@pytest.mark.parametrize("commit", ["../../../etc", "", "main", "1" * 41])
+def test_a_hub_that_names_no_commit_is_refused(hub: StandInHub, model_folder: Path, commit: str) -> None:
+    hub.add_folder(REPO, model_folder)
+    hub.repositories[REPO].announced_commit = commit
+    with pytest.raises(InvalidModel, match="which no repository is"):
+        find_model(REPO, None)
+
+
 def test_an_unknown_model_revision_or_id_is_named(hub: StandInHub, model_folder: Path) -> None:
     hub.add_folder(REPO, model_folder)
     with pytest.raises(NotFound, match="has no revision v9"):

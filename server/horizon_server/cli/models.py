@@ -26,7 +26,7 @@ from horizon_server.cli.options import (
 )
 from horizon_server.db.database import Database
 from horizon_server.db.pushed import ModelStore
-from horizon_server.errors import BadSetting, InvalidSpec
+from horizon_server.errors import BadSetting, InvalidSpec, TooLarge
 from horizon_server.records.account import EVERYONE
 from horizon_server.records.blob import ModelRecord
 from horizon_server.settings import Settings, child_environment, load_settings
@@ -94,7 +94,8 @@ def model_add(
         raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
     # Only here: the other commands answer sooner without these imports.
     from horizon_server.hub import fetch_model, find_model
-    from horizon_server.services.hub_models import HUB_FOLDER, add_model, known_model
+    from horizon_server.services.housekeeping.caches import HUB_FOLDER
+    from horizon_server.services.hub_models import add_model, known_model
 
     model = find_model(hub_id, revision)
     name = name or model.repo
@@ -110,6 +111,11 @@ def model_add(
     here_bytes = sum((folder / file.path).stat().st_size for file in model.files if (folder / file.path).is_file())
     for line in _facts_lines(model, facts, name, settings=settings, free_bytes=space.free_bytes):
         click.echo(line, err=True)
+    if model.size_bytes > settings.max_model_bytes:
+        raise TooLarge(
+            f"{model.repo} has {size_text(model.size_bytes)}; this node takes models of at most "
+            f"{size_text(settings.max_model_bytes)} (setting max_model_bytes)"
+        )
     space.require(model.size_bytes - here_bytes, f"model {model.repo}")
     _ask(model, yes=yes, licences=licences)
     with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:

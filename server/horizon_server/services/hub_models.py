@@ -21,9 +21,6 @@ from horizon_server.services.pushed import ModelService
 from horizon_server.services.uploads import Uploads
 from horizon_server.store.model_card import base_facts
 
-HUB_FOLDER = "hub"
-"""In the state folder: what `horizond model add` has fetched and not added yet."""
-
 TryModel = Callable[[Path], Awaitable[None]]
 
 

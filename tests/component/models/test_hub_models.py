@@ -27,7 +27,7 @@ async def horizond(hub: StandInHub, state_dir: Path, *arguments: str) -> tuple[i
     """Run a command of the administrator; return its exit code and what it printed."""
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(state_dir.parent / "home"), "HF_HUB_DISABLE_XET": "1"}
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "horizon_server", *arguments, "--state-dir", state_dir),
+        *(sys.executable, "-m", "horizon_server", *arguments, "--state-dir", str(state_dir)),
         env={**os.environ, **variables, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
