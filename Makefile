@@ -75,7 +75,7 @@ client: .venv/.dev ## generate the client's records from the wire contract, and 
 job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference page
 	$(BIN)/python tools/generate_job_spec.py
 
-dashboards: .venv/.dev ## generate the Grafana dashboard
+dashboards: .venv/.dev ## generate the Grafana boards
 	$(BIN)/python tools/generate_dashboards.py
 
 figures: .venv/.dev ## the size of the code, how far decisions are relayed, how lines are bent, beside what to reach
