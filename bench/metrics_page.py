@@ -1,7 +1,7 @@
-"""How long Prometheus waits for /metrics: with five jobs on the machine, before and after 1,000 others have ended.
+"""How long the daemon needs for /metrics: with five jobs on the machine, before and after 1,000 others have ended.
 
-The daemon, its database and its HTTP server are real, in this process, whose client takes processor time too; workers
-follow a script. Every route and every call of gRPC has been called with three results, more than a lab sees.
+In one process, without a daemon, in processor time: every route and call has been called with three results, more than
+a lab sees, and ten users have had jobs. What is asked is below 50 ms, and no more after jobs have ended.
 
 python -m bench.metrics_page
 """
@@ -10,95 +10,104 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
-import httpx
-from tests.support.both_daemons import demo_spec
-from tests.support.daemon_process import wait_for_step
-from tests.support.served_daemon import ServedDaemon
-
-from bench.service_load import add_ended_jobs
-from horizon_client import Client
 from horizon_server.api.grpc.calls import CALLS
-from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
+from horizon_server.events import CheckpointWritten, EvalDone, StepDone
+from horizon_server.figures import TransferFigures
+from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import Plan
+from horizon_server.services.access import may_see_series
+from horizon_server.spec import parse_job_spec
+from horizon_server.telemetry.metrics import Metrics
 
-ACTIVE, ENDED, SCRAPES = 5, 1000, 50
-
-
-def scrape(daemon: ServedDaemon, token: str) -> tuple[list[float], int, int]:
-    """Seconds of each scrape, and lines and bytes of the last one."""
-    times = []
-    with httpx.Client(base_url=f"http://{daemon.endpoints['http']}", timeout=60) as client:
-        for _ in range(SCRAPES + 1):
-            started_s = time.perf_counter()
-            answer = client.get("/metrics", headers={"Authorization": f"Bearer {token}"}).raise_for_status()
-            times.append(time.perf_counter() - started_s)
-    return times[1:], answer.text.count("\n"), len(answer.content)
+ACTIVE, ENDED, RENDERED, USERS, ROUTES = 5, 1000, 40, 10, 30
+_COMPONENTS = ("weights", "moments", "gradients", "activations", "staging", "other")
+_MOVED = TransferFigures(bytes=1 << 30, busy_s=1.0, exposed_s=0.1)
 
 
-def end_jobs(daemon: ServedDaemon, client: Client, like: str) -> None:
-    """Have so many jobs end in the database and in the metrics, each after a whole life."""
-    add_ended_jobs(daemon.state_dir / "horizon.db", like, ENDED)
-    parts = daemon.parts.parts
+def job(number: int) -> JobRecord:
+    """A running job of one of the users."""
+    memory = dict.fromkeys(_COMPONENTS, 1 << 30)
+    return JobRecord(
+        job_id=f"job_{number:012x}",
+        owner=f"user-{number % USERS}",
+        project=f"user-{number % USERS}",
+        spec=parse_job_spec({"name": f"job-{number}", "model": "m", "dataset": "d", "eval_dataset": "e"}),
+        model_id="m",
+        dataset_id="d",
+        eval_dataset_id="e",
+        job_state=JobState.RUNNING,
+        num_steps=100,
+        plan=Plan(
+            host_bytes=memory, device_bytes=memory, host_limit_bytes=1 << 40, num_parameters=1 << 30, device="cuda:0"
+        ),
+    )
 
-    async def live() -> None:
-        jobs: list[JobRecord] = await parts.journal.store.newest_ended(ENDED)
-        assert len(jobs) == ENDED
-        for job in jobs:
-            before = None
-            for state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING, JobState.RUNNING, job.job_state):
-                parts.metrics.on_job_state(dataclasses.replace(job, job_state=state), before)
-                if state is JobState.RUNNING and job.last_step is not None:
-                    parts.metrics.on_payload(dataclasses.replace(job, job_state=state), job.last_step)
-                before = state.value
-        parts.metrics.set_jobs(await parts.journal.store.counts())
 
-    daemon.call(live())
-    assert len(list(client.jobs.list())) > ACTIVE
+def live(metrics: Metrics, running: JobRecord) -> None:
+    """Have a job come as far as its first step, evaluation and checkpoint."""
+    before = None
+    for state in (JobState.QUEUED, JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
+        metrics.on_job_state(dataclasses.replace(running, job_state=state), before)
+        before = state.value
+    step = StepDone(
+        step=1,
+        num_steps=100,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=1e-4,
+        epoch=0.1,
+        num_input_tokens_seen=64,
+        num_tokens=64,
+        tokens_per_second=64.0,
+        duration_s=1.0,
+        h2d=_MOVED,
+        d2h=_MOVED,
+        host_memory_bytes=dict.fromkeys(_COMPONENTS, 1 << 30),
+        device_memory_bytes=dict.fromkeys(_COMPONENTS, 1 << 30),
+    )
+    for payload in (
+        step,
+        EvalDone(step=1, eval_loss=1.0, num_targets=9),
+        CheckpointWritten(step=1, duration_s=1, size_bytes=1),
+    ):
+        metrics.on_payload(running, payload)
+
+
+def rendered(metrics: Metrics) -> str:
+    """A row of the table."""
+    scraper = Principal(name="prometheus", role="user", project="prometheus", scope="metrics")
+    times, body = [], b""
+    for _ in range(RENDERED + 1):
+        started_s = time.process_time()
+        body, _content_type = metrics.render(lambda labels, owners: may_see_series(scraper, labels, owners))
+        times.append(time.process_time() - started_s)
+    median_ms, best_ms = 1e3 * statistics.median(times[1:]), 1e3 * min(times[1:])
+    return f"{body.count(bytes([10]))} | {len(body) / 1024:.0f} | {median_ms:.1f} | {best_ms:.1f} |"
 
 
 def main() -> None:
     """Print a table."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "state"
-        (state / "scripts").mkdir(parents=True)
-        (state / "scripts" / "any.json").write_text(json.dumps({"num_steps": 1_000_000, "step_s": 0.5}))
-        model = write_demo_model(Path(folder) / "model")
-        daemon = ServedDaemon(state, model_folder=model).start()
-        try:
-            token, scraper = daemon.user("ada"), daemon.user("prometheus", role="viewer")
-            with daemon.client(token) as client:
-                client.models.push(model, name="demo-model")
-                client.datasets.push([write_demo_dataset(Path(folder))], name="demo-chats")
-                jobs = [client.jobs.submit(demo_spec(f"job-{number}")).job_id for number in range(ACTIVE)]
-                for job_id in jobs:
-                    wait_for_step(client, job_id, 2)
-                metrics = daemon.parts.parts.metrics
-                for number in range(30):
-                    for code in (200, 401, 404):
-                        metrics.on_http("GET", f"/horizon/v1/route-{number}", code, 0.01)
-                for call in CALLS:
-                    for status in ("OK", "NOT_FOUND", "INVALID_ARGUMENT"):
-                        metrics.on_grpc("horizon_proto.v1.Service", str(call), status, 0.01)
-                rows.append((0, *scrape(daemon, scraper)))
-                end_jobs(daemon, client, jobs[0])
-                rows.append((ENDED, *scrape(daemon, scraper)))
-        finally:
-            daemon.close()
-    print("| ended jobs | active | lines | KiB | median ms | p95 ms |\n| --- | --- | --- | --- | --- | --- |")
-    for ended, times, lines, size in rows:
-        p95 = sorted(times)[int(0.95 * (len(times) - 1))]
-        print(
-            f"| {ended} | {ACTIVE} | {lines} | {size / 1024:.0f} | {1e3 * statistics.median(times):.1f} "
-            f"| {1e3 * p95:.1f} |"
-        )
+    metrics = Metrics()
+    for number in range(ROUTES):
+        for code in (200, 401, 404):
+            metrics.on_http("GET", f"/horizon/v1/route-{number}", code, 0.01)
+    for call in CALLS:
+        for status in ("OK", "NOT_FOUND", "INVALID_ARGUMENT"):
+            metrics.on_grpc("horizon_proto.v1.Service", call, status, 0.01)
+    for number in range(ACTIVE):
+        live(metrics, job(number))
+    print("| ended jobs | active jobs | lines | KiB | processor ms, median | best |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| 0 | {ACTIVE} | {rendered(metrics)}")
+    for number in range(ACTIVE, ACTIVE + ENDED):
+        live(metrics, job(number))
+        metrics.on_job_state(dataclasses.replace(job(number), job_state=JobState.SUCCEEDED), "RUNNING")
+    print(f"| {ENDED} | {ACTIVE} | {rendered(metrics)}")
 
 
 if __name__ == "__main__":
