@@ -81,7 +81,7 @@ reference: .venv/.dev ## generate the reference pages of REST, of errors and of 
 	$(BIN)/python tools/generate_reference_pages.py
 	$(BIN)/python tools/generate_models_page.py
 
-dashboards: .venv/.dev ## generate the Grafana dashboard
+dashboards: .venv/.dev ## generate the Grafana boards
 	$(BIN)/python tools/generate_dashboards.py
 
 docs: .venv/.dev ## the documentation site, in build/docs: a dead link or a page that nothing lists is an error

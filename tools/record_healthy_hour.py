@@ -89,6 +89,10 @@ class Lab:
         with contextlib.suppress(HorizonClientError):
             client.jobs.get("no-such-job")
 
+    def trains(self) -> bool:
+        """Whether a job has done a step."""
+        return any(client.jobs.get(job_id).step for job_id, client in self._jobs.items())
+
     def _submit(self) -> None:
         number = self._num_submitted
         self._num_submitted += 1
@@ -141,6 +145,9 @@ def record(minutes: float) -> dict[str, Any]:
     names = read_by_alerts()
     scrapes: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder, busy_daemon(Path(folder)) as (daemon, lab, token):
+        while not lab.trains():
+            lab.look()
+            time.sleep(1.0)
         start_s = time.time()
         for number in range(int(minutes * 60 / INTERVAL_S)):
             while time.time() < start_s + number * INTERVAL_S:

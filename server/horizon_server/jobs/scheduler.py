@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -308,11 +309,11 @@ class Scheduler:
     async def recover(self) -> None:
         """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
-            for job in await self.runtime.journal.retry_until_stored(
-                lambda: self.runtime.journal.store.in_states(sorted(RESIDENT))
-            ):
+            store, retry = self.runtime.journal.store, self.runtime.journal.retry_until_stored
+            for job in await retry(lambda: store.in_states(sorted(RESIDENT))):
+                times_s = await retry(partial(store.last_times, job.job_id))
                 # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
-                self.runtime.metrics.take_over(job, await self.runtime.journal.store.last_times(job.job_id))
+                self.runtime.metrics.take_over(job, times_s)
                 name = job.plan.device if job.plan is not None else ""
                 turns = self.turns.get(name) or next(iter(self.turns.values()))
                 self._start(job, turns.device, adopt=True)

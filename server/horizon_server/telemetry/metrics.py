@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from prometheus_client import (
@@ -21,21 +21,19 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
-from prometheus_client.metrics_core import Metric as Family
 
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone, kind_of
 from horizon_server.figures import EvalSetFigures, Metric, QueueFigures, TransferFigures, overlap_ratio
 from horizon_server.records.job import ENDED, RESIDENT, JobRecord, JobState
 from horizon_server.records.sharing import Allowance, Holder, ShareUse
+from horizon_server.telemetry.exposition import CONTENT_TYPE, exposition
 from horizon_server.telemetry.families import FAMILIES, NEWEST_ENDED, OVERLAP_WINDOW_STEPS
 from horizon_server.telemetry.gpus import GpuFigures
 from horizon_server.version import VERSION
 
 Shows = Callable[[Mapping[str, str], Mapping[str, tuple[str, str]]], bool]
 """Whether a series is shown: gets its labels, and owner and project of the resident jobs by id."""
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DISPLACED = "DISPLACED"
 """Reason of a job that was unloaded to make room for another, and queued again."""
 
@@ -315,7 +313,7 @@ class Metrics:
 
     def render(self, shows: Shows = lambda _labels, _owners: True) -> tuple[bytes, str]:
         """Return the exposition of the series that `shows` is true for, and its content type."""
-        return generate_latest(_Shown(self.registry, lambda labels: shows(labels, self._owners))), CONTENT_TYPE
+        return exposition(self.registry, lambda labels: shows(labels, self._owners)), CONTENT_TYPE
 
     def _enter_queue(self, job: JobRecord) -> None:
         self._ended_of(job)
@@ -440,21 +438,6 @@ class Metrics:
     def _series(self, metric: str, /, **labels: str) -> Any:
         collector = self._collectors[metric]
         return collector.labels(**labels) if labels else collector
-
-
-class _Shown:
-    """A registry of which some series are left out."""
-
-    def __init__(self, registry: CollectorRegistry, shows: Callable[[Mapping[str, str]], bool]) -> None:
-        self._registry = registry
-        self._shows = shows
-
-    def collect(self) -> Iterator[Family]:
-        """Yield the families; one without series still has its help."""
-        for family in self._registry.collect():
-            shown = Family(family.name, family.documentation, family.type, family.unit)
-            shown.samples = [sample for sample in family.samples if self._shows(sample.labels)]
-            yield shown
 
 
 def _device_of(job: JobRecord) -> str:

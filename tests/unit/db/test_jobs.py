@@ -111,6 +111,29 @@ async def test_a_step_is_kept_as_the_newest(store: JobStore) -> None:
     assert (await store.events_after("j1", 1, 10))[0].payload == STEP
 
 
+async def test_what_a_job_did_last_has_its_time(store: JobStore) -> None:
+    """Of its present attempt, not of earlier ones."""
+    await created(store, "j1")
+    assert await store.last_times("j1") == {}
+    for number in (1, 2):
+        await store.move("j1", StateChanged(job_state="PREPARING"), attempt=number)
+        await store.append("j1", dataclasses.replace(STEP, loss=math.nan, step=number))
+        await store.append("j1", Message(level="info", text='{"kind":"eval"'))
+        await store.move("j1", StateChanged(job_state="QUEUED"))
+    events = await store.events_after("j1", 0, 100)
+    began = [event for event in events if getattr(event.payload, "job_state", "") == "PREPARING"]
+    steps = [event for event in events if isinstance(event.payload, StepDone)]
+    assert await store.last_times("j1") == {"attempt": began[-1].time_s, "step": steps[-1].time_s}
+
+
+async def test_the_jobs_that_ended_last_are_found_in_the_order_of_their_ends(store: JobStore) -> None:
+    for number in range(4):
+        await created(store, f"j{number}")
+    for number, ended_s in ((2, 10.0), (0, 30.0), (3, 20.0)):
+        await store.move(f"j{number}", StateChanged(job_state="CANCELLED"), ended_s=ended_s)
+    assert [job.job_id for job in await store.newest_ended(2)] == ["j3", "j0"]
+
+
 async def test_a_move_the_machine_forbids_changes_nothing(store: JobStore) -> None:
     await created(store, "j1")
     with pytest.raises(WrongJobState, match="QUEUED and cannot become SUCCEEDED"):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import pytest
+from prometheus_client import generate_latest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import EvalFigures, EvalSetFigures, TransferFigures
@@ -13,9 +14,10 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import ShareUse
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.telemetry.exposition import CONTENT_TYPE
 from horizon_server.telemetry.families import NEWEST_ENDED
 from horizon_server.telemetry.gpus import GpuFigures
-from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
+from horizon_server.telemetry.metrics import Metrics
 
 NOW_S = 1_700_000_000.0
 
@@ -327,6 +329,20 @@ def test_rendering(metrics: Metrics) -> None:
     assert b'horizon_build_info{version="9.9"} 1.0' in body
     assert b"process_resident_memory_bytes" in body
     assert b"_created" not in body
+
+
+def test_the_text_is_what_the_library_writes(metrics: Metrics) -> None:
+    odd = dataclasses.replace(_job(), owner='a "quoted" \\ one\nof two lines, \u00e4', reason="R")
+    metrics.on_job_state(odd, "STARTING")
+    metrics.on_payload(odd, _step(loss=math.nan, grad_norm=math.inf, learning_rate=1e-9))
+    metrics.on_grpc("s", "GetJob", "OK", 0.02)
+
+    def without_the_process(text: bytes) -> list[bytes]:
+        return [line for line in text.splitlines() if b"process_" not in line]
+
+    expected = without_the_process(generate_latest(metrics.registry))
+    assert len(expected) > 250
+    assert without_the_process(metrics.render()[0]) == expected
 
 
 def test_two_daemons_in_one_process_share_nothing(metrics: Metrics) -> None:

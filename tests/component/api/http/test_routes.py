@@ -93,7 +93,7 @@ async def test_version_and_node(ann: httpx.AsyncClient, world: Any) -> None:
     assert (node["user"], node["role"], node["draining"], node["accelerators"]) == ("ann", "user", False, [])
     assert node["num_jobs"]["RUNNING"] == 0
     assert node["disk_free_bytes"] > 0
-    world.services.node._accelerators = (Accelerator(index=0, name="GPU", memory_bytes=8),)
+    world.services.node.accelerators = (Accelerator(index=0, name="GPU", memory_bytes=8),)
     node = (await ann.get("/horizon/v1/node")).json()
     assert node["accelerators"] == [{"index": 0, "name": "GPU", "memory_bytes": 8}]
 
