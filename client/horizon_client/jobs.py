@@ -43,7 +43,8 @@ class AsyncJobs:
         push: bool = True,
         reporter: Reporter = SILENT,
     ) -> Job:
-        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False.
+        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False; so are rows
+        in memory, as by `client.datasets.push`.
 
         `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the
         same job.

@@ -17,6 +17,7 @@ from horizon_client.event_loop import LoopThread
 from horizon_client.housekeeping import AsyncHousekeeping
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
+from horizon_client.memory_data import DataLike
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
@@ -119,7 +120,7 @@ class Datasets:
 
     def push(
         self,
-        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        data: DataLike,
         *,
         name: str,
         format: str = "auto",
@@ -127,16 +128,20 @@ class Datasets:
         request_id: str | None = None,
         reporter: Reporter = SILENT,
     ) -> DatasetPush:
-        """Push one or several local data files or folders as dataset `name`; content that the server has is not sent
-        again.
+        """Push local data files or folders, or rows in memory, as dataset `name`; content that the server has is not
+        sent again.
+
+        Rows are any iterable of dicts, a `datasets.Dataset`, a DataFrame of pandas or polars, or a pyarrow.Table. They
+        are written to a temporary file first, row by row.
 
         Raises:
             BadFile: naming file and line, when a file is unusable; nothing is sent then.
-            InvalidRequest: with one violation per line, when the server refuses rows.
+            InvalidRequest: with one violation per line, when the server refuses rows; or naming the row in memory that
+                JSON cannot write.
         """
         return self._loop.run(
             lambda: self._inner.push(
-                files, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
+                data, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
             )
         )
 
@@ -248,7 +253,8 @@ class Jobs:
         push: bool = True,
         reporter: Reporter = SILENT,
     ) -> Job:
-        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False.
+        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False; so are rows
+        in memory, as by `client.datasets.push`.
 
         `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the
         same job.

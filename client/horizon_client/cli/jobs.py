@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import click
 
@@ -39,6 +39,7 @@ from horizon_client.cli.session import Notices, TransferReporter, connected, fin
 from horizon_client.errors import BadFile, InvalidRequest
 
 if TYPE_CHECKING:
+    from horizon_client.job_spec import SpecLike
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
@@ -343,15 +344,15 @@ def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
     return 0 if ended.state == "SUCCEEDED" else 1
 
 
-def read_spec(text: str) -> str | dict[str, object]:
-    """Return the path, or the mapping on stdin."""
+def read_spec(text: str) -> SpecLike:
+    """Return the path, or the mapping on stdin, whatever it holds."""
     if text != "-":
         return text
     from horizon_client.job_spec import parse_spec  # only here, because it loads grpc
 
     try:
         # YAML, which JSON is a part of
-        return parse_spec(sys.stdin.read(), name="stdin")
+        return cast("SpecLike", parse_spec(sys.stdin.read(), name="stdin"))
     except UnicodeDecodeError as error:
         raise InvalidRequest("stdin is not UTF-8 text") from error
 
