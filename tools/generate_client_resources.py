@@ -50,10 +50,11 @@ WIRE_ONLY = {
     "KtoSpec",
     "PolicySpec",
     "JobEvent",
+    "MetricColumn",
     "WholeBlob",
 }
 """Messages without a record: of the upload protocol, the spec, which is a plain mapping with the types of
-`job_spec_types`, and the envelope of an event."""
+`job_spec_types`, the envelope of an event, and columns of figures, of which `metrics` makes rows."""
 WITHIN_A_JOB = {"StepEvent": "`last_step`", "EvalEvent": "`first_eval`, `best_eval` and `last_eval`"}
 LONG_FIELDS = {"files", "digest"}
 """Left out of `repr`."""
@@ -74,6 +75,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar, Literal, TypeAlias
 
+from horizon_client import notebook
 from horizon_client.choices import ENDED_STATES
 from horizon_client.job_spec_types import JobSpec
 '''
@@ -120,7 +122,27 @@ METHODS = {
         """Return what tells it from others; spec, plan and evaluations are long."""
         head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
         return f"{head}, step={self.step}, num_steps={self.num_steps})"
-'''
+
+    def _repr_html_(self) -> str:
+        return notebook.job_html(self)
+''',
+    "MemoryPlan": '''
+    def __repr__(self) -> str:
+        """Return what decides; the parts are long."""
+        total = f"host_total_bytes={self.host_total_bytes}, device_total_bytes={self.device_total_bytes}"
+        return f"MemoryPlan(fits={self.fits}, device={self.device!r}, {total})"
+
+    def _repr_html_(self) -> str:
+        return notebook.memory_html(self)
+''',
+    "PlanJobResponse": '''
+    def __repr__(self) -> str:
+        """Return what decides; the spec is long."""
+        return f"PlannedJob(name={self.spec.get('name', '')!r}, plan={self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        return notebook.plan_html(self)
+''',
 }
 
 SCALARS = {

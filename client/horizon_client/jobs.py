@@ -15,9 +15,12 @@ from horizon_client.connection import Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
 from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import SpecLike, spec_to_send, without_data
+from horizon_client.metrics import JobMetrics, MetricsTable
+from horizon_client.notebook import Listing
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
+from horizon_client.waiting import timeout
 from horizon_proto.v1 import job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
@@ -134,7 +137,7 @@ class AsyncJobs:
         """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and
         when."""
         answer = await self._connection.unary(self._connection.calls.sharing.GetQueue, sharing_pb2.GetQueueRequest())
-        return [from_message(QueueEntry, entry) for entry in answer.jobs]
+        return Listing(from_message(QueueEntry, entry) for entry in answer.jobs)
 
     async def get(self, job: str) -> Job:
         """Return one job.
@@ -207,21 +210,45 @@ class AsyncJobs:
             ended = isinstance(event, StateEvent) and event.state in ENDED_STATES
             yield event
 
+    async def metrics(self, job: str, *, reporter: Reporter = SILENT) -> JobMetrics:
+        """Return what the job's steps and evaluations have measured up to now: a row for each step, as numbers by name.
+
+        `metrics.to_pandas()` is a DataFrame, `metrics.curve("loss")` the steps and values of one figure.
+
+        Raises:
+            NotFound: when there is no such job.
+        """
+        stub, job_id = self._connection.calls.jobs, (await self.get(job)).job_id
+        table = MetricsTable()
+
+        def reopen() -> AsyncIterator[job_pb2.GetJobMetricsResponse]:
+            request = job_pb2.GetJobMetricsRequest(job_id=job_id, after_sequence=table.last_sequence)
+            return self._connection.stream(stub.GetJobMetrics, request)
+
+        async def is_over() -> bool:
+            return True  # it ends at the newest event
+
+        async for part in self._connection.followed(reopen, is_over, reporter=reporter, what="the figures"):
+            table.add(part)
+        return table.metrics(job_id)
+
     async def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
         """Wait until the job has ended and return it; look at its `state` for whether it succeeded.
+
+        What happens meanwhile goes to `reporter`, such as a `NotebookReporter`.
 
         Raises:
             DeadlineExceeded: when it has not ended after `timeout_s` seconds. The job continues.
         """
         current = await self.get(job)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 events = self.watch(current.job_id, after_sequence=current.last_sequence, reporter=reporter)
                 async with aclosing(events):  # type: ignore[type-var]
-                    async for _ in events:
-                        pass
+                    async for event in events:
+                        reporter.event(event)
                 return await self.get(current.job_id)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             if isinstance(error, DeadlineExceeded):  # is a TimeoutError too: a single call was late, not the job
                 raise
             raise DeadlineExceeded(f"job {job} has not ended after {timeout_s:g} s; it continues") from None
@@ -266,7 +293,7 @@ class AsyncJobs:
         numbers = [job_pb2.JobState.ValueType(choices[state.lower()]) for state in states]
         call, request = self._connection.calls.jobs.ListJobs, job_pb2.ListJobsRequest(states=numbers)
         found = await self._connection.all_pages(call, request, items="jobs", limit=limit)
-        return [from_message(Job, item) for item in found]
+        return Listing(from_message(Job, item) for item in found)
 
     async def _answered(self, call: Any, request: Message, *, repeatable: bool = True) -> Job:
         answer: Any = await self._connection.unary(call, request, repeatable=repeatable)

@@ -29,6 +29,7 @@ from horizon_client.local_files import (
     valid_name,
 )
 from horizon_client.memory_data import DataLike, as_file, is_in_memory
+from horizon_client.notebook import Listing
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import Dataset, DatasetPreview, Model
 from horizon_client.upload import BlobUpload
@@ -88,7 +89,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
     async def list(self, *, limit: int | None = None) -> list[ItemT]:
         """Return all of them, newest first, or at most `limit`."""
         found = await self._connection.all_pages(*self._rpc("List", "s"), items=f"{self._noun}s", limit=limit)
-        return [from_message(self._kind, item) for item in found]
+        return Listing(from_message(self._kind, item) for item in found)
 
     def _rpc(self, verb: str, ending: str = "", **fields: Any) -> tuple[Any, Any]:
         """Return a call of the service, such as GetDataset, and its request."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar, Literal, TypeAlias
 
+from horizon_client import notebook
 from horizon_client.choices import ENDED_STATES
 from horizon_client.job_spec_types import JobSpec
 
@@ -197,6 +198,9 @@ class Job:
         head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
         return f"{head}, step={self.step}, num_steps={self.num_steps})"
 
+    def _repr_html_(self) -> str:
+        return notebook.job_html(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
@@ -259,6 +263,14 @@ class MemoryPlan:
     """Steps of the whole job; None while only its data decides and nothing is known of that."""
     steps_estimated: bool
     """Whether they are estimated from the size of the files, as the data is not prepared."""
+
+    def __repr__(self) -> str:
+        """Return what decides; the parts are long."""
+        total = f"host_total_bytes={self.host_total_bytes}, device_total_bytes={self.device_total_bytes}"
+        return f"MemoryPlan(fits={self.fits}, device={self.device!r}, {total})"
+
+    def _repr_html_(self) -> str:
+        return notebook.memory_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,6 +592,13 @@ class PlannedJob:
     """Its memory plan."""
     spec: JobSpec
     """The spec with every default filled in."""
+
+    def __repr__(self) -> str:
+        """Return what decides; the spec is long."""
+        return f"PlannedJob(name={self.spec.get('name', '')!r}, plan={self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        return notebook.plan_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -147,7 +148,7 @@ def _from_transport(code: StatusCode, details: str, server: str) -> HorizonClien
     else:
         message = details
     problem = _BY_CODE.get(code, errors.ServerFailed)(message, reason=None)
-    if details and details not in message:
+    if sys.version_info >= (3, 11) and details and details not in message:
         problem.add_note(f"gRPC {code.name}: {details}")  # for a traceback; too raw for a message
     return problem
 

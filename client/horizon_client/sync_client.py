@@ -18,6 +18,7 @@ from horizon_client.housekeeping import AsyncHousekeeping
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
 from horizon_client.memory_data import DataLike
+from horizon_client.metrics import JobMetrics
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
@@ -370,8 +371,20 @@ class Jobs:
         """
         return self._loop.iterate(self._inner.watch(job, after_sequence=after_sequence, reporter=reporter))
 
+    def metrics(self, job: str, *, reporter: Reporter = SILENT) -> JobMetrics:
+        """Return what the job's steps and evaluations have measured up to now: a row for each step, as numbers by name.
+
+        `metrics.to_pandas()` is a DataFrame, `metrics.curve("loss")` the steps and values of one figure.
+
+        Raises:
+            NotFound: when there is no such job.
+        """
+        return self._loop.run(lambda: self._inner.metrics(job, reporter=reporter))
+
     def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
         """Wait until the job has ended and return it; look at its `state` for whether it succeeded.
+
+        What happens meanwhile goes to `reporter`, such as a `NotebookReporter`.
 
         Raises:
             DeadlineExceeded: when it has not ended after `timeout_s` seconds. The job continues.

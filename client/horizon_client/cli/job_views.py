@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from fractions import Fraction
 from typing import IO, TYPE_CHECKING
 
@@ -216,7 +216,7 @@ def times_of(outlook: Outlook) -> list[tuple[str, str]]:
 
 def when_text(outlook: Outlook, now: datetime | None = None) -> str:
     """Return when a job starts and ends, in a sentence: starts now, ends in about 2 min (12:59:10), share 1/2."""
-    now = now or datetime.now(UTC)
+    now = now or datetime.now(timezone.utc)
     start, end = outlook.estimated_start_time, outlook.estimated_end_time
 
     def at(moment: datetime) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 import click
@@ -140,7 +140,7 @@ def usage(client: Client, since: timedelta, output: str) -> None:
     By project and user: your own; admins and viewers see everybody's. STORED is what a user stores now, in whatever
     project.
     """
-    print_list(client.sharing.usage(since=datetime.now(UTC) - since), _USAGE_VIEW, output)
+    print_list(client.sharing.usage(since=datetime.now(timezone.utc) - since), _USAGE_VIEW, output)
 
 
 @click.command(epilog="\b\nExample:\n  horizon quota -o yaml")
