@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from operator import lt
 from typing import TYPE_CHECKING, Any, overload
 
 from horizon_client.errors import InvalidRequest, did_you_mean
@@ -160,7 +161,18 @@ class MetricsTable:
             if column.name not in self._columns:
                 self._columns[column.name] = array("d", [_NAN]) * len(self._steps)
         incoming = [(self._columns[column.name], list(column.values)) for column in part.columns]
-        for place, (step, time_s, is_eval) in enumerate(zip(part.steps, part.times_s, part.are_evals, strict=True)):
+        steps, times_s = list(part.steps), list(part.times_s)
+        # Most parts of a long job: steps alone, each later than the one before
+        in_order = [*self._steps[-1:], *steps]
+        if not any(part.are_evals) and all(map(lt, in_order, in_order[1:])):
+            self._steps.extend(steps)
+            self._times_s.extend(times_s)
+            for column_of_all, values in incoming:
+                column_of_all.extend(values)
+            for column_of_all in self._columns.values():
+                column_of_all.extend([_NAN] * (len(self._steps) - len(column_of_all)))
+            return
+        for place, (step, time_s, is_eval) in enumerate(zip(steps, times_s, part.are_evals, strict=True)):
             self._make_row(step, time_s, is_eval=is_eval)
             for column_of_all, values in incoming:
                 if (value := values[place]) == value:

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import shutil
 import sys
 import unicodedata
@@ -168,6 +169,11 @@ def details(pairs: Sequence[tuple[str, str]]) -> str:
 def terminal_width() -> int | None:
     """Return the terminal's width, or None when stdout is a file or a pipe: what a program reads is never shortened."""
     return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
+
+
+def uses_colour() -> bool:
+    """Whether colours help: on a terminal whose user has not set NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _is_figure(text: str) -> bool:

@@ -63,7 +63,7 @@ class _Rows:
         """Return each figure that a row has."""
         names = dict.fromkeys(name for figures in self.figures for name in figures)
         return [
-            MetricColumn(name=name, values=[_number(figures.get(name)) for figures in self.figures]) for name in names
+            MetricColumn(name=name, values=[figures.get(name, math.nan) for figures in self.figures]) for name in names
         ]
 
 
@@ -96,7 +96,3 @@ def _of_eval(event: Mapping[str, Any]) -> dict[str, Any]:
     for one in event.get("sets", ()):
         figures |= {f"{one['name']}/{name}": one[name] for name in _OF_A_SET if one.get(name) is not None}
     return figures
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else value
