@@ -50,6 +50,7 @@ __all__ = [
     "Stalled",
     "TooLarge",
     "TooManyCalls",
+    "TrackerFailed",
     "TurnOverrun",
     "Unauthenticated",
     "Unavailable",
@@ -131,6 +132,12 @@ class BadFile(InvalidRequest):
     """A local file cannot be pushed as it is."""
 
     reason = "INVALID_FILE"
+
+
+class TrackerFailed(HorizonClientError):
+    """A tracker, such as an MLflow server, did not take a job's figures. The job is not affected."""
+
+    reason = "TRACKER_FAILED"
 
 
 class BadConfig(InvalidRequest):

@@ -323,6 +323,9 @@ class JobSpec(_Required, total=False):
     """Where the layers are computed. auto means host in this version. Default: 'auto'."""
     eval_fraction: float
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash. Default: 0.0."""
+    report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]
+    """Trackers that the node writes the job's figures to, of those that an admin has allowed. From your own machine:
+    horizon job watch JOB --to TRACKER. Default: []."""
     eval: EvalSpec
     """What evaluations measure, and when they end the job early."""
     limits: LimitsSpec

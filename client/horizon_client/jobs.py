@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
@@ -231,6 +233,41 @@ class AsyncJobs:
         async for part in self._connection.followed(reopen, is_over, reporter=reporter, what="the figures"):
             table.add(part)
         return table.metrics(job_id)
+
+    async def follow(
+        self,
+        job: str,
+        *,
+        to: Sequence[str],
+        tracker_project: str = "",
+        tracker_folder: str | os.PathLike[str] = ".",
+        reporter: Reporter = SILENT,
+    ) -> Job:
+        """Write a job's figures to trackers (wandb, mlflow, tensorboard, trackio) until it has ended, and return it.
+
+        A run begins with the job's first step, whenever it is followed; following again continues the same run.
+        `tracker_project` is the project or experiment, by default the job's project. Files, such as those of
+        TensorBoard in `runs`, are written below `tracker_folder`.
+
+        Raises:
+            InvalidRequest: when there is no such tracker, or its package is not installed.
+            TrackerFailed: when a tracker does not take everything. The job continues.
+        """
+        from horizon_client.tracking import Followers  # only here: most programs follow nothing
+
+        current = await self.get(job)
+        followers = await asyncio.to_thread(
+            Followers, current, to, project=tracker_project, folder=Path(tracker_folder), notice=reporter.notice
+        )
+        try:
+            async with aclosing(self.watch(current.job_id, reporter=reporter)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if followers.is_full:
+                        await asyncio.to_thread(followers.wait_for_room)
+                    followers.send(event)
+        finally:
+            await asyncio.to_thread(followers.close)
+        return await self.get(current.job_id)
 
     async def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
         """Wait until the job has ended and return it; look at its `state` for whether it succeeded.

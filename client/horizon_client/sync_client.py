@@ -381,6 +381,31 @@ class Jobs:
         """
         return self._loop.run(lambda: self._inner.metrics(job, reporter=reporter))
 
+    def follow(
+        self,
+        job: str,
+        *,
+        to: Sequence[str],
+        tracker_project: str = "",
+        tracker_folder: str | os.PathLike[str] = ".",
+        reporter: Reporter = SILENT,
+    ) -> Job:
+        """Write a job's figures to trackers (wandb, mlflow, tensorboard, trackio) until it has ended, and return it.
+
+        A run begins with the job's first step, whenever it is followed; following again continues the same run.
+        `tracker_project` is the project or experiment, by default the job's project. Files, such as those of
+        TensorBoard in `runs`, are written below `tracker_folder`.
+
+        Raises:
+            InvalidRequest: when there is no such tracker, or its package is not installed.
+            TrackerFailed: when a tracker does not take everything. The job continues.
+        """
+        return self._loop.run(
+            lambda: self._inner.follow(
+                job, to=to, tracker_project=tracker_project, tracker_folder=tracker_folder, reporter=reporter
+            )
+        )
+
     def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
         """Wait until the job has ended and return it; look at its `state` for whether it succeeded.
 

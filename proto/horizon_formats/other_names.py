@@ -96,7 +96,8 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("output_dir", "overwrite_output_dir", "push_to_hub"), (_HF, _PULLED)),
     "resume_from_checkpoint": (_HF, "init_from: JOB@last; an interrupted job continues by itself"),
-    **dict.fromkeys(("report_to", "run_name", "disable_tqdm", "log_level"), (_HF, _REPORTED)),
+    "run_name": (_HF, "name"),
+    **dict.fromkeys(("disable_tqdm", "log_level"), (_HF, _REPORTED)),
     # Evaluations
     **dict.fromkeys(("eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"), (_HF, _BY_STEPS)),
     "evals_per_epoch": (_AXOLOTL, _BY_STEPS),

@@ -42,6 +42,7 @@ from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.queue_view import QueueView
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.tracking import NodeTrackers, Tracking
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.network import (
@@ -123,6 +124,7 @@ class Parts:
             await self.scheduler.drain(timeout_s)
         self.lifecycle.close()
         self.journal.end_watches()
+        await self.services.jobs.tracking.close()
 
 
 def run_daemon(settings: Settings) -> int:
@@ -272,6 +274,9 @@ async def wire(
         folders=folders,
         turns=UserLocks(),
         quotas=quotas,
+        tracking=Tracking(
+            journal=journal, lifecycle=lifecycle, trackers=NodeTrackers(settings=settings), environment=environment
+        ),
     )
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
     services = Services(
@@ -458,6 +463,7 @@ async def run_queue(parts: Parts) -> None:
     remove_all_partial(parts.services.jobs.folders.prepared)
     remove_cut_merges(parts.services.jobs.folders)
     await parts.scheduler.recover()
+    await parts.services.jobs.tracking.recover()
     await parts.scheduler.run()
 
 

@@ -29,6 +29,9 @@ def _split_list(value: object) -> object:
 
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], NoDecode, BeforeValidator(_split_list)
+]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
 
 
@@ -199,6 +202,24 @@ class Settings(BaseSettings):
         description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the "
         "next one, unless a job needs the memory; 0 never keeps it.",
     )
+    trackers: Trackers = Field(
+        ("tensorboard",),
+        description="Trackers that report_to of a job file may name on this node: tensorboard, mlflow, wandb, trackio. "
+        "Each needs its package: pip install 'horizon-train[mlflow]'.",
+    )
+    tracker_dir: Path | None = Field(
+        None,
+        description="Folder for what trackers write on this node, such as TensorBoard's runs/; default: trackers/ in "
+        "the state folder, which only the daemon's user can read.",
+    )
+    mlflow_tracking_uri: str | None = Field(
+        None, description="Where report_to: mlflow writes, such as http://mlflow.lab.edu:5000."
+    )
+    tracker_keys_dir: Path | None = Field(
+        None,
+        description="Folder with keys for trackers in files that only the daemon's user can read: user-NAME.env, "
+        "project-NAME.env, everybody.env, with lines such as WANDB_API_KEY=...",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
 
@@ -266,6 +287,8 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         missing = "tls_key" if settings.tls_key is None else "tls_cert"
         raise BadSetting(f"setting {missing}: a certificate and its key belong together; give both, or neither")
+    if "mlflow" in settings.trackers and not settings.mlflow_tracking_uri:
+        raise BadSetting("setting mlflow_tracking_uri: trackers has mlflow, which needs to know where to write")
     return settings
 
 

@@ -36,6 +36,7 @@ from horizon_client.cli.output import (
 )
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
+from horizon_client.cli.trackers import Trackers, tracker_options
 from horizon_client.errors import BadFile, InvalidRequest
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ for stdin. The same --request-id with the same spec gives the same job."""
 @SPEC_ARGUMENT
 @SET_OPTION
 @click.option("--watch", "then_watch", is_flag=True, help="Show progress until the job has ended.")
+@tracker_options
 @click.option("--request-id", metavar="UUID", help="Repeating a request with the same id does not create a second job.")
 @NO_PUSH_OPTION
 @output_option
@@ -115,11 +117,16 @@ def submit(
     spec: str,
     overrides: tuple[str, ...],
     then_watch: bool,
+    trackers: Trackers,
     request_id: str | None,
     no_push: bool,
     output: str,
 ) -> int:
     """Queue a job."""
+    if trackers.names and not then_watch:
+        raise click.UsageError(
+            "--to is for --watch: trackers follow while this command watches; or write report_to in the job file"
+        )
     interrupted = (
         "interrupted; what was uploaded is kept. 'horizon job list' shows whether the job was queued before that"
     )
@@ -136,7 +143,7 @@ def submit(
     if not then_watch:
         return 0
     sys.stdout.flush()  # a program that reads the id need not wait for the job's end
-    return _watch(client, queued, output, sys.stderr if output == "name" else sys.stdout)
+    return _watch(client, queued, output, sys.stderr if output == "name" else sys.stdout, trackers)
 
 
 @job.command(name="list", epilog="\b\nExample:\n  horizon job list --state running --state queued")
@@ -170,17 +177,20 @@ def get(client: Client, job_id: str, output: str) -> None:
 Example:
   horizon job watch JOB
   horizon job watch JOB -o json | jq 'select(.event == "step") | .loss'
+  horizon job watch JOB --to wandb --to tensorboard
 
 \b
-Exit code 0 when the job has succeeded, 1 when it failed or was cancelled.
-Reconnects automatically. Ctrl-C leaves the job running."""
+Exit code 0 when the job has succeeded, 1 when it failed or was cancelled, 5
+when a tracker did not take everything. Reconnects automatically. Ctrl-C leaves
+the job running; the same command continues the same runs."""
 )
 @_JOB
+@tracker_options
 @output_option
 @connected
-def watch(client: Client, job_id: str, output: str) -> int:
+def watch(client: Client, job_id: str, trackers: Trackers, output: str) -> int:
     """Show the progress of a job until it has ended."""
-    return _watch(client, find_job(client, job_id), output, sys.stdout)
+    return _watch(client, find_job(client, job_id), output, sys.stdout, trackers)
 
 
 @job.command(
@@ -325,12 +335,14 @@ def _print_changed(changed: Job, output: str) -> None:
     print_one(changed, JOB_VIEW, output, message=message)
 
 
-def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
+def _watch(client: Client, job: Job, output: str, stream: IO[str], trackers: Trackers) -> int:
     """Show events until the job has ended; return 0 when it has succeeded, else 1."""
     try:
-        with closing(open_view(job, output, stream)) as view:
+        # Trackers first: what they say when they are opened and closed is outside the live figures.
+        with trackers.following(job) as send, closing(open_view(job, output, stream)) as view:
             for event in client.jobs.watch(job.job_id, reporter=view):
                 view.show(event)
+                send(event)
         ended = client.jobs.get(job.job_id)
     except KeyboardInterrupt:
         raise Interrupted(_continues(job.job_id, "watch")) from None

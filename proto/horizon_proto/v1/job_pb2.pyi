@@ -560,6 +560,7 @@ class JobSpec(google.protobuf.message.Message):
     KTO_FIELD_NUMBER: builtins.int
     IPO_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    REPORT_TO_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -626,6 +627,10 @@ class JobSpec(google.protobuf.message.Message):
     def policy(self) -> global___PolicySpec:
         """Options of method policy."""
 
+    @property
+    def report_to(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Trackers that the node writes the job's figures to: tensorboard, mlflow, wandb, trackio; default none."""
+
     def __init__(
         self,
         *,
@@ -650,9 +655,10 @@ class JobSpec(google.protobuf.message.Message):
         kto: global___KtoSpec | None = ...,
         ipo: global___IpoSpec | None = ...,
         policy: global___PolicySpec | None = ...,
+        report_to: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload

@@ -24,6 +24,7 @@ from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.leases import ReadLeases
 from horizon_server.jobs.recovery import FORGOTTEN
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
+from horizon_server.jobs.tracking import Tracking
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
@@ -79,6 +80,7 @@ class JobService:
     folders: JobFolders
     turns: UserLocks
     quotas: Quotas
+    tracking: Tracking
     leases: ReadLeases = field(default_factory=ReadLeases)
     proposals: Proposals = field(init=False)
 
@@ -88,6 +90,7 @@ class JobService:
             planner=self.planner,
             folders=self.folders,
             quotas=self.quotas,
+            trackers=self.tracking.trackers,
             turns=self.turns,
             find_job=self.get,
         )
@@ -123,6 +126,7 @@ class JobService:
             )
             create = partial(self.journal.create, job, request_id=request_id, admit=proposal.admit)
             stored = await (create() if proposal.start is None else self._created_from(proposal.start, job, create))
+        self.tracking.follow(stored)
         self.scheduler.wake()
         return stored
 
@@ -257,6 +261,7 @@ class JobService:
         job = await self.journal.move(
             job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True, **FORGOTTEN
         )
+        self.tracking.follow(job)
         self.scheduler.wake()
         return job
 

@@ -17,6 +17,7 @@ from horizon_server.db.jobs import AdmitJob
 from horizon_server.errors import DoesNotFit, InvalidModel, InvalidSpec, NotFound, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, known_size
+from horizon_server.jobs.tracking import NodeTrackers
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
@@ -85,6 +86,7 @@ class Proposals:
     planner: Planner
     folders: JobFolders
     quotas: Quotas
+    trackers: NodeTrackers
     turns: UserLocks
     find_job: Callable[[Principal, str], Awaitable[JobRecord]]
 
@@ -99,12 +101,15 @@ class Proposals:
             NotAllowed: when the project is not the caller's.
             NotFound: when model or datasets do not exist for the caller, or the checkpoint that `init_from` names.
             InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method
-                does not learn from data of such a kind; and what the model or the machine cannot do.
+                does not learn from data of such a kind; and what the model or the machine cannot do, or a tracker of
+                `report_to` that this node does not write to.
             QuotaExceeded: when the job alone needs more memory than a quota allows.
             InUse: while the digest of a model is made that an adapter is compared with.
         """
         spec = spec if spec.project else spec.in_project(principal.project)
         require_project(principal, spec.project)
+        if machine is None:
+            await asyncio.to_thread(self.trackers.check, spec, owner=principal.name, project=spec.project)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
         start = await self._start(principal, spec, model_id, folder)

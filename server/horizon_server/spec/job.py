@@ -8,9 +8,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from horizon_formats.trackers.known import TRACKERS
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
-from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
+from horizon_server.spec.fields import (
+    MAX_STEPS,
+    NAME,
+    NAME_RULE,
+    Name,
+    Section,
+    WrongField,
+    absent_as_empty,
+    list_as_tuple,
+    text_as_list,
+)
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -24,6 +35,9 @@ from horizon_server.spec.objective import (
 )
 from horizon_server.spec.training import LORA, TrainSpec
 from horizon_server.spec.words import RULE, problem_with
+
+# The names of `TRACKERS`.
+Tracker = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 
 
 class CheckpointSpec(Section):
@@ -142,6 +156,14 @@ class JobSpec(Section):
         ge=0,
         lt=1,
         description="Share of the dataset's rows held out for evaluation, chosen by each row's hash.",
+    )
+
+    report_to: Annotated[tuple[Tracker, ...], list_as_tuple, text_as_list] = Field(
+        default=(),
+        max_length=len(TRACKERS),
+        description="Trackers that the node writes the job's figures to, of those that an admin has allowed. From your "
+        "own machine: horizon job watch JOB --to TRACKER.",
+        json_schema_extra={RULE: f"a list of trackers: {', '.join(TRACKERS)}"},
     )
 
     eval: Annotated[EvalSpec, absent_as_empty] = EvalSpec()
