@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from horizon_client.choices import ENDED_STATES
 from horizon_client.connection import Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
-from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
+from horizon_client.errors import DeadlineExceeded, HorizonClientError, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import SpecLike, spec_to_send, without_data
 from horizon_client.metrics import JobMetrics, MetricsTable
 from horizon_client.notebook import Listing
@@ -212,6 +212,44 @@ class AsyncJobs:
             ended = isinstance(event, StateEvent) and event.state in ENDED_STATES
             yield event
 
+    async def watch_several(
+        self, jobs: Sequence[str], *, reporter: Reporter = SILENT
+    ) -> AsyncIterator[tuple[str, JobEvent]]:
+        """Yield the events of several jobs as they come, each with the id of its job, until all have ended.
+
+        Raises:
+            NotFound: when there is no such job.
+            Unavailable: when the server cannot be reached for minutes.
+        """
+        arrived: asyncio.Queue[tuple[str, JobEvent] | HorizonClientError | None] = asyncio.Queue(maxsize=100)
+
+        async def follow(job_id: str) -> None:
+            try:
+                async with aclosing(self.watch(job_id, reporter=reporter)) as events:  # type: ignore[type-var]
+                    async for event in events:
+                        await arrived.put((job_id, event))
+            except HorizonClientError as error:
+                await arrived.put(error)
+            else:
+                await arrived.put(None)
+
+        ids = dict.fromkeys([(await self.get(job)).job_id for job in jobs])
+        tasks = [asyncio.ensure_future(follow(job_id)) for job_id in ids]
+        num_followed = len(tasks)
+        try:
+            while num_followed:
+                item = await arrived.get()
+                if isinstance(item, HorizonClientError):
+                    raise item
+                if item is None:
+                    num_followed -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def metrics(self, job: str, *, reporter: Reporter = SILENT) -> JobMetrics:
         """Return what the job's steps and evaluations have measured up to now: a row for each step, as numbers by name.
 
@@ -320,15 +358,31 @@ class AsyncJobs:
             if new:
                 yield new
 
-    async def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
-        """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
+    async def list(
+        self,
+        *,
+        states: Iterable[str] = (),
+        owner: str = "",
+        project: str = "",
+        search: str = "",
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return the jobs that the caller may see, newest first; with `states` (such as RUNNING) only those in one of
+        them.
+
+        `owner` and `project` narrow it to those of a user and a project, `search` to those with a text in their name,
+        id, owner, model or dataset.
+        """
         choices = enum_choices(job_pb2.JobState.DESCRIPTOR)
         states = list(states)
         for state in states:
             if state.lower() not in choices:
                 raise InvalidRequest.of("states", f"state is {state!r}; it must be one of {', '.join(choices)}")
         numbers = [job_pb2.JobState.ValueType(choices[state.lower()]) for state in states]
-        call, request = self._connection.calls.jobs.ListJobs, job_pb2.ListJobsRequest(states=numbers)
+        call, request = (
+            self._connection.calls.jobs.ListJobs,
+            job_pb2.ListJobsRequest(states=numbers, owner=owner, project=project, search=search),
+        )
         found = await self._connection.all_pages(call, request, items="jobs", limit=limit)
         return Listing(from_message(Job, item) for item in found)
 

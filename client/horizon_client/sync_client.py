@@ -371,6 +371,15 @@ class Jobs:
         """
         return self._loop.iterate(self._inner.watch(job, after_sequence=after_sequence, reporter=reporter))
 
+    def watch_several(self, jobs: Sequence[str], *, reporter: Reporter = SILENT) -> Iterator[tuple[str, JobEvent]]:
+        """Yield the events of several jobs as they come, each with the id of its job, until all have ended.
+
+        Raises:
+            NotFound: when there is no such job.
+            Unavailable: when the server cannot be reached for minutes.
+        """
+        return self._loop.iterate(self._inner.watch_several(jobs, reporter=reporter))
+
     def metrics(self, job: str, *, reporter: Reporter = SILENT) -> JobMetrics:
         """Return what the job's steps and evaluations have measured up to now: a row for each step, as numbers by name.
 
@@ -430,9 +439,24 @@ class Jobs:
             self._inner.logs(job, attempt=attempt, offset=offset, follow=follow, reporter=reporter)
         )
 
-    def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
-        """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
-        return self._loop.run(lambda: self._inner.list(states=states, limit=limit))
+    def list(
+        self,
+        *,
+        states: Iterable[str] = (),
+        owner: str = "",
+        project: str = "",
+        search: str = "",
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return the jobs that the caller may see, newest first; with `states` (such as RUNNING) only those in one of
+        them.
+
+        `owner` and `project` narrow it to those of a user and a project, `search` to those with a text in their name,
+        id, owner, model or dataset.
+        """
+        return self._loop.run(
+            lambda: self._inner.list(states=states, owner=owner, project=project, search=search, limit=limit)
+        )
 
 
 class Checkpoints:

@@ -339,9 +339,10 @@ OUTLOOK_COLUMNS: list[tuple[str, Callable[[Job], str]]] = [
 class PlainView(Notices):
     """One line per event; of quick steps about one per second, and always the last."""
 
-    def __init__(self, stream: IO[str], *, on_device: bool = True) -> None:
+    def __init__(self, stream: IO[str], *, on_device: bool = True, head: str = "") -> None:
         self._stream = stream
         self._on_device = on_device
+        self._head = head
         self._held: StepEvent | None = None
         self._next_at = float("-inf")
 
@@ -366,7 +367,8 @@ class PlainView(Notices):
 
     def _print(self, event: JobEvent) -> None:
         # Flushed, because a pipe would keep minutes of events back
-        print(event_line(event, on_device=self._on_device), file=self._stream, flush=True)
+        line = event_line(event, on_device=self._on_device)
+        print(f"{self._head}{line}", file=self._stream, flush=True)
 
 
 class DataView(PlainView):

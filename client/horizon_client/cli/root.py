@@ -33,6 +33,7 @@ _COMMANDS = {
     "queue": ("sharing:queue", "Show who waits for what, and simulate a job."),
     "usage": ("sharing:usage", "Show what you have used of the node."),
     "quota": ("sharing:quota", "Show your weight and quotas, and how much of them is used."),
+    "top": ("top:top", "Show the machine and its jobs, live."),
     "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
     "checkpoint": (
         "checkpoints:checkpoint",
@@ -156,6 +157,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group(
     cls=RootGroup,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Exit codes:
@@ -180,9 +182,14 @@ Example:
 )
 @connection_options
 @click.version_option(package_name="horizon-train", prog_name="horizon", message="%(prog)s %(version)s")
-def horizon(**options: str | None) -> None:
+@click.pass_context
+def horizon(ctx: click.Context, /, **options: str | None) -> None:
     """Fine-tune language models on a shared machine.
 
     horizon sends your model and your data to a machine that runs horizond. That machine trains the model. You watch the
-    training from here and download the result.
+    training from here and download the result. Without a command, horizon shows your jobs and the machine.
     """
+    if ctx.invoked_subcommand is None:
+        from horizon_client.cli.home import show_home  # only here, so that `horizon --help` loads no view
+
+        show_home(ctx)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from horizon_client.cli.job_options import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.job_views import share_text, steps_text, total_text, warning_lines, when_text
-from horizon_client.cli.jobs import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.output import (
     View,
     about_text,

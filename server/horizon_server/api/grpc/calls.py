@@ -237,7 +237,7 @@ CALLS: Mapping[str, Call] = {
     "JobService/WatchJob": Call(
         lambda on, caller, r: on.jobs.watch(caller, r.job_id, _natural(r, "after_sequence")), "event"
     ),
-    "JobService/GetJobMetrics": Call(_READ, _metrics, _FIELDS_OF_METRICS),
+    "JobService/GetJobMetrics": Call(_metrics, _FIELDS_OF_METRICS),
     "JobService/GetJobLogs": Call(
         lambda on, caller, r: on.jobs.logs(
             caller, r.job_id, attempt=_natural(r, "attempt"), offset=_natural(r, "offset"), follow=r.follow
