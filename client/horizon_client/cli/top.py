@@ -106,7 +106,7 @@ def page(glance: Glance) -> str:
     state = "the daemon is shutting down" if node.draining else node.mode or "open"
     memory = f"{_bar(used, limit)} {bytes_text(used)} of {bytes_text(limit)}"
     lines = [
-        f"{clean(node.hostname)}  {state}  {resident} jobs on the device, {len(glance.queue) - resident} wait  "
+        f"{clean(node.hostname)}  {state}  {resident} on the device, {len(glance.queue) - resident} waiting  "
         f"{time.strftime('%H:%M:%S')}",
         f"memory  {memory}; {bytes_text(node.host_memory_promised_bytes)} promised",
         f"disk    {bytes_text(node.disk_free_bytes)} free",
