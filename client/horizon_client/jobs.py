@@ -14,16 +14,24 @@ from google.protobuf.message import Message
 
 from horizon_client.choices import ENDED_STATES
 from horizon_client.connection import Connection
-from horizon_client.conversion import enum_choices, event_from_message, from_message
-from horizon_client.errors import DeadlineExceeded, HorizonClientError, InvalidRequest, NotFound, suggested
+from horizon_client.conversion import enum_choices, enum_number, event_from_message, from_message
+from horizon_client.errors import (
+    DeadlineExceeded,
+    HorizonClientError,
+    InvalidRequest,
+    NotFound,
+    ServerFailed,
+    suggested,
+)
 from horizon_client.job_spec import SpecLike, spec_to_send, without_data
 from horizon_client.metrics import JobMetrics, MetricsTable
 from horizon_client.notebook import Listing
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
+from horizon_client.rpc_errors import BY_REASON
 from horizon_client.waiting import timeout
-from horizon_proto.v1 import job_pb2, sharing_pb2
+from horizon_proto.v1 import housekeeping_pb2, job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
 # In a spec that is planned without its data
@@ -168,6 +176,22 @@ class AsyncJobs:
         request = job_pb2.ResumeJobRequest(job_id=job)
         # Not repeatable: a job that is resumed already is refused, although the first call has done what was asked
         return await self._answered(self._connection.calls.jobs.ResumeJob, request, repeatable=False)
+
+    async def delete(self, job: str) -> None:
+        """Delete a job that has ended, with its checkpoints, log and events; `client.housekeeping` deletes many.
+
+        Raises:
+            NotFound: when there is no such job.
+            InUse: when it has not ended.
+        """
+        request = housekeeping_pb2.DeleteRequest(
+            kind=enum_number(housekeeping_pb2.ResourceKind, "kind", "job"), keys=[(await self.get(job)).job_id]
+        )
+        # No limit between two answers: the files of one job may take minutes to remove
+        async for answer in self._connection.stream(self._connection.calls.housekeeping.Delete, request, stall_s=None):
+            if answer.deletion.refusal:
+                kind = BY_REASON.get(answer.deletion.reason, ServerFailed)
+                raise kind(answer.deletion.refusal, reason=answer.deletion.reason)
 
     async def set_priority(self, job: str, priority: int) -> Job:
         """Change the priority of a job that has not ended.

@@ -35,7 +35,7 @@ _BY_CODE: dict[StatusCode, type[HorizonClientError]] = {
     StatusCode.CANCELLED: errors.Unavailable,
     StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }
-_BY_REASON = {
+BY_REASON = {
     kind.reason: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, HorizonClientError)
@@ -83,7 +83,7 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
         return _from_transport(error.code(), str(error.details() or ""), server)
     retry = _detail(status, error_details_pb2.RetryInfo())
     bad_request = _detail(status, error_details_pb2.BadRequest())
-    kind = _BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
+    kind = BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
     problem = kind(
         status.message or f"horizond at {server} answered {error.code().name} without a message",
         reason=info.reason,

@@ -350,6 +350,15 @@ class Jobs:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         return self._loop.run(lambda: self._inner.resume(job))
 
+    def delete(self, job: str) -> None:
+        """Delete a job that has ended, with its checkpoints, log and events; `client.housekeeping` deletes many.
+
+        Raises:
+            NotFound: when there is no such job.
+            InUse: when it has not ended.
+        """
+        self._loop.run(lambda: self._inner.delete(job))
+
     def set_priority(self, job: str, priority: int) -> Job:
         """Change the priority of a job that has not ended.
 
