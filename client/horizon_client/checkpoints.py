@@ -34,6 +34,7 @@ from horizon_client.errors import (
 )
 from horizon_client.hub import HubPush, publish, repo_of, require_hub
 from horizon_client.local_files import PIECE_BYTES
+from horizon_client.notebook import Listing
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import Checkpoint, FileEntry, SampledText, SampleFigures
 from horizon_formats.row_checks import check_prompt_row
@@ -85,10 +86,10 @@ class AsyncCheckpoints:
     async def list(self, job: str) -> list[Checkpoint]:
         """Return the complete checkpoints of a job, oldest first; of `JOB@STEP`, `JOB@last` or `JOB@best` that one."""
         if "@" in job:
-            return [await self._chosen(job, "last")]
+            return Listing([await self._chosen(job, "last")])
         request = checkpoint_pb2.ListCheckpointsRequest(job_id=job)
         answer = await self._connection.unary(self._connection.calls.checkpoints.ListCheckpoints, request)
-        return [from_message(Checkpoint, item) for item in answer.checkpoints]
+        return Listing(from_message(Checkpoint, item) for item in answer.checkpoints)
 
     async def pull(
         self,

@@ -20,6 +20,7 @@ from horizon_client.errors import BadEndpoint, Draining, HorizonClientError, Una
 from horizon_client.profiles import Endpoint
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.rpc_errors import explained, never_sent, nothing_answers
+from horizon_client.waiting import timeout
 from horizon_proto.v1 import (
     account_pb2_grpc,
     blob_pb2_grpc,
@@ -228,14 +229,14 @@ class Connection:
         answers = aiter(running)
         try:
             while True:
-                async with asyncio.timeout(stall_s):
+                async with timeout(stall_s):
                     answer = await anext(answers, None)
                 if answer is None:
                     return
                 yield answer
         except grpc.aio.AioRpcError as error:
             raise await explained(error, self.endpoint) from None
-        except TimeoutError:
+        except asyncio.TimeoutError:
             raise Unavailable(f"{self.endpoint.server} sent nothing for {stall_s:.0f} s") from None
         finally:
             running.cancel()  # the caller may have stopped early, and the server would continue to send

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Self
+from typing import TYPE_CHECKING
 
 from horizon_formats.error_table import ERRORS
 from horizon_formats.problems import FieldViolation as FieldViolation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "AlreadyExists",

@@ -4,29 +4,35 @@ first.
 A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare
 word that is also the name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of
 `eval.sets` can be local. `map` names the columns of local data, and `format` its format: it is pushed with them, and
-neither is a field of the job that is sent.
+neither is a field of the job that is sent. Data may also be rows in memory (`memory_data`), which are pushed under the
+job's name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import yaml
 
 from horizon_client.choices import DATASET_FORMATS
 from horizon_client.conversion import spec_to_proto
 from horizon_client.errors import BadFile, InvalidRequest, NotFound
+from horizon_client.job_spec_types import JobSpec
+from horizon_client.memory_data import as_file, is_in_memory
 from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
 from horizon_client.reporter import Reporter
 from horizon_formats.model_files import CONFIG_FILE
 from horizon_proto.v1 import job_pb2
 
-SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
-"""A job spec as a mapping, or the path of a YAML or JSON file."""
+SpecLike: TypeAlias = JobSpec | str | os.PathLike[str]
+"""A job spec, or the path of a YAML or JSON file. For type checkers a spec is a JobSpec, so that they find a misspelt
+key; any mapping is accepted."""
 
 MAX_SPEC_BYTES = 1 << 20
 _PLACEHOLDER = "local"
@@ -58,23 +64,32 @@ async def spec_to_send(
         return spec_to_proto(mapping)
     models, datasets = push_to
     kinds: dict[_Place, AsyncPushed[Any]] = {_MODEL: models, **dict.fromkeys(_data_places(mapping), datasets)}
-    local = {place: _local_sources(_at(mapping, place), folders, many=place != _MODEL) for place in kinds}
+    in_memory = {place: value for place in kinds if place != _MODEL and is_in_memory(value := _at(mapping, place))}
+    files = [place for place in kinds if place not in in_memory]
+    local = {place: _local_sources(_at(mapping, place), folders, many=place != _MODEL) for place in files}
     _refuse_missing_paths(mapping, local)
     local = {place: sources for place, sources in local.items() if sources}
-    if not local.keys() - {_MODEL}:
+    if not in_memory and not local.keys() - {_MODEL}:
         _refuse_unused(options, mapping)
     # Refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
     checked = _copied(mapping)
-    for place in local:
+    for place in (*local, *in_memory):
         _put(checked, place, _PLACEHOLDER)
     spec_to_proto(checked)
+    pushed_with = {_ARGUMENTS[name]: value for name, value in options.items()}
+    for place, rows in in_memory.items():
+        with ExitStack() as stack:
+            part = "" if place == ("dataset",) else f"-{place[-1]}"
+            file = await asyncio.to_thread(stack.enter_context, as_file(rows, f"{mapping['name']}{part}"))
+            reporter.notice(f"pushing the rows of {'.'.join(place)}")
+            _put(mapping, place, await push_under_free_name(datasets, [file], reporter, **pushed_with))
     for place, sources in local.items():
         if not await _is_pushed(_at(mapping, place), kinds[place]):
             noun = "model folder" if place == _MODEL else place[0].replace("_", " ")
             if len(place) > 1:
                 noun = f"eval set {place[-1]}"
             reporter.notice(f"pushing the {noun} {', '.join(map(str, sources))}")
-            of_data = {} if place == _MODEL else {_ARGUMENTS[name]: value for name, value in options.items()}
+            of_data = pushed_with if place != _MODEL else {}
             _put(mapping, place, await push_under_free_name(kinds[place], sources, reporter, **of_data))
     return spec_to_proto(mapping)
 
@@ -117,14 +132,14 @@ def _data_places(mapping: Mapping[str, Any]) -> list[_Place]:
     return [("dataset",), ("eval_dataset",), *named]
 
 
-def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> dict[str, Any]:
+def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> JobSpec:
     """Return a spec in which everything that names data has this name instead."""
     mapping = with_overrides(_loaded(spec)[0], overrides)
     _push_options(mapping)
     for place in _data_places(mapping):
         if place == ("dataset",) or _at(mapping, place) is not None:
             _put(mapping, place, name)
-    return mapping
+    return cast("JobSpec", mapping)
 
 
 def local_config(spec: SpecLike, overrides: Sequence[str]) -> bytes:
@@ -278,4 +293,7 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
     # The overrides and the names of what is pushed must not reach the caller's own mapping
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+    def copied(value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    return {key: _copied(value) if isinstance(value, Mapping) else copied(value) for key, value in mapping.items()}

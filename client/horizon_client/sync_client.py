@@ -18,6 +18,8 @@ from horizon_client.housekeeping import AsyncHousekeeping
 from horizon_client.hub import HubPush
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
+from horizon_client.memory_data import DataLike
+from horizon_client.metrics import JobMetrics
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
@@ -124,7 +126,7 @@ class Datasets:
 
     def push(
         self,
-        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        data: DataLike,
         *,
         name: str,
         format: str = "auto",
@@ -132,16 +134,20 @@ class Datasets:
         request_id: str | None = None,
         reporter: Reporter = SILENT,
     ) -> DatasetPush:
-        """Push one or several local data files or folders as dataset `name`; content that the server has is not sent
-        again.
+        """Push local data files or folders, or rows in memory, as dataset `name`; content that the server has is not
+        sent again.
+
+        Rows are any iterable of dicts, a `datasets.Dataset`, a DataFrame of pandas or polars, or a pyarrow.Table. They
+        are written to a temporary file first, row by row.
 
         Raises:
             BadFile: naming file and line, when a file is unusable; nothing is sent then.
-            InvalidRequest: with one violation per line, when the server refuses rows.
+            InvalidRequest: with one violation per line, when the server refuses rows; or naming the row in memory that
+                JSON cannot write.
         """
         return self._loop.run(
             lambda: self._inner.push(
-                files, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
+                data, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
             )
         )
 
@@ -253,7 +259,8 @@ class Jobs:
         push: bool = True,
         reporter: Reporter = SILENT,
     ) -> Job:
-        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False.
+        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False; so are rows
+        in memory, as by `client.datasets.push`.
 
         `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the
         same job.
@@ -350,6 +357,15 @@ class Jobs:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         return self._loop.run(lambda: self._inner.resume(job))
 
+    def delete(self, job: str) -> None:
+        """Delete a job that has ended, with its checkpoints, log and events; `client.housekeeping` deletes many.
+
+        Raises:
+            NotFound: when there is no such job.
+            InUse: when it has not ended.
+        """
+        self._loop.run(lambda: self._inner.delete(job))
+
     def set_priority(self, job: str, priority: int) -> Job:
         """Change the priority of a job that has not ended.
 
@@ -370,6 +386,25 @@ class Jobs:
             Unavailable: when the server cannot be reached for minutes; `after_sequence` continues from there later.
         """
         return self._loop.iterate(self._inner.watch(job, after_sequence=after_sequence, reporter=reporter))
+
+    def watch_several(self, jobs: Sequence[str], *, reporter: Reporter = SILENT) -> Iterator[tuple[str, JobEvent]]:
+        """Yield the events of several jobs as they come, each with the id of its job, until all have ended.
+
+        Raises:
+            NotFound: when there is no such job.
+            Unavailable: when the server cannot be reached for minutes.
+        """
+        return self._loop.iterate(self._inner.watch_several(jobs, reporter=reporter))
+
+    def metrics(self, job: str, *, reporter: Reporter = SILENT) -> JobMetrics:
+        """Return what the job's steps and evaluations have measured up to now: a row for each step, as numbers by name.
+
+        `metrics.to_pandas()` is a DataFrame, `metrics.curve("loss")` the steps and values of one figure.
+
+        Raises:
+            NotFound: when there is no such job.
+        """
+        return self._loop.run(lambda: self._inner.metrics(job, reporter=reporter))
 
     def follow(
         self,
@@ -399,6 +434,8 @@ class Jobs:
     def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
         """Wait until the job has ended and return it; look at its `state` for whether it succeeded.
 
+        What happens meanwhile goes to `reporter`, such as a `NotebookReporter`.
+
         Raises:
             DeadlineExceeded: when it has not ended after `timeout_s` seconds. The job continues.
         """
@@ -418,9 +455,24 @@ class Jobs:
             self._inner.logs(job, attempt=attempt, offset=offset, follow=follow, reporter=reporter)
         )
 
-    def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
-        """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
-        return self._loop.run(lambda: self._inner.list(states=states, limit=limit))
+    def list(
+        self,
+        *,
+        states: Iterable[str] = (),
+        owner: str = "",
+        project: str = "",
+        search: str = "",
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return the jobs that the caller may see, newest first; with `states` (such as RUNNING) only those in one of
+        them.
+
+        `owner` and `project` narrow it to those of a user and a project, `search` to those with a text in their name,
+        id, owner, model or dataset.
+        """
+        return self._loop.run(
+            lambda: self._inner.list(states=states, owner=owner, project=project, search=search, limit=limit)
+        )
 
 
 class Checkpoints:

@@ -41,6 +41,9 @@ class Trackers:
             followers.close()
 
 
+NO_TRACKERS = Trackers(names=(), project="", folder=Path())
+
+
 def tracker_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a command, which gets them as `trackers`."""
 

@@ -2854,6 +2854,98 @@ class WatchJobResponse(google.protobuf.message.Message):
 global___WatchJobResponse = WatchJobResponse
 
 @typing.final
+class GetJobMetricsRequest(google.protobuf.message.Message):
+    """GetJobMetricsRequest asks for figures."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    after_sequence: builtins.int
+    """Only figures of events with a greater number; 0 for all."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        after_sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "job_id", b"job_id"]) -> None: ...
+
+global___GetJobMetricsRequest = GetJobMetricsRequest
+
+@typing.final
+class GetJobMetricsResponse(google.protobuf.message.Message):
+    """GetJobMetricsResponse is the figures of some events, a row for each, in the order in which they happened: a step that was done again
+    after a restart has another row.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAST_SEQUENCE_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    TIMES_S_FIELD_NUMBER: builtins.int
+    ARE_EVALS_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    last_sequence: builtins.int
+    """Number of the last of the events."""
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The step of each row."""
+
+    @property
+    def times_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """When each happened, in Unix seconds."""
+
+    @property
+    def are_evals(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """Whether each is an evaluation after that step."""
+
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetricColumn]:
+        """The figures."""
+
+    def __init__(
+        self,
+        *,
+        last_sequence: builtins.int = ...,
+        steps: collections.abc.Iterable[builtins.int] | None = ...,
+        times_s: collections.abc.Iterable[builtins.float] | None = ...,
+        are_evals: collections.abc.Iterable[builtins.bool] | None = ...,
+        columns: collections.abc.Iterable[global___MetricColumn] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["are_evals", b"are_evals", "columns", b"columns", "last_sequence", b"last_sequence", "steps", b"steps", "times_s", b"times_s"]) -> None: ...
+
+global___GetJobMetricsResponse = GetJobMetricsResponse
+
+@typing.final
+class MetricColumn(google.protobuf.message.Message):
+    """MetricColumn is one figure of all rows of a part."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name: loss, grad_norm, learning_rate, epoch, tokens_per_second, ..., method/NAME for what the job's method reports; of
+    evaluations eval_loss, and SET/loss, SET/perplexity, SET/accuracy, SET/exact_match.
+    """
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Its value in each row; NaN where there is none."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "values", b"values"]) -> None: ...
+
+global___MetricColumn = MetricColumn
+
+@typing.final
 class GetJobLogsRequest(google.protobuf.message.Message):
     """GetJobLogsRequest asks for a log."""
 

@@ -43,6 +43,7 @@ EFFECTS: Mapping[str, Effect] = {
             "JobService/GetJob",
             "JobService/ListJobs",
             "JobService/WatchJob",
+            "JobService/GetJobMetrics",
             "JobService/GetJobLogs",
             "DatasetService/GetDataset",
             "DatasetService/ListDatasets",

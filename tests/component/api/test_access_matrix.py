@@ -232,6 +232,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(CHANGE_JOB, _of(lambda job_id: job_pb2.UpdateJobRequest(job_id=job_id, priority=5), job_id=_job)),
     ),
     "JobService/WatchJob": (Case(SEE_JOB, _of(job_pb2.WatchJobRequest, job_id=_known)),),
+    "JobService/GetJobMetrics": (Case(SEE_JOB, _of(job_pb2.GetJobMetricsRequest, job_id=_known)),),
     "JobService/GetJobLogs": (Case(SEE_JOB, _of(job_pb2.GetJobLogsRequest, job_id=_known)),),
     "CheckpointService/ListCheckpoints": (Case(SEE_JOB, _of(checkpoint_pb2.ListCheckpointsRequest, job_id=_known)),),
     "CheckpointService/ReadCheckpointFile": (

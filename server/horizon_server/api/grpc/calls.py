@@ -26,6 +26,7 @@ from horizon_proto.v1 import (
 )
 from horizon_server.api.audited import about_to_change
 from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
+from horizon_server.api.grpc.metric_rows import MetricRows, metric_rows
 from horizon_server.api.grpc.transfers import read_checkpoint_file, uploader, write_blob
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
@@ -114,6 +115,17 @@ async def _update(services: Services, caller: Principal, request: job_pb2.Update
     if not request.HasField("priority"):
         raise InvalidSpec.of("priority", "priority is missing; it is what can be changed of a job")
     return await services.jobs.update(caller, request.job_id, priority=request.priority)
+
+
+_FIELDS_OF_METRICS = tuple(field.name for field in dataclasses.fields(MetricRows))
+
+
+async def _metrics(
+    services: Services, caller: Principal, request: job_pb2.GetJobMetricsRequest
+) -> AsyncGenerator[tuple[Any, ...], None]:
+    job = await services.jobs.get(caller, request.job_id)
+    async for rows in metric_rows(services.jobs, job, _natural(request, "after_sequence")):
+        yield tuple(getattr(rows, name) for name in _FIELDS_OF_METRICS)
 
 
 def _sample(services: Services, caller: Principal, request: checkpoint_pb2.SampleCheckpointRequest) -> Any:
@@ -227,6 +239,7 @@ CALLS: Mapping[str, Call] = {
     "JobService/WatchJob": Call(
         lambda on, caller, r: on.jobs.watch(caller, r.job_id, _natural(r, "after_sequence")), "event"
     ),
+    "JobService/GetJobMetrics": Call(_metrics, _FIELDS_OF_METRICS),
     "JobService/GetJobLogs": Call(
         lambda on, caller, r: on.jobs.logs(
             caller, r.job_id, attempt=_natural(r, "attempt"), offset=_natural(r, "offset"), follow=r.follow
