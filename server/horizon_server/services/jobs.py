@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import in_thread
-from horizon_server.db.jobs import Figures
+from horizon_server.db.jobs import VisitEvent
 from horizon_server.errors import Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import JobEvent, Message
 from horizon_server.jobs.folders import JobFolders, read_log
@@ -274,9 +274,11 @@ class JobService:
         async for event in self.journal.follow(job.job_id, after_sequence):
             yield event
 
-    async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> Sequence[Figures]:
-        """Return named figures of the steps and evaluations of a job that the caller was allowed to get."""
-        return await self.journal.store.figures_after(job.job_id, after, names, limit)
+    async def visit_events(
+        self, job: JobRecord, *, kinds: Sequence[str], after: int, limit: int, visit: VisitEvent
+    ) -> int:
+        """Give events of a job that the caller was allowed to get to `visit`, as `JobStore.visit_events` does."""
+        return await self.journal.store.visit_events(job.job_id, after, limit, kinds, visit)
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False

@@ -12,17 +12,17 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BeforeValidator
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from pydantic import BeforeValidator, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from horizon_server.api.cached_on import cached_on
 from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import ErrorBody
-from horizon_server.api.http.curve import CurveBody, Curves
 from horizon_server.api.http.middleware import Caller, Services, error_body
+from horizon_server.api.http.series import MAX_FIGURES, MAX_POINTS, CurveBody, SeriesBody, SeriesOfJobs
 from horizon_server.api.services import OpenStreams
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
@@ -85,7 +85,17 @@ JobKey = Annotated[str, Path(max_length=63, description="The job's id, or its na
 EventNumber = Annotated[int, Query(ge=0, lt=2**63, description="The same, for clients that cannot set the header.")]
 LastEventId = Annotated[int, Header(ge=0, lt=2**63, description="Number of the last event received.")]
 
+
+def _series_of(request: Request) -> SeriesOfJobs:
+    """Return the series that the app keeps."""
+    return cast(SeriesOfJobs, request.app.state.series)
+
+
+FigureName = Annotated[str, Field(max_length=200)]
+Series = Annotated[SeriesOfJobs, Depends(_series_of)]
+
 _LAST_ROW = 2**63 - 1
+_LAST_STEP = 2**62 - 1
 _length = TrainSpec.model_json_schema()["properties"]["sequence_length"]
 _SEQUENCE_LENGTHS = {name: _length[name] for name in ("minimum", "maximum")}
 
@@ -218,11 +228,34 @@ def _frame(event: str, body: object, *, number: str | None = None) -> ServerSent
 
 
 @router.get("/jobs/{job_id}/metrics", responses=_JOB_ERRORS)
-async def get_curve(request: Request, services: Services, caller: Caller, job_id: JobKey) -> CurveBody:
-    """Show the job's loss curve: at most 2000 points."""
+async def get_curve(services: Services, series: Series, caller: Caller, job_id: JobKey) -> CurveBody:
+    """Show the job's loss curve: at most 2000 points, each the mean of `every_steps` steps."""
+    return await series.curve(services.jobs, await services.jobs.get(caller, job_id))
+
+
+@router.get("/jobs/{job_id}/series", response_class=Response, responses={**_JOB_ERRORS, 200: {"model": SeriesBody}})
+async def get_series(
+    services: Services,
+    series: Series,
+    caller: Caller,
+    job_id: JobKey,
+    points: Annotated[int, Query(ge=1, le=MAX_POINTS, description="Maximum number of points.")] = 1000,
+    from_step: Annotated[int, Query(ge=0, lt=2**62, description="First step to show.")] = 0,
+    to_step: Annotated[
+        int, Query(ge=0, lt=2**62, description="Last step to show. Default: the last one.")
+    ] = _LAST_STEP,
+    name: Annotated[
+        list[FigureName] | None,
+        Query(max_length=MAX_FIGURES, description="Figures to show (repeatable). Default: all."),
+    ] = None,
+) -> Response:
+    """Show curves of what the job's steps and evaluations measured, for plots: each point is the mean, the least and
+    the greatest value of `every_steps` steps. A range of at most 20,000 steps is read again, in full detail."""
     job = await services.jobs.get(caller, job_id)
-    curves: Curves = request.app.state.curves
-    return await curves.read(services.jobs, job)
+    body = await series.body(
+        services.jobs, job, points=points, from_step=from_step, to_step=to_step, wanted=tuple(name or ())
+    )
+    return Response(body, media_type="application/json")
 
 
 @router.get("/jobs/{job_id}/checkpoints", responses=_JOB_ERRORS, response_model=bodies.CheckpointList)

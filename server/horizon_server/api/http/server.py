@@ -18,9 +18,9 @@ from fastapi import Depends, FastAPI, Response
 
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
 from horizon_server.api.http.connections import ACCEPTED_AT_ONCE, BACKLOG, KEEP_ALIVE_S, BoundedProtocol, Bounds
-from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
 from horizon_server.api.http.routes import router
+from horizon_server.api.http.series import SeriesOfJobs
 from horizon_server.api.http.web_page import add_web_page
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.network import Address, ServerCertificate, bound_socket
@@ -53,7 +53,7 @@ def make_app(
     )
     app.state.services = services
     app.state.streams = OpenStreams(services.accounts)
-    app.state.curves = Curves()
+    app.state.series = SeriesOfJobs()
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     add_web_page(app)

@@ -6,6 +6,7 @@ so a browser keeps it for good; the document names the folder, and is asked for 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ class WebFile:
 
     content: bytes
     media_type: str
+    zipped: bytes
+    """The content as gzip packs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ class WebPage:
     @property
     def size_bytes(self) -> int:
         """What a browser that opens the page for the first time receives."""
-        return len(self.document) + sum(len(file.content) for file in self.files.values())
+        return len(self.document) + sum(len(file.zipped) for file in self.files.values())
 
 
 def _files_below(folder: Traversable, prefix: str) -> list[tuple[str, WebFile]]:
@@ -98,7 +101,9 @@ def _files_below(folder: Traversable, prefix: str) -> list[tuple[str, WebFile]]:
         if entry.is_dir():
             found += _files_below(entry, f"{path}/")
         elif media_type := _TYPES.get(path[path.rfind(".") :]):
-            found.append((path, WebFile(content=entry.read_bytes(), media_type=media_type)))
+            content = entry.read_bytes()
+            zipped = gzip.compress(content, mtime=0)
+            found.append((path, WebFile(content=content, media_type=media_type, zipped=zipped)))
     return found
 
 
@@ -113,12 +118,15 @@ def add_web_page(app: FastAPI) -> None:
             return Response(status_code=304, headers=headers)
         return Response(page.document, media_type="text/html", headers=headers)
 
-    async def show_file(digest: str, path: str) -> Response:
+    async def show_file(request: Request, digest: str, path: str) -> Response:
         file = page.files.get(path)
         # Files of an earlier version are gone: the document that named them is asked for again on a reload.
         if file is None or digest != page.digest:
             raise HTTPException(404)
-        return Response(file.content, headers={"Content-Type": file.media_type, "Cache-Control": _FOREVER, "ETag": tag})
+        headers = {"Content-Type": file.media_type, "Cache-Control": _FOREVER, "Vary": "Accept-Encoding"}
+        if "gzip" not in request.headers.get("Accept-Encoding", ""):
+            return Response(file.content, headers=headers)
+        return Response(file.zipped, headers={**headers, "Content-Encoding": "gzip"})
 
     # Not in the schema: it documents what scripts read.
     for address in ADDRESSES:
