@@ -46,8 +46,8 @@ function Connection({ state }) {
 function Top({ path, node, me, connection }) {
   return html`<header class="top">
     <a class="skip" href="#main">Skip to the content</a>
+    <a class="brand" href="/"><span class="sun" aria-hidden="true"></span>horizon</a>
     <div class="row">
-      <a class="brand" href="/"><span class="sun" aria-hidden="true"></span>horizon</a>
       <span class="host" title=${node ? `horizon ${node.version}` : ""}>${node?.hostname}</span>
       <span class="space"></span>
       <${Connection} state=${connection} />

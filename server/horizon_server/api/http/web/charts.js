@@ -5,6 +5,8 @@ import { smooth } from "./series.js";
 
 const uPlot = window.uPlot;
 const FONT = "12px system-ui, sans-serif";
+/** Steps of an axis of bytes: powers of two, so that its numbers are round. */
+const BYTE_STEPS = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
 /**
  * @typedef {{label: string, color: string, steps: number[], mean: (number|null)[], min?: (number|null)[],
@@ -71,7 +73,7 @@ function tableOf(lines, { smoothing, band, format }) {
   return { data: tables.length > 1 ? uPlot.join(tables) : tables[0], columns, bands };
 }
 
-function optionsOf(width, height, { columns, bands }, { log, floor, format, range, numSteps, sync, marks, onCursor, onZoom }) {
+function optionsOf(width, height, { columns, bands }, { log, floor, isBytes, format, range, numSteps, sync, marks, onCursor, onZoom }) {
   const axis = { stroke: color("quiet"), font: FONT, grid: { stroke: color("grid"), width: 1 }, ticks: { show: false } };
   const spaced = (min, max) => {
     const pad = (max - min || Math.abs(max) || 1) * 0.06;
@@ -80,7 +82,7 @@ function optionsOf(width, height, { columns, bands }, { log, floor, format, rang
   return {
     width,
     height,
-    padding: [8, 10, 0, 0],
+    padding: [8, 22, 0, 0],
     legend: { show: false },
     series: columns,
     bands,
@@ -90,7 +92,7 @@ function optionsOf(width, height, { columns, bands }, { log, floor, format, rang
     },
     axes: [
       { ...axis, size: 28, gap: 6, values: (u, ticks) => ticks.map((v) => (v === null || v % 1 ? "" : count(v))), grid: { show: false } },
-      { ...axis, size: 64, gap: 8, space: 36, values: (u, ticks) => ticks.map((v) => (v === null ? "" : format(v))) },
+      { ...axis, size: 62, gap: 8, space: 30, ...(isBytes ? { incrs: BYTE_STEPS } : {}), values: (u, ticks) => ticks.map((v) => (v === null ? "" : format(v))) },
     ],
     cursor: {
       sync: { key: sync, setSeries: false, scales: ["x", null] },
@@ -132,11 +134,11 @@ function inWords(lines, format) {
 /**
  * One figure of one or several jobs.
  *
- * @param {{title: string, about?: string, lines: Line[], marks?: Mark[], format?: (v: number) => string, log?: boolean, floor?: number,
+ * @param {{title: string, about?: string, lines: Line[], marks?: Mark[], format?: (v: number) => string, log?: boolean, floor?: number, isBytes?: boolean,
  *   smoothing?: number, band?: boolean, range?: [number, number] | null, numSteps?: number, sync: string, height?: number,
  *   onZoom: (range: [number, number] | null) => void, className?: string}} options
  */
-export function Chart({ title, about, lines, marks = [], format = short, log = false, floor, smoothing = 0, band = true, range, numSteps = 0, sync, height = 176, onZoom, className = "" }) {
+export function Chart({ title, about, lines, marks = [], format = short, log = false, floor, isBytes = false, smoothing = 0, band = true, range, numSteps = 0, sync, height = 176, onZoom, className = "" }) {
   const place = useRef(null);
   const plot = useRef(null);
   const values = useRef([]);
@@ -144,6 +146,7 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
   const now = useRef({});
   const [spoken, speak] = useState("");
   const [theme, setTheme] = useState(0);
+  const isOne = lines.length === 1;
   const isLog = log && lines.some((line) => line.mean.some((v) => v > 0));
   // Zeros have no place on a log axis.
   const shown = isLog ? lines.map((line) => ({ ...line, mean: line.mean.map((v) => (v > 0 ? v : null)), min: undefined, max: undefined })) : lines;
@@ -171,7 +174,7 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
     if (!lines.length) return undefined;
     const table = tableOf(shown, { smoothing, band, format });
     const options = optionsOf(place.current.clientWidth || 300, height, table, {
-      log: isLog, floor, format, sync,
+      log: isLog, floor, isBytes, format, sync,
       range: () => now.current.range, numSteps: () => now.current.last, marks: () => now.current.marks,
       onZoom: (found) => now.current.onZoom(found), onCursor: say,
     });
@@ -214,8 +217,8 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
   };
 
   return html`<figure class="chart ${className}">
-    <figcaption><b>${title}</b>${about && html`<small>${about}</small>`}<span class="at" ref=${step}></span></figcaption>
-    <div class="legend" aria-hidden="true">${lines.map((line, i) => html`<span key=${line.label}><i class=${`line-${line.color}`}></i>${line.label} <b ref=${(element) => { values.current[i] = element; }}></b></span>`)}</div>
+    <figcaption><b title=${about}>${title}</b>${isOne && html`<span class="value" aria-hidden="true" ref=${(element) => { values.current[0] = element; }}></span>`}<span class="at" ref=${step}></span></figcaption>
+    ${!isOne && html`<div class="legend" aria-hidden="true">${lines.map((line, i) => html`<span key=${line.label}><i class=${`line-${line.color}`}></i>${line.label} <b ref=${(element) => { values.current[i] = element; }}></b></span>`)}</div>`}
     <div class="plot" style=${{ height: `${height}px` }} ref=${place} tabindex="0" role="application" aria-roledescription="chart" aria-label="${title}. ${inWords(lines, format)}" onKeyDown=${move}></div>
     <p class="unseen" aria-live="polite">${spoken}</p>
   </figure>`;

@@ -95,7 +95,7 @@ export const isResident = (state) => ["PREPARING", "STARTING", "RUNNING", "STOPP
 
 /** When the job ends, as [words, time]; the words are empty where nothing is known. */
 export function ending(job) {
-  if (hasEnded(job.state)) return [`${stateWord(job.state).toLowerCase()} ${clock(job.ended_time)}`, job.ended_time];
+  if (hasEnded(job.state)) return [`${stateWord(job.state).toLowerCase()} ${clock(job.end_time)}`, job.end_time];
   // At full speed, a job that shares the device would end too early.
   const told = job.outlook?.estimated_end_time;
   const end = told || (job.state === "RUNNING" && job.eta_s ? Date.now() / 1000 + job.eta_s : null);

@@ -1,5 +1,6 @@
 /** Small pieces that several pages share. */
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { live } from "./live.js";
 import { lastAnswer, readAndRemember } from "./api.js";
 import { clock, fullTime, hasEnded, stateTone, stateWord } from "./format.js";
 
@@ -111,5 +112,14 @@ export const Choice = ({ label, value, options, onChoose }) => html`<div class="
 
 /** Tell a screen reader what has changed; `text` is read out once it changes. */
 export const Announce = ({ text }) => html`<p class="unseen" role="status" aria-live="polite">${text}</p>`;
+
+/** A sentence of the daemon, in which jobs have ids: those that are known are linked by their names. */
+export function Said({ text }) {
+  const parts = (text || "").split(/(job_[0-9a-f]{8,})/);
+  return parts.map((part, i) => {
+    const job = i % 2 ? live.jobs.get(part) : null;
+    return job ? html`<a href="/jobs/${part}">${job.name}</a>` : part;
+  });
+}
 
 export const JobLink = ({ job, children }) => html`<a href="/jobs/${encodeURIComponent(job.job_id)}">${children || job.name || job.job_id}</a>`;

@@ -1,7 +1,7 @@
 /** The figures of a job's steps and evaluations as columns, and what happens to them while the job runs. */
 import { useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { pathOf, readAndRemember } from "./api.js";
-import { bytes, percent, short, span } from "./format.js";
+import { bytes, hasEnded, percent, short, span } from "./format.js";
 import { useJobEvents } from "./live.js";
 
 /** How many points the daemon makes of all steps; a chart has fewer pixels. */
@@ -17,8 +17,8 @@ const KNOWN = {
   tokens_per_second: { title: "Tokens per second", format: (v) => short(v, 3) },
   duration_s: { title: "Time of a step", format: (v) => span(v) },
   overlap_ratio: { title: "Transfer overlap", format: (v) => percent(v), about: "share of the copying that compute hid", floor: 0 },
-  host_memory_bytes: { title: "Host memory", format: (v) => bytes(v), floor: 0 },
-  device_memory_bytes: { title: "Device memory", format: (v) => bytes(v), floor: 0 },
+  host_memory_bytes: { title: "Host memory", format: (v) => bytes(v), floor: 0, isBytes: true },
+  device_memory_bytes: { title: "Device memory", format: (v) => bytes(v), floor: 0, isBytes: true },
 };
 const ORDER = Object.keys(KNOWN);
 
@@ -31,9 +31,12 @@ export function figure(name) {
   return { title: `${set}: ${what.replace("_", " ")}`, format: share ? (v) => (v === null ? "-" : `${(v * 100).toFixed(1)} %`) : (v) => short(v) };
 }
 
+/** Of a job on the processors, which has no link and no memory but the host's. */
+const OF_DEVICE = ["overlap_ratio", "device_memory_bytes"];
+
 /** Names of the figures that have values, known ones first, the method's next. */
-export function names(series) {
-  const present = Object.keys(series).filter((name) => series[name].mean.some((v) => v !== null));
+export function names(series, device) {
+  const present = Object.keys(series).filter((name) => series[name].mean.some((v) => v !== null) && !(device === "host" && OF_DEVICE.includes(name)));
   const rank = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : name.startsWith("method/") ? 0.5 : ORDER.length);
   return present.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
@@ -90,7 +93,13 @@ function appendEval(data, done) {
   for (const [name, column] of Object.entries(series)) column.push(values[name] ?? null);
 }
 
-const MARKED_STATES = { STARTING: "start", PAUSED: "pause", SUCCEEDED: "end", FAILED: "end", CANCELLED: "end" };
+/** What a change of state is marked as, as the daemon marks it in what it answers. */
+function markOf(data, event) {
+  const before = data.marks.filter((mark) => mark.kind !== "checkpoint").pop()?.kind;
+  if (event.job_state === "RUNNING") return before === undefined ? "start" : ["pause", "end"].includes(before) ? "resume" : "restart";
+  if (event.job_state === "PAUSED") return "pause";
+  return hasEnded(event.job_state) ? "end" : null;
+}
 
 function append(data, events) {
   let last = data.steps.length ? data.steps[data.steps.length - 1] : 0;
@@ -100,9 +109,9 @@ function append(data, events) {
       last = event.step;
     } else if (event.kind === "eval") appendEval(data, event);
     else if (event.kind === "checkpoint") data.marks.push({ kind: "checkpoint", step: event.step, time: event.time_s, text: "" });
-    else if (event.kind === "state" && MARKED_STATES[event.job_state]) {
-      const again = event.job_state === "STARTING" && event.attempt > 1;
-      data.marks.push({ kind: again ? "restart" : MARKED_STATES[event.job_state], step: last, time: event.time_s, text: event.message });
+    else if (event.kind === "state") {
+      const kind = markOf(data, event);
+      if (kind) data.marks.push({ kind, step: last, time: event.time_s, text: event.message });
     }
     data.last_sequence = event.sequence;
   }

@@ -78,7 +78,7 @@ export function Compare() {
   if (error) return html`${title}<${Problem} error=${error} />`;
   if (!jobs) return html`${title}<${Card}><${Waiting} rows=${8} /><//>`;
   const loaded = jobs.filter((job) => series.data[job.job_id]);
-  const steps = [...new Set(loaded.flatMap((job) => names(series.data[job.job_id].series)))];
+  const steps = [...new Set(loaded.flatMap((job) => names(series.data[job.job_id].series, job.plan?.device)))];
   const evals = [...new Set(loaded.flatMap((job) => Object.keys(series.data[job.job_id].evals.series)))].filter((name) => !name.endsWith("/perplexity"));
   const drawn = [...new Set([...steps.slice(0, 1), ...evals, ...steps.slice(1)])];
   const onZoom = (range) => setQuery(range ? { from: range[0], to: range[1] } : { from: "", to: "" });
@@ -88,9 +88,9 @@ export function Compare() {
     ${loaded.length < jobs.length ? !series.error && html`<${Card}><${Waiting} rows=${6} /><//>` : drawn.length
       ? html`<section class="card" aria-label="Curves"><${ChartControls} query=${query} setQuery=${setQuery} range=${choices.range} />
         <div class="charts">${drawn.map((name) => {
-          const { title: text, format, about, floor } = figure(name);
+          const { title: text, format, about, floor, isBytes } = figure(name);
           const lines = linesOf(jobs, series.data, name);
-          return lines.length > 0 && html`<${Chart} key=${name} title=${text} about=${about} format=${format} floor=${floor} lines=${lines} ...${choices} band=${false} log=${choices.log && !name.includes("ratio") && !name.includes("memory")} sync="compare" className=${name === "loss" ? "first" : ""} height=${name === "loss" ? 280 : 170} onZoom=${onZoom} />`;
+          return lines.length > 0 && html`<${Chart} key=${name} title=${text} about=${about} format=${format} floor=${floor} isBytes=${isBytes} lines=${lines} ...${choices} band=${false} log=${choices.log && !name.includes("ratio") && !name.includes("memory")} sync="compare" className=${name === "loss" ? "first" : ""} height=${name === "loss" ? 280 : 170} onZoom=${onZoom} />`;
         })}</div></section>`
       : html`<${Card}><${Empty} title="None of them has done a step yet." /><//>`}`;
 }

@@ -4,7 +4,7 @@ import * as actions from "../actions.js";
 import { bytes, count, ending, hasEnded, percent, short, span, stateWord, stepsText } from "../format.js";
 import { health } from "../health.js";
 import { newest, useLive } from "../live.js";
-import { Announce, Copy, Empty, Fact, Facts, Problem, Progress, State, Time, useData, useTitle, Waiting } from "../parts.js";
+import { Announce, Copy, Empty, Fact, Facts, Problem, Progress, Said, State, Time, useData, useTitle, Waiting } from "../parts.js";
 import { pathOf } from "../api.js";
 import { mayCreate, whyNotChange, whyNotNow } from "../rights.js";
 import { jobAddress, setQuery, useAddress } from "../router.js";
@@ -110,14 +110,14 @@ function Known({ read, me, queue, reload }) {
         <p class="crumbs"><a href="/jobs">Jobs</a></p>
         <h1>${job.name} <${State} state=${job.state} /></h1>
         <p class="quiet sub"><${Copy} quiet text=${job.job_id} label="Copy the id" />
-          <span>of ${job.owner === me?.name ? html`<b>you</b>` : html`<b>${job.owner}</b>`}${job.project !== job.owner ? ` in ${job.project}` : ""}</span>
+          <span>${job.owner === me?.name ? html`<b>yours</b>` : html`of <b>${job.owner}</b>`}${job.project !== job.owner ? ` in ${job.project}` : ""}</span>
           <span>${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}</span>
-          <span>submitted <${Time} at=${job.created_time} /></span></p>
+          <span>submitted <${Time} at=${job.create_time} /></span></p>
       </div>
       <${Actions} job=${job} me=${me} />
     </div>
     <section class="card glance" aria-label="At a glance">
-      <p class="health ${well.tone}"><b>${well.word}</b><span>${well.text}</span></p>
+      <p class="health ${well.tone}"><b>${well.word}</b><span><${Said} text=${well.text} /></span></p>
       <${Progress} job=${job} />
       <p class="line"><span>${stepsText(job)}${job.last_step && job.last_step.epoch ? `, epoch ${short(job.last_step.epoch, 3)}` : ""}</span><b>${end ? ends : ""}</b></p>
       <${Glance} job=${job} />

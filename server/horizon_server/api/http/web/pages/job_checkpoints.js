@@ -24,7 +24,7 @@ export function Checkpoints({ job, news, me }) {
       <table class="list checkpoints"><thead><tr><th>Step</th><th>Written</th><th class="num">Evaluation</th><th class="num">Size</th><th>On your laptop</th>${may && html`<th></th>`}</tr></thead>
       <tbody>${listed.map((one) => html`<tr key=${one.step}>
         <td class="name"><b>${count(one.step)}</b> ${one.best && html`<span class="chip good">best</span>`} ${one.last && html`<span class="chip">newest</span>`} ${one.kept && html`<span class="chip run">kept</span>`}</td>
-        <td data-label="Written"><${Time} at=${one.created_time} /></td>
+        <td data-label="Written"><${Time} at=${one.create_time} /></td>
         <td class="num" data-label="Evaluation">${short(one.eval_loss)}</td>
         <td class="num" data-label="Size">${bytes(one.size_bytes)}</td>
         <td class="command"><${Copy} text="horizon checkpoint pull ${job.name}@${one.step} --to ${job.name}-${one.step}" /></td>

@@ -35,20 +35,20 @@ function Table({ columns, shown }) {
 
 export function Curves({ job, columns, query, setQuery }) {
   if (!columns) return html`<${Card}><${Waiting} rows=${6} /><//>`;
-  const shown = names(columns.series);
+  const shown = names(columns.series, job.plan?.device);
   if (!shown.length) return html`<${Card}><${Empty} title="No steps yet.">${NOTHING_YET[job.state] || ""}<//><//>`;
   const choices = chartChoices(query);
   const onZoom = (range) => setQuery(range ? { from: range[0], to: range[1] } : { from: "", to: "" });
-  const shared = { ...choices, marks: columns.marks, numSteps: job.state === "SUCCEEDED" ? 0 : Math.max(columns.num_steps, 0), sync: job.job_id, onZoom };
+  const shared = { ...choices, numSteps: job.state === "SUCCEEDED" ? 0 : Math.max(columns.num_steps, 0), sync: job.job_id, onZoom };
   const restarts = columns.marks.filter((mark) => mark.kind === "restart");
   return html`<section class="card" aria-label="Curves">
     <${ChartControls} query=${query} setQuery=${setQuery} range=${choices.range} marks />
     ${restarts.map((mark) => html`<p class="note warn" key=${mark.step + mark.time}>Restarted after step ${count(mark.step)}${mark.text ? `: ${mark.text}` : ""}</p>`)}
     <div class="charts">${shown.map((name) => {
-      const { title, format, about, floor } = figure(name);
+      const { title, format, about, floor, isBytes } = figure(name);
       // Only what spans orders of magnitude is told better on a log axis.
       const log = choices.log && ["loss", "grad_norm", "learning_rate", "duration_s", "tokens_per_second"].includes(name);
-      return html`<${Chart} key=${name} title=${title} about=${about} format=${format} floor=${floor} lines=${linesOf(columns, name, job)} ...${shared} log=${log} className=${name === "loss" ? "first" : ""} height=${name === "loss" ? 260 : 150} />`;
+      return html`<${Chart} key=${name} title=${title} about=${about} format=${format} floor=${floor} isBytes=${isBytes} lines=${linesOf(columns, name, job)} ...${shared} marks=${name === "loss" ? columns.marks : restarts} log=${log} className=${name === "loss" ? "first" : ""} height=${name === "loss" ? 260 : 150} />`;
     })}</div>
     <${Table} columns=${columns} shown=${shown} />
   </section>`;

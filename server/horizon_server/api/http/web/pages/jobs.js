@@ -41,7 +41,7 @@ function Row({ job, chosen, choose, mine }) {
     <td class="num" data-label="Loss">${step ? short(step.loss) : "-"}</td>
     <td class="num" data-label="Best evaluation">${best ? short(best.eval_loss) : "-"}</td>
     <td class="num" data-label="Tokens/s">${step ? short(step.tokens_per_second, 3) : "-"}</td>
-    <td class="when" data-label=${hasEnded(job.state) ? "Ended" : "Ends"}>${hasEnded(job.state) ? clock(job.ended_time) : ending(job)[0].replace("ends ", "") || "-"}</td>
+    <td class="when" data-label=${hasEnded(job.state) ? "Ended" : "Ends"}>${hasEnded(job.state) ? clock(job.end_time) : ending(job)[0].replace("ends ", "") || "-"}</td>
   </tr>`;
 }
 
@@ -58,8 +58,8 @@ export function Jobs() {
   const listed = (data?.jobs || []).map(newest);
   // A job that has come since the list was read: read it again, where it would be on this page.
   const ids = new Set(listed.map((job) => job.job_id));
-  const newestTime = listed[0]?.created_time || "";
-  const isNew = !query.get("page") && !filters.search && data && [...told.values()].some((job) => !ids.has(job.job_id) && job.created_time > newestTime && (!states.length || states.includes(job.state)) && (!filters.owner || job.owner === filters.owner));
+  const newestTime = listed[0]?.create_time || "";
+  const isNew = !query.get("page") && !filters.search && data && [...told.values()].some((job) => !ids.has(job.job_id) && job.create_time > newestTime && (!states.length || states.includes(job.state)) && (!filters.owner || job.owner === filters.owner));
   useEffect(() => { if (isNew) reload(); }, [isNew]);
   const choose = (id, wanted) => setChosen((old) => (wanted ? [...old, id].slice(-MOST_COMPARED) : old.filter((one) => one !== id)));
   const filter = (changes) => setQuery({ ...changes, page: "" });

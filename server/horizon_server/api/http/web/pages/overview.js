@@ -5,7 +5,7 @@ import { ago, bytes, count, ending, hasEnded, isResident, percent, short, stepsT
 import { health } from "../health.js";
 import { useLive } from "../live.js";
 import { Machine } from "../machine.js";
-import { Bar, Card, Empty, JobLink, Progress, State, useTitle, Waiting } from "../parts.js";
+import { Bar, Card, Empty, JobLink, Progress, Said, State, useTitle, Waiting } from "../parts.js";
 import { mayCreate } from "../rights.js";
 import { QueueRows } from "./queue.js";
 
@@ -41,7 +41,7 @@ function Running({ job, mine }) {
   const well = health(job);
   const [ends] = ending(job);
   const step = job.last_step;
-  return html`<article class="run ${mine ? "mine" : ""}">
+  return html`<article class="running ${mine ? "mine" : ""}">
     <header>
       <h3><${JobLink} job=${job} /></h3>
       <span class="quiet">${job.owner}${mine ? " (you)" : ""}</span>
@@ -58,14 +58,14 @@ function Running({ job, mine }) {
     </div>
     <${Progress} job=${job} />
     <p class="line"><span>${stepsText(job)}</span><b>${ends}</b></p>
-    ${well.tone !== "good" && html`<p class="note ${well.tone}">${well.text}</p>`}
+    ${well.tone !== "good" && html`<p class="note ${well.tone}"><${Said} text=${well.text} /></p>`}
   </article>`;
 }
 
 function Recent({ jobs }) {
   return html`<ul class="recent">${jobs.map((job) => html`<li key=${job.job_id}>
     <span class="name"><${JobLink} job=${job} /></span><${State} state=${job.state} />
-    <span class="quiet">${job.owner}, ${ago(job.ended_time)}</span>
+    <span class="quiet">${job.owner}, ${ago(job.end_time)}</span>
     ${job.state === "FAILED" ? html`<p class="note bad">${job.message}</p>` : job.best_eval && html`<p class="note">best evaluation loss ${short(job.best_eval.eval_loss)} at step ${count(job.best_eval.step)}</p>`}
   </li>`)}</ul>`;
 }
@@ -77,8 +77,8 @@ export function Overview() {
   const known = [...jobs.values()];
   const running = known.filter((job) => isResident(job.state)).sort((a, b) => mine(b) - mine(a) || b.progress - a.progress);
   const paused = known.filter((job) => job.state === "PAUSED");
-  const recent = known.filter((job) => hasEnded(job.state) && Date.parse(job.ended_time) > Date.now() - RECENT_S * 1000)
-    .sort((a, b) => Date.parse(b.ended_time) - Date.parse(a.ended_time)).slice(0, MOST_RECENT);
+  const recent = known.filter((job) => hasEnded(job.state) && Date.parse(job.end_time) > Date.now() - RECENT_S * 1000)
+    .sort((a, b) => Date.parse(b.end_time) - Date.parse(a.end_time)).slice(0, MOST_RECENT);
   const waiting = (queue || []).filter((job) => job.state === "QUEUED");
   const others = (queue || []).filter((entry) => isResident(entry.state) && !jobs.has(entry.job_id));
   return html`<div class="title"><h1>Overview</h1>${mayCreate(me) && html`<a class="button main" href="/new">New job</a>`}</div>

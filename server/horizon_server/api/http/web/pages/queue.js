@@ -3,10 +3,13 @@ import { html } from "../vendor/preact-htm.js";
 import { clock, isResident, percent, secondsFromNow, span } from "../format.js";
 import { useLive } from "../live.js";
 import { Machine } from "../machine.js";
-import { Card, Empty, JobLink, State, Time, useTitle, Waiting } from "../parts.js";
+import { Card, Empty, JobLink, Said, State, Time, useTitle, Waiting } from "../parts.js";
+
+const SOON_S = 5;
 
 function when(entry) {
   const { estimated_start_time: start, estimated_end_time: end } = entry.outlook || {};
+  if (entry.state === "QUEUED" && start && secondsFromNow(start) < SOON_S) return "starts soon";
   if (entry.state === "QUEUED") return start ? html`starts about <${Time} at=${start} />, in ${span(secondsFromNow(start))}` : "";
   return end ? html`until about <${Time} at=${end} />, ${span(secondsFromNow(end))}` : "";
 }
@@ -22,7 +25,7 @@ export function QueueRows({ entries, me, brief = false }) {
       ${entry.state !== "QUEUED" && html`<${State} state=${entry.state} />`}
       <span class="when">${when(entry)}</span>
       ${!brief && html`<span class="share">${isResident(entry.state) && entry.outlook ? `${percent(entry.outlook.share)} of the device` : entry.priority ? `priority ${entry.priority}` : ""}</span>`}
-      ${entry.outlook?.why && html`<p class="why">${entry.outlook.why}</p>`}
+      ${entry.outlook?.why && html`<p class="why"><${Said} text=${entry.outlook.why} /></p>`}
     </li>`;
   })}</ol>`;
 }

@@ -1,7 +1,7 @@
 /** Pushed models and datasets: how large they are, who has them, and what to type to use them. */
 import { html } from "../vendor/preact-htm.js";
 import { pathOf } from "../api.js";
-import { bytes } from "../format.js";
+import { bytes, count, large } from "../format.js";
 import { useLive } from "../live.js";
 import { Card, Copy, Empty, Problem, Time, useData, useTitle, Waiting } from "../parts.js";
 import { useAddress } from "../router.js";
@@ -31,7 +31,7 @@ function List({ kind, title, path, items, columns, command, empty }) {
             <td data-label="Shared with">${sharedText(one)}</td>
             ${columns.map(([text, of]) => html`<td key=${text} data-label=${text}>${of(one) || "-"}</td>`)}
             <td class="num" data-label="Size">${bytes(one.size_bytes)}</td>
-            <td data-label="Pushed"><${Time} at=${one.created_time} /></td>
+            <td data-label="Pushed"><${Time} at=${one.create_time} /></td>
             <td class="command"><${Copy} quiet text=${command(one)} /></td>
           </tr>`)}</tbody></table>`
         : html`<${Empty} title="There are no ${title.toLowerCase()} yet.">${empty}<//>`}
@@ -39,8 +39,8 @@ function List({ kind, title, path, items, columns, command, empty }) {
     <div class="pages">${query.get("page") && html`<a class="button" href="/${path}">Newest</a>`}${data?.next_page_token && html`<a class="button" href="/${path}?page=${data.next_page_token}">Older</a>`}</div>`;
 }
 
-export const Models = () => html`<${List} kind="model" title="Models" path="models" items="models" columns=${[]}
+export const Models = () => html`<${List} kind="model" title="Models" path="models" items="models" columns=${[["Architecture", (one) => one.architecture], ["Parameters", (one) => one.num_parameters && large(one.num_parameters)]]}
   command=${(one) => `model: ${one.name}`} empty=${html`<code>horizon model push DIR --name NAME</code> brings one.`} />`;
 
-export const Datasets = () => html`<${List} kind="dataset" title="Datasets" path="datasets" items="datasets" columns=${[["Kind", (one) => one.data_kind], ["Format", (one) => one.format]]}
+export const Datasets = () => html`<${List} kind="dataset" title="Datasets" path="datasets" items="datasets" columns=${[["Kind", (one) => one.data_kind], ["Format", (one) => one.format], ["Rows", (one) => one.num_rows && count(one.num_rows)]]}
   command=${(one) => `dataset: ${one.name}`} empty=${html`<code>horizon dataset push FILE --name NAME</code> brings one.`} />`;
