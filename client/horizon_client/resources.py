@@ -688,6 +688,8 @@ class Checkpoint:
     """Whether it is the newest of its job."""
     best: bool
     """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
+    kept: bool
+    """Whether it is kept: it is not deleted automatically, whatever the spec's keep_last and keep_days say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2581,10 +2581,19 @@ class ListJobsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    PROJECT_FIELD_NUMBER: builtins.int
+    SEARCH_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """Maximum number to list; default 100, at most 1000."""
     page_token: builtins.str
     """From an earlier answer."""
+    owner: builtins.str
+    """Only jobs of this user; empty for all."""
+    project: builtins.str
+    """Only jobs of this project; empty for all."""
+    search: builtins.str
+    """Only jobs with this in their name, id, owner, model or dataset, in whatever case; empty for all."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___JobState.ValueType]:
         """Only jobs in these states; empty for all."""
@@ -2595,8 +2604,11 @@ class ListJobsRequest(google.protobuf.message.Message):
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         states: collections.abc.Iterable[global___JobState.ValueType] | None = ...,
+        owner: builtins.str = ...,
+        project: builtins.str = ...,
+        search: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "project", b"project", "search", b"search", "states", b"states"]) -> None: ...
 
 global___ListJobsRequest = ListJobsRequest
 

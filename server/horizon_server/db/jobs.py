@@ -31,7 +31,7 @@ from horizon_server.db.job_rows import STORED_FIELDS, EndedRecords, Records, col
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, StopRequest
+from horizon_server.records.job import ANY_JOB, ENDED, MOVES, JobFilter, JobRecord, JobState, StopRequest
 from horizon_server.spec import parse_job_spec
 
 VisitEvent = Callable[[int, float, dict[str, Any]], None]
@@ -53,6 +53,23 @@ _JOBS = select(*_STORED)
 _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
 _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
 _COUNTS = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
+# In whatever case, and without wildcards. The model and the dataset are in the spec.
+_SEARCHED = func.lower(
+    JobRow.job_id
+    + "\n"
+    + JobRow.name
+    + "\n"
+    + JobRow.owner
+    + "\n"
+    + func.ifnull(func.json_extract(JobRow.spec, "$.model"), "")
+    + "\n"
+    + func.ifnull(func.json_extract(JobRow.spec, "$.dataset"), "")
+)
+_FILTERS = {
+    "owner": JobRow.owner == bindparam("only_owner"),
+    "project": JobRow.project == bindparam("only_project"),
+    "search": func.instr(_SEARCHED, func.lower(bindparam("only_search"))) > 0,
+}
 # Jobs of a page that is read on the event loop: about a millisecond. The service asks for one more than are shown.
 _LOOKED_UP = 101
 _BY_NUMBERS = _JOBS.where(JobRow.number.in_(bindparam("numbers", expanding=True)))
@@ -142,17 +159,19 @@ class JobStore:
         owner: str | None,
         projects: Collection[str] = (),
         states: Sequence[JobState],
+        only: JobFilter = ANY_JOB,
         before: int,
         limit: int,
     ) -> list[tuple[int, JobRecord]]:
         """Return jobs newest first with their submission numbers, below `before` where that is not 0.
 
-        Those of `owner` and all in `projects`; all jobs where `owner` is None.
+        Those of `owner` and all in `projects`; all jobs where `owner` is None. Of these, those that `only` lets pass.
         """
 
-        named = sorted(projects)
-        query = _newest(owner is None, len(named), tuple(state.value for state in states), bool(before))
+        named, wanted = sorted(projects), only.given()
+        query = _newest(owner is None, len(named), tuple(state.value for state in states), bool(before), tuple(wanted))
         whose_ids = {} if owner is None else {"owner": owner, **{f"project_{i}": name for i, name in enumerate(named)}}
+        whose_ids |= {f"only_{name}": value for name, value in wanted.items()}
 
         def read(connection: Connection) -> list[tuple[int, JobRecord]]:
             rows = connection.execute(query, {**whose_ids, "before": before, "most": limit}).all()
@@ -169,10 +188,10 @@ class JobStore:
             return [(row.number, found[row.number]) for row in rows if row.number in found]
 
         # The newest jobs are what everybody looks at. What is further back may have to come from the disk.
-        if before or limit > _LOOKED_UP:
+        if before or limit > _LOOKED_UP or only.search:
             return await self._database.read(read)
         whose = () if owner is None else (owner, *sorted(projects))  # all who see everything share an answer
-        return await self._database.look_up(("page", whose, tuple(states), limit), read)
+        return await self._database.look_up(("page", whose, tuple(states), only, limit), read)
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
@@ -393,15 +412,17 @@ class JobStore:
 
 
 @functools.lru_cache(maxsize=256)
-def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after: bool) -> Any:
+def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after: bool, only: tuple[str, ...]) -> Any:
     """Return the query of the newest jobs: their numbers and what tells whether they have changed. It takes owner and
-    projects by name."""
+    projects by name, and what `only` names of a `JobFilter`."""
     columns = [getattr(JobRow, name) for name in ("number", "queue_order", *EndedRecords.STAMP)]
+    conditions = [_FILTERS[name] for name in only]
+    if states:
+        conditions.append(JobRow.job_state.in_(states))
 
     def of(which: Any) -> Any:
-        query = select(*columns).order_by(JobRow.number.desc()).limit(bindparam("most"))
-        for condition in (which, JobRow.job_state.in_(states) if states else None):
-            query = query if condition is None else query.where(condition)
+        query = select(*columns).where(*conditions).order_by(JobRow.number.desc()).limit(bindparam("most"))
+        query = query if which is None else query.where(which)
         return query.where(JobRow.number < bindparam("before")) if is_after else query
 
     if everyone:

@@ -27,10 +27,12 @@ from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
+    ANY_JOB,
     BEING_DELETED,
     ENDED,
     RESIDENT,
     CheckpointRecord,
+    JobFilter,
     JobRecord,
     JobState,
     StopRequest,
@@ -51,6 +53,7 @@ _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
 MAX_PRIORITY = 100  # the largest that a spec may have
 MAX_URGENT_PRIORITY = 1000
+MAX_SEARCH = 200
 _MAX_OFFSET = 2**62  # no file is as long
 # Where a job's record keeps itself with its outlook: as its owner reads it, and as others do.
 _SHOWN = "shown with its outlook"
@@ -166,11 +169,19 @@ class JobService:
             return self._with_outlook(principal, found[0])
 
     async def list(
-        self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
+        self,
+        principal: Principal,
+        *,
+        page_size: int = 100,
+        page_token: str = "",
+        states: Collection[JobState] = (),
+        only: JobFilter = ANY_JOB,
     ) -> tuple[Jobs, str]:
         """Return a page of the jobs that the caller may see, newest first, and the token of the next page (empty on the
         last)."""
         size = page_limit(page_size)
+        if len(only.search) > MAX_SEARCH:
+            raise InvalidSpec.of("search", f"search has {len(only.search)} characters; the maximum is {MAX_SEARCH}")
         owner = None if principal.sees_all else principal.name
         before = 0
         if page_token:
@@ -182,7 +193,12 @@ class JobService:
                 )
         async with self.turns.of(principal.name):
             rows = await self.journal.store.page(
-                owner=owner, projects=principal.memberships, states=sorted(states), before=before, limit=size + 1
+                owner=owner,
+                projects=principal.memberships,
+                states=sorted(states),
+                only=only,
+                before=before,
+                limit=size + 1,
             )
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""

@@ -36,7 +36,7 @@ from horizon_server.events import MergeProgress, SampledText
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
 from horizon_server.records.housekeeping import Selection
-from horizon_server.records.job import JobState
+from horizon_server.records.job import JobFilter, JobState
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
 from horizon_server.records.sharing import NodeCondition
@@ -246,7 +246,11 @@ CALLS: Mapping[str, Call] = {
     "JobService/ListJobs": Call(
         _READ,
         lambda on, caller, r: on.jobs.list(
-            caller, page_size=r.page_size, page_token=r.page_token, states=_states(r.states)
+            caller,
+            page_size=r.page_size,
+            page_token=r.page_token,
+            states=_states(r.states),
+            only=JobFilter(owner=r.owner, project=r.project, search=r.search),
         ),
         ("jobs", "next_page_token"),
         is_frequent=True,
@@ -321,6 +325,11 @@ CALLS: Mapping[str, Call] = {
     ),
     "CheckpointService/DeleteCheckpoint": Call(
         _CHANGE, lambda on, caller, r: on.jobs.delete_checkpoint(caller, r.job_id, r.step)
+    ),
+    "CheckpointService/KeepCheckpoint": Call(
+        _CHANGE,
+        lambda on, caller, r: on.retention.keep_checkpoint(caller, r.job_id, r.step, kept=r.kept),
+        "checkpoint",
     ),
     "NodeService/GetNode": Call(_READ, lambda on, caller, r: on.node.describe(caller), "node"),
     "NodeService/SetNode": Call(_CHANGE, _set_node, "node"),

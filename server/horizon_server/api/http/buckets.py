@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+NumberT = TypeVar("NumberT", np.float64, np.int64)
 
 # With room for this many at first; more is made as a job goes on.
 _FIRST_ROOM = 64
@@ -157,6 +159,6 @@ class Buckets:
                 columns[key] = _padded(columns[key], self._room, nothing)
 
 
-def _padded(values: NDArray[np.generic], size: int, nothing: float) -> NDArray[np.generic]:
+def _padded(values: NDArray[NumberT], size: int, nothing: float) -> NDArray[NumberT]:
     more = np.full(size - len(values), nothing, values.dtype)
     return np.concatenate([values, more])

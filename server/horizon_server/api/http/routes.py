@@ -29,7 +29,8 @@ from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, PIPE_KINDS, JobEvent, kind_of
 from horizon_server.records.account import Principal
-from horizon_server.records.job import ENDED, JobState
+from horizon_server.records.job import ENDED, JobFilter, JobState
+from horizon_server.services.jobs import MAX_SEARCH
 from horizon_server.spec import Method, TrainOn, TrainSpec
 
 HEARTBEAT_S = 15
@@ -149,12 +150,22 @@ async def list_jobs(
     services: Services,
     caller: Caller,
     state: Annotated[list[JobState] | None, Query(description="Filter by state (repeatable).")] = None,
+    owner: Annotated[str, Query(max_length=63, description="Only jobs of this user.")] = "",
+    project: Annotated[str, Query(max_length=63, description="Only jobs of this project.")] = "",
+    search: Annotated[
+        str, Query(max_length=MAX_SEARCH, description="Part of the name, id, owner, model or dataset, in any case.")
+    ] = "",
     page_size: PageSize = 100,
     page_token: PageToken = "",
 ) -> Any:
-    """List the caller's jobs, newest first; admins and viewers see all."""
-    wanted = frozenset(state or ())
-    jobs, following = await services.jobs.list(caller, page_size=page_size, page_token=page_token, states=wanted)
+    """List the jobs that the caller may see, newest first."""
+    jobs, following = await services.jobs.list(
+        caller,
+        page_size=page_size,
+        page_token=page_token,
+        states=frozenset(state or ()),
+        only=JobFilter(owner=owner, project=project, search=search),
+    )
     return bodies.packed(bodies.JobBody, "jobs", jobs, next_page_token=following)
 
 

@@ -18,15 +18,15 @@ from fastapi import FastAPI
 from horizon_server.api.http.bodies import JobBody
 from horizon_server.api.http.server import make_app
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import Draining
+from horizon_server.errors import Draining, InvalidSpec
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import JobFilter, JobRecord, JobState
 from horizon_server.records.plan import Plan, ReferencePass, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook
 from horizon_server.spec import parse_job_spec
 
-_OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]
+_OF_A_JOB = ["jobs/j-1", *(f"jobs/j-1/{part}" for part in ("events", "metrics", "series", "checkpoints"))]
 GUARDED = [
     *_OF_A_JOB,
     "node",
@@ -183,6 +183,34 @@ async def test_jobs_by_state(ann: httpx.AsyncClient, world: Any) -> None:
     assert violation["field"] == "state.0"
     assert "ASLEEP" in violation["description"]
     assert "QUEUED" in violation["description"]
+
+
+async def test_a_list_of_jobs_is_filtered(connect: Any, world: Any) -> None:
+    ann = connect("ann")
+    first, second = await world.job(name="gsm-first"), await world.job(name="second", state=JobState.RUNNING)
+    bobs = dataclasses.replace(first, job_id="job_bobs", owner="bob", project="shared")
+    await world.journal.create(bobs, request_id=str(uuid.uuid4()))
+
+    async def found(user: Any, **query: str) -> list[str]:
+        answer = await user.get("/horizon/v1/jobs", params=query)
+        return [job["job_id"] for job in answer.json()["jobs"]]
+
+    assert await found(ann, search="GSM") == [first.job_id]
+    assert await found(ann, search=second.job_id[4:]) == [second.job_id]
+    assert await found(ann, search="chats") == [second.job_id, first.job_id]  # the dataset of both
+    for nothing in ("%", "_%", "no such", '"method"', "bob"):
+        assert await found(ann, search=nothing) == [], nothing
+    assert await found(ann, owner="bob") == []
+    root = connect("root")
+    assert await found(root, owner="bob") == ["job_bobs"]
+    assert await found(root, project="shared", search="gsm") == ["job_bobs"]
+    assert await found(root, owner="ann", state="RUNNING") == [second.job_id]
+    page = (await root.get("/horizon/v1/jobs?search=gsm&page_size=1")).json()
+    assert [job["job_id"] for job in page["jobs"]] == ["job_bobs"]
+    assert await found(root, search="gsm", page_token=page["next_page_token"]) == [first.job_id]
+    assert (await ann.get("/horizon/v1/jobs", params={"search": "x" * 201})).status_code == 422
+    with pytest.raises(InvalidSpec, match="the maximum is 200"):
+        await world.services.jobs.list(await world.caller("ann"), only=JobFilter(search="x" * 201))
 
 
 @pytest.mark.parametrize(
