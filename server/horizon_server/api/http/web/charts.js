@@ -217,7 +217,7 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
   };
 
   return html`<figure class="chart ${className}">
-    <figcaption><b title=${about}>${title}</b>${isOne && html`<span class="value" aria-hidden="true" ref=${(element) => { values.current[0] = element; }}></span>`}<span class="at" ref=${step}></span></figcaption>
+    <figcaption><b title=${about}>${title}</b>${isOne && html`<span class="value" aria-hidden="true" style=${{ color: `var(--${lines[0].color})` }} ref=${(element) => { values.current[0] = element; }}></span>`}<span class="at" ref=${step}></span></figcaption>
     ${!isOne && html`<div class="legend" aria-hidden="true">${lines.map((line, i) => html`<span key=${line.label}><i class=${`line-${line.color}`}></i>${line.label} <b ref=${(element) => { values.current[i] = element; }}></b></span>`)}</div>`}
     <div class="plot" style=${{ height: `${height}px` }} ref=${place} tabindex="0" role="application" aria-roledescription="chart" aria-label="${title}. ${inWords(lines, format)}" onKeyDown=${move}></div>
     <p class="unseen" aria-live="polite">${spoken}</p>

@@ -1,7 +1,7 @@
 /** One job: is it well, when does it end, and below that everything known of it, in parts with addresses of their own. */
 import { html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 import * as actions from "../actions.js";
-import { bytes, count, ending, hasEnded, percent, short, span, stateWord, stepsText } from "../format.js";
+import { count, ending, hasEnded, percent, short, span, stateWord, stepsText } from "../format.js";
 import { health } from "../health.js";
 import { newest, useLive } from "../live.js";
 import { Announce, Copy, Empty, Fact, Facts, Problem, Progress, Said, State, Time, useData, useTitle, Waiting } from "../parts.js";
@@ -66,7 +66,6 @@ function Glance({ job }) {
     ${step && html`<${Fact} label="A step takes">${span(step.duration_s)}<//>`}
     ${step && onDevice && html`<${Fact} label="Transfer overlap">${percent(step.overlap_ratio)}<//>`}
     ${job.outlook && !["QUEUED", "PAUSED"].includes(job.state) && html`<${Fact} label="Share of the device">${percent(job.outlook.share)}<//>`}
-    ${job.plan && html`<${Fact} label="Memory planned">${bytes(job.plan.host_total_bytes)}${onDevice && html` <small>GPU ${bytes(job.plan.device_total_bytes)}</small>`}<//>`}
     ${job.device_s > 0 && html`<${Fact} label="Device time">${span(job.device_s)}<//>`}
     ${job.attempt > 1 && html`<${Fact} label="Attempt">${job.attempt}<//>`}
     ${job.priority !== 0 && html`<${Fact} label="Priority">${job.priority}<//>`}

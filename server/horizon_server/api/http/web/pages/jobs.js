@@ -29,10 +29,17 @@ function Search({ value, onSearch, label, placeholder, list }) {
   return html`<input type="search" aria-label=${label} placeholder=${placeholder} value=${value} onInput=${type} list=${list} autocomplete="off" spellcheck=${false} />`;
 }
 
-function Row({ job, chosen, choose, mine }) {
+/** When a job ends, or starts where it waits. */
+function when(job) {
+  if (hasEnded(job.state)) return clock(job.end_time);
+  const start = job.state === "QUEUED" && job.outlook?.estimated_start_time;
+  return start ? `starts about ${clock(start)}` : ending(job)[0].replace("ends ", "") || "-";
+}
+
+function Row({ job, chosen, choose, mine, marked }) {
   const step = job.last_step;
   const best = job.best_eval || job.last_eval;
-  return html`<tr class=${mine ? "mine" : ""}>
+  return html`<tr class=${marked ? "mine" : ""}>
     <td class="pick"><label><input type="checkbox" checked=${chosen} onChange=${(event) => choose(job.job_id, event.target.checked)} aria-label="Compare ${job.name}" /></label></td>
     <td class="name"><${JobLink} job=${job} /><small>${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}</small></td>
     <td data-label="Owner">${mine ? html`<b>you</b>` : job.owner}${job.project !== job.owner && html`<small>${job.project}</small>`}</td>
@@ -41,7 +48,7 @@ function Row({ job, chosen, choose, mine }) {
     <td class="num" data-label="Loss">${step ? short(step.loss) : "-"}</td>
     <td class="num" data-label="Best evaluation">${best ? short(best.eval_loss) : "-"}</td>
     <td class="num" data-label="Tokens/s">${step ? short(step.tokens_per_second, 3) : "-"}</td>
-    <td class="when" data-label=${hasEnded(job.state) ? "Ended" : "Ends"}>${hasEnded(job.state) ? clock(job.end_time) : ending(job)[0].replace("ends ", "") || "-"}</td>
+    <td class="when" data-label=${hasEnded(job.state) ? "Ended" : "Ends"}>${when(job)}</td>
   </tr>`;
 }
 
@@ -64,6 +71,7 @@ export function Jobs() {
   const choose = (id, wanted) => setChosen((old) => (wanted ? [...old, id].slice(-MOST_COMPARED) : old.filter((one) => one !== id)));
   const filter = (changes) => setQuery({ ...changes, page: "" });
   const owners = [...new Set([...told.values()].map((job) => job.owner))].sort();
+  const onlyMine = listed.every((job) => job.owner === me?.name);
   const isFiltered = group || filters.owner || filters.search || states.length;
   return html`<div class="title"><h1>Jobs</h1>${mayCreate(me) && html`<a class="button main" href="/new">New job</a>`}</div>
     <div class="filters" role="search">
@@ -78,7 +86,7 @@ export function Jobs() {
       ${!data ? !error && html`<${Waiting} rows=${8} />` : listed.length
         ? html`<table class="list jobs" aria-busy=${String(isOf !== path)}>
             <thead><tr><th><span class="unseen">Compare</span></th><th>Job</th><th>Owner</th><th>State</th><th>Progress</th><th class="num">Loss</th><th class="num">Best eval</th><th class="num">Tokens/s</th><th class="when">Ends</th></tr></thead>
-            <tbody>${listed.map((job) => html`<${Row} key=${job.job_id} job=${job} mine=${job.owner === me?.name} chosen=${chosen.includes(job.job_id)} choose=${choose} />`)}</tbody>
+            <tbody>${listed.map((job) => html`<${Row} key=${job.job_id} job=${job} mine=${job.owner === me?.name} marked=${job.owner === me?.name && !onlyMine} chosen=${chosen.includes(job.job_id)} choose=${choose} />`)}</tbody>
           </table>`
         : html`<${Empty} title=${isFiltered ? "No job is like that." : "There are no jobs yet."}>${isFiltered ? html`<a href="/jobs">All jobs</a>` : html`<code>horizon job submit SPEC.yaml</code> starts one.`}<//>`}
     <//>

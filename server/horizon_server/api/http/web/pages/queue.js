@@ -11,6 +11,7 @@ function when(entry) {
   const { estimated_start_time: start, estimated_end_time: end } = entry.outlook || {};
   if (entry.state === "QUEUED" && start && secondsFromNow(start) < SOON_S) return "starts soon";
   if (entry.state === "QUEUED") return start ? html`starts about <${Time} at=${start} />, in ${span(secondsFromNow(start))}` : "";
+  if (end && secondsFromNow(end) < SOON_S) return "ends soon";
   return end ? html`until about <${Time} at=${end} />, ${span(secondsFromNow(end))}` : "";
 }
 
@@ -24,7 +25,7 @@ export function QueueRows({ entries, me, brief = false }) {
       <span class="owner">${mine ? html`<b>you</b>` : entry.owner}</span>
       ${entry.state !== "QUEUED" && html`<${State} state=${entry.state} />`}
       <span class="when">${when(entry)}</span>
-      ${!brief && html`<span class="share">${isResident(entry.state) && entry.outlook ? `${percent(entry.outlook.share)} of the device` : entry.priority ? `priority ${entry.priority}` : ""}</span>`}
+      ${!brief && html`<span class="share">${isResident(entry.state) && entry.outlook ? `share ${percent(entry.outlook.share)}` : entry.priority ? `priority ${entry.priority}` : ""}</span>`}
       ${entry.outlook?.why && html`<p class="why"><${Said} text=${entry.outlook.why} /></p>`}
     </li>`;
   })}</ol>`;
