@@ -401,6 +401,16 @@ class JobStore:
 
         return await self._database.read(read)
 
+    async def evaluations(self, job_id: str, *, limit: int) -> list[EvalDone]:
+        """Return the last evaluations of a job, oldest first."""
+        query = select(EventRow.body).where(EventRow.job_id == job_id, EventRow.body.startswith('{"kind":"eval"'))
+        query = query.order_by(EventRow.sequence.desc()).limit(limit)
+
+        def read(connection: Connection) -> list[EvalDone]:
+            return [decode(body) for body in reversed(connection.scalars(query).all())]
+
+        return await self._database.read(read)
+
     async def counts(self) -> dict[str, int]:
         """Return the number of jobs by state, every state named."""
 

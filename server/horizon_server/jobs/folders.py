@@ -405,6 +405,28 @@ def _locked(folder: Path, mode: int) -> Iterator[None]:
         os.close(descriptor)
 
 
+def read_log_part(path: Path, *, offset: int | None, limit: int) -> tuple[int, int, bytes]:
+    """Return the size of a log, and a part of it from an offset on, or to its end: where that begins, and its bytes.
+    Blocking.
+
+    It is of whole lines, but for a line that is longer than the limit or not ended yet.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - limit) if offset is None else min(offset, size)
+            file.seek(start)
+            content = file.read(limit)
+    except FileNotFoundError:
+        return 0, 0, b""
+    if offset is None and start:
+        first = content.find(b"\n") + 1
+        start, content = start + first, content[first:]
+    elif start + len(content) < size and (end := content.rfind(b"\n") + 1):
+        content = content[:end]
+    return size, start, content
+
+
 async def read_log(
     path: Path, *, offset: int, grows: Callable[[], Awaitable[bool]] | None
 ) -> AsyncIterator[tuple[int, bytes]]:

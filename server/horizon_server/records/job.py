@@ -208,6 +208,23 @@ class JobRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogPart:
+    """A part of the log of an attempt."""
+
+    attempt: int
+    """0 before the first one."""
+    attempts: tuple[int, ...]
+    """All that have a log, oldest first."""
+    offset: int
+    """Of its first byte."""
+    next_offset: int
+    """Where the next part begins."""
+    text: str
+    complete: bool
+    """Whether this is the end, and nothing will follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobFilter:
     """Which jobs of a list are wanted; what is empty lets all pass."""
 

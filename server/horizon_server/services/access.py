@@ -68,6 +68,11 @@ def require_sample(principal: Principal, owner: str, what: str, *, project: str 
     require_create(principal)
 
 
+def may_change(principal: Principal) -> bool:
+    """Whether a caller may change anything at all."""
+    return "change" in _ALLOWED_BY_SCOPE.get(principal.scope, ()) and principal.role != "viewer"
+
+
 def require_create(principal: Principal) -> None:
     """Allow creating something. Raises NotAllowed for viewers, and for tokens that allow no changes."""
     require_scope(principal, "change")

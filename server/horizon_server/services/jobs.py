@@ -18,8 +18,8 @@ from pathlib import Path
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.db.jobs import VisitEvent
 from horizon_server.errors import Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
-from horizon_server.events import JobEvent, Message
-from horizon_server.jobs.folders import JobFolders, read_log
+from horizon_server.events import EvalDone, JobEvent, Message
+from horizon_server.jobs.folders import LOG_PIECE_BYTES, JobFolders, read_log, read_log_part
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.leases import ReadLeases
 from horizon_server.jobs.recovery import FORGOTTEN
@@ -35,6 +35,7 @@ from horizon_server.records.job import (
     JobFilter,
     JobRecord,
     JobState,
+    LogPart,
     StopRequest,
 )
 from horizon_server.records.plan import Plan, PlannedMachine
@@ -55,6 +56,10 @@ MAX_PRIORITY = 100  # the largest that a spec may have
 MAX_URGENT_PRIORITY = 1000
 MAX_SEARCH = 200
 _MAX_OFFSET = 2**62  # no file is as long
+MAX_EVALUATIONS = 50
+"""Of those whose answers are shown."""
+# What a terminal or page could take for more than text.
+_NO_CONTROL = dict.fromkeys([*(code for code in range(32) if chr(code) not in "\t\n\r"), 127])
 # Where a job's record keeps itself with its outlook: as its owner reads it, and as others do.
 _SHOWN = "shown with its outlook"
 # Spelled here, as `list` is a method of the service.
@@ -313,6 +318,32 @@ class JobService:
         path = self.folders.log(job.job_id, attempt or job.attempt)
         async for piece in read_log(path, offset=offset, grows=grows if follow else None):
             yield piece
+
+    async def log_part(
+        self, principal: Principal, key: str, *, attempt: int = 0, offset: int | None = 0, limit: int = LOG_PIECE_BYTES
+    ) -> LogPart:
+        """Return a part of an attempt's log in whole lines, from an offset on or, for None, to its end; of the last
+        attempt, unless one is named."""
+        job = await self.get(principal, key)
+        number = attempt or job.attempt
+        size, start, content = await asyncio.to_thread(
+            read_log_part, self.folders.log(job.job_id, number), offset=offset, limit=limit
+        )
+        grows = number == job.attempt and job.job_state in RESIDENT
+        return LogPart(
+            attempt=number,
+            attempts=tuple(await asyncio.to_thread(self.folders.attempts, job.job_id)),
+            offset=start,
+            next_offset=start + len(content),
+            text=content.decode("utf-8", "replace").translate(_NO_CONTROL),
+            complete=not grows and start + len(content) >= size,
+        )
+
+    async def evaluations(self, principal: Principal, key: str) -> list[EvalDone]:
+        """Return a job's last evaluations with their answers, oldest first; of those of one step the last one."""
+        job = await self.get(principal, key)
+        found = await self.journal.store.evaluations(job.job_id, limit=MAX_EVALUATIONS)
+        return sorted({one.step: one for one in found}.values(), key=attrgetter("step"))
 
     async def checkpoints(self, principal: Principal, key: str) -> Checkpoints:
         """Return a job's complete checkpoints, oldest first."""

@@ -31,6 +31,7 @@ from horizon_proto.v1 import (
     node_pb2,
     sharing_pb2,
 )
+from horizon_server.api.effects import EFFECTS
 from horizon_server.api.grpc.calls import CALLS, SERVICES
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.server import start_grpc_server
@@ -326,7 +327,7 @@ def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_ch
     for name, cases in CASES.items():
         for case in cases:
             outcomes = {case.outcomes[read], case.outcomes[admin_read]}
-            assert (outcomes == {"PERMISSION_DENIED"}) == (CALLS[name].effect.need == "change"), name
+            assert (outcomes == {"PERMISSION_DENIED"}) == (EFFECTS[name].need == "change"), name
 
 
 OPEN_ROUTES = ("/", "/version", "/openapi.json", "/healthz", "/readyz")

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from horizon_server.api.connections import Connections
+from horizon_server.api.effects import EFFECTS
 from horizon_server.api.grpc.calls import CALLS, SERVICES, Call
 from horizon_server.api.grpc.convert import packed, response
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe, caller
@@ -48,7 +49,7 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
-    assert CALLS.keys() == METHODS, "every call of the contract is in api.grpc.calls"
+    assert CALLS.keys() == METHODS == EFFECTS.keys(), "every call of the contract is in api.grpc.calls and api.effects"
     parsed = parse_address("grpc", address)
     credentials = None
     if tls is not None:

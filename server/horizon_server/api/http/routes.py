@@ -1,4 +1,4 @@
-"""The routes below /horizon/v1: thin readers over the services, while changes are made with gRPC.
+"""The routes below /horizon/v1 that read: thin callers of the services.
 
 `/v1` and `/api/v1` stay free for other ecosystems.
 """
@@ -28,29 +28,31 @@ from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, PIPE_KINDS, JobEvent, kind_of
+from horizon_server.jobs.folders import LOG_PIECE_BYTES
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobFilter, JobState
+from horizon_server.services.access import may_change
 from horizon_server.services.jobs import MAX_SEARCH
-from horizon_server.spec import Method, TrainOn, TrainSpec
+from horizon_server.spec import Method, TrainOn, TrainSpec, job_schema
 
 HEARTBEAT_S = 15
 _RETRY_MS = 2000
 # Of lines. The page splits frames at an empty line; the library's default is CRLF.
 _SEPARATOR = "\n"
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or one that is wrong, expired or revoked."},
     403: {"model": ErrorBody, "description": "The token is for /metrics only."},
     422: {"model": ErrorBody, "description": "A parameter is malformed."},
 }
-_LIST_ERRORS = {**_ERRORS, 400: {"model": ErrorBody, "description": "page_token is not one of an earlier answer."}}
-_USAGE_ERRORS = {**_ERRORS, 400: {"model": ErrorBody, "description": "The time is not in the past."}}
+_LIST_ERRORS = {**ERRORS, 400: {"model": ErrorBody, "description": "page_token is not one of an earlier answer."}}
+_USAGE_ERRORS = {**ERRORS, 400: {"model": ErrorBody, "description": "The time is not in the past."}}
 _PREVIEW_ERRORS = {
-    **_ERRORS,
+    **ERRORS,
     400: {"model": ErrorBody, "description": "An option is out of range, or the model cannot render the dataset."},
     404: {"model": ErrorBody, "description": "No such dataset or model, or not the caller's."},
     408: {"model": ErrorBody, "description": "Rendering took too long."},
 }
-_JOB_ERRORS = {**_ERRORS, 404: {"model": ErrorBody, "description": "No such job, or not the caller's."}}
+_JOB_ERRORS = {**ERRORS, 404: {"model": ErrorBody, "description": "No such job, or not the caller's."}}
 _EVENT_SCHEMA = {
     "type": "object",
     "required": ["event"],
@@ -109,13 +111,26 @@ def _only(values: Iterable[str]) -> dict[str, Any]:
 router = APIRouter(prefix="/horizon/v1")
 
 
-@router.get("/node", responses=_ERRORS, response_model=bodies.NodeBody)
+@router.get("/me", responses=ERRORS, response_model=bodies.MeBody)
+async def get_me(caller: Caller) -> Any:
+    """Show who calls, and what they may do."""
+    projects = [{"name": name, "role": role} for name, role in sorted(caller.memberships.items())]
+    return {**vars(caller), "projects": projects, "may_change": may_change(caller)}
+
+
+@router.get("/job-schema", responses=ERRORS)
+async def get_job_schema(caller: Caller) -> dict[str, Any]:
+    """Show the JSON Schema of a job spec."""
+    return job_schema()
+
+
+@router.get("/node", responses=ERRORS, response_model=bodies.NodeBody)
 async def get_node(services: Services, caller: Caller) -> Any:
     """Show the machine: memory, disk, accelerators, jobs by state."""
     return await services.node.describe(caller)
 
 
-@router.get("/queue", responses=_ERRORS, response_model=bodies.QueueBody)
+@router.get("/queue", responses=ERRORS, response_model=bodies.QueueBody)
 async def get_queue(services: Services, caller: Caller) -> Any:
     """Show everybody's resident and waiting jobs, and why each is where it is; of other users' jobs only id, owner,
     state and times."""
@@ -133,13 +148,13 @@ async def get_usage(services: Services, caller: Caller, since: Since = None) -> 
     return {"since_time": datetime.fromtimestamp(since_s, UTC), "usages": usages}
 
 
-@router.get("/quota", responses=_ERRORS, response_model=bodies.QuotaBody)
+@router.get("/quota", responses=ERRORS, response_model=bodies.QuotaBody)
 async def get_quota(services: Services, caller: Caller) -> Any:
     """Show the weights and quotas of the caller and of their project, and how much of each is used."""
     return {"allowances": AllowanceUse.all_of(await services.sharing.quota(caller))}
 
 
-@router.get("/projects", responses=_ERRORS, response_model=bodies.ProjectList)
+@router.get("/projects", responses=ERRORS, response_model=bodies.ProjectList)
 async def list_projects(services: Services, caller: Caller) -> Any:
     """List the caller's projects with their members; all projects for admins and viewers."""
     return {"projects": await services.identity.projects(caller)}
@@ -267,6 +282,33 @@ async def get_series(
         services.jobs, job, points=points, from_step=from_step, to_step=to_step, wanted=tuple(name or ())
     )
     return Response(body, media_type="application/json")
+
+
+@router.get("/jobs/{job_id}/log", responses=_JOB_ERRORS, response_model=bodies.LogBody)
+async def get_log(
+    services: Services,
+    caller: Caller,
+    job_id: JobKey,
+    attempt: Annotated[int, Query(ge=0, lt=2**31, description="Which attempt. Default: the last one.")] = 0,
+    offset: Annotated[int, Query(ge=-1, lt=2**62, description="First byte; -1 for the end of the log.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=LOG_PIECE_BYTES, description="Maximum number of bytes.")] = LOG_PIECE_BYTES,
+) -> Any:
+    """Show a part of what an attempt of the job has logged, in whole lines."""
+    from_byte = None if offset < 0 else offset
+    return await services.jobs.log_part(caller, job_id, attempt=attempt, offset=from_byte, limit=limit)
+
+
+@router.get("/jobs/{job_id}/answers", responses=_JOB_ERRORS, response_model=bodies.AnswersBody)
+async def get_answers(services: Services, caller: Caller, job_id: JobKey) -> Any:
+    """Show the answers that the job's model gave in its last evaluations, at most 50 of these."""
+    evaluations = await services.jobs.evaluations(caller, job_id)
+    return {
+        "evaluations": [
+            {"step": one.step, "set_names": [each.name for each in one.sets], "answers": one.answers}
+            for one in evaluations
+            if one.answers
+        ]
+    }
 
 
 @router.get("/jobs/{job_id}/checkpoints", responses=_JOB_ERRORS, response_model=bodies.CheckpointList)

@@ -1,6 +1,6 @@
 """REST, the web page and /metrics as one FastAPI app, served by uvicorn inside the daemon's event loop.
 
-Reads only; the services decide who may see what.
+The services decide who may see and change what.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import uvicorn
 from fastapi import Depends, FastAPI, Response
 
+from horizon_server.api.http import changes, routes
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
 from horizon_server.api.http.connections import ACCEPTED_AT_ONCE, BACKLOG, KEEP_ALIVE_S, BoundedProtocol, Bounds
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
-from horizon_server.api.http.routes import router
 from horizon_server.api.http.series import SeriesOfJobs
 from horizon_server.api.http.web_page import add_web_page
 from horizon_server.api.services import OpenStreams, Services
@@ -44,7 +44,8 @@ def make_app(
     app = FastAPI(
         title="horizon",
         version=version,
-        description="Status of a horizon daemon. Everything that changes something goes through gRPC.",
+        description="Jobs, checkpoints and the queue of a horizon daemon: what they are, and changes of them. Contents "
+        "are pushed and pulled, and accounts are managed, through gRPC, with the horizon command.",
         docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
         openapi_url="/openapi.json",
@@ -57,7 +58,8 @@ def make_app(
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     add_web_page(app)
-    app.include_router(router)
+    app.include_router(changes.router)
+    app.include_router(routes.router)
     return app
 
 
