@@ -72,8 +72,7 @@ export const read = async (path, signal) => (await call(path, { signal })).json(
 
 /** Send a change, and return the JSON of its answer, or null where there is none. */
 export async function change(method, path, body) {
-  // Without a body there is no content type, which the daemon wants of every change.
-  const answer = await call(path, { method, body: body === undefined ? {} : body });
+  const answer = await call(path, { method, body });
   return answer.status === 204 ? null : answer.json();
 }
 

@@ -234,12 +234,12 @@ function nearest(values, index) {
 }
 
 /** What all charts of a page share: smoothing, axis, spread; kept in the address. */
-export function ChartControls({ query, setQuery, range, marks = false }) {
+export function ChartControls({ query, setQuery, range, marks = false, spread = true }) {
   const smoothing = Number(query.get("smooth") || 0);
   return html`<div class="controls" role="group" aria-label="Charts">
     <label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} onInput=${(event) => setQuery({ smooth: Number(event.target.value) || "" })} /></label>
     <label class="check"><input type="checkbox" checked=${query.get("log") === "1"} onChange=${(event) => setQuery({ log: event.target.checked })} /> Log axis</label>
-    <label class="check"><input type="checkbox" checked=${query.get("spread") !== "0"} onChange=${(event) => setQuery({ spread: event.target.checked ? "" : "0" })} /> Min and max</label>
+    ${spread && html`<label class="check"><input type="checkbox" checked=${query.get("spread") !== "0"} onChange=${(event) => setQuery({ spread: event.target.checked ? "" : "0" })} /> Min and max</label>`}
     ${range
       ? html`<button type="button" class="small" onClick=${() => setQuery({ from: "", to: "" })}>All steps (showing ${count(range[0])} to ${count(range[1])})</button>`
       : html`<span class="hint">Drag over a chart to see a part in detail</span>`}

@@ -93,12 +93,15 @@ export const stateTone = (state) => STATES[state]?.[1] || "";
 export const hasEnded = (state) => ["SUCCEEDED", "FAILED", "CANCELLED"].includes(state);
 export const isResident = (state) => ["PREPARING", "STARTING", "RUNNING", "STOPPING"].includes(state);
 
+const SOON_S = 5;
+
 /** When the job ends, as [words, time]; the words are empty where nothing is known. */
 export function ending(job) {
   if (hasEnded(job.state)) return [`${stateWord(job.state).toLowerCase()} ${clock(job.end_time)}`, job.end_time];
   // At full speed, a job that shares the device would end too early.
   const told = job.outlook?.estimated_end_time;
   const end = told || (job.state === "RUNNING" && job.eta_s ? Date.now() / 1000 + job.eta_s : null);
+  if (end && secondsFromNow(end) < SOON_S) return ["ends soon", end];
   return end ? [`ends about ${clock(end)}, in ${span(secondsFromNow(end))}`, end] : ["", null];
 }
 

@@ -55,7 +55,7 @@ function received(event, data) {
     live.hasJobs = true;
   } else if (event === "queue") live.queue = data.jobs;
   else if (event === "node") live.node = data;
-  else if (event === "job") {
+  else if (event === "job" && watched.includes(data.job_id)) {
     const events = data.events.filter((one) => one.sequence > (lastSequence.get(data.job_id) || 0));
     if (!events.length) return;
     lastSequence.set(data.job_id, events[events.length - 1].sequence);
@@ -109,8 +109,8 @@ export function useJobEvents(jobs, onEvents) {
   }, [ids.join(",")]);
 }
 
-/** A job's newest body: what was told last, or the one that was read. */
+/** A job's newest body: what was told last, over the one that was read, which has fields that are not told. */
 export function newest(job) {
   const told = job && live.jobs.get(job.job_id);
-  return told && told.last_sequence >= job.last_sequence ? told : job;
+  return told && told.last_sequence >= job.last_sequence ? { ...job, ...told, spec: job.spec } : job;
 }

@@ -2,7 +2,7 @@
 import { hasEnded } from "./format.js";
 
 /** Whether the caller may change anything at all. */
-export const mayCreate = (me) => !!me && me.scope === "full" && me.role !== "viewer";
+export const mayCreate = (me) => !!me && me.may_change;
 
 /** Why the caller may not change a job, or nothing. */
 export function whyNotChange(me, job) {

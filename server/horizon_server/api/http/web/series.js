@@ -41,6 +41,12 @@ export function names(series, device) {
   return present.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
 
+/** Figures of evaluations that have values. The loss of a set that the evaluation's own loss is of is not said twice. */
+export function evalNames({ series }) {
+  const all = JSON.stringify(series.eval_loss);
+  return Object.keys(series).filter((name) => series[name].some((v) => v !== null) && (name === "eval_loss" || JSON.stringify(series[name]) !== all));
+}
+
 /** What a step's event says of each figure. */
 function valuesOf(step) {
   const total = (sizes) => (sizes && Object.keys(sizes).length ? Object.values(sizes).reduce((sum, n) => sum + n, 0) : null);

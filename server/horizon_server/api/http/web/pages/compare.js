@@ -1,12 +1,12 @@
 /** Several jobs side by side: in what their specs differ, what came of it, and each figure in one chart. */
-import { html, useState } from "../vendor/preact-htm.js";
+import { html } from "../vendor/preact-htm.js";
 import { pathOf } from "../api.js";
 import { Chart, ChartControls, chartChoices } from "../charts.js";
 import { count, ending, flat, hasEnded, short, span, stepsText, valueText } from "../format.js";
 import { newest, useLive } from "../live.js";
 import { Card, Empty, Problem, Scroll, State, useData, useTitle, Waiting } from "../parts.js";
 import { setQuery, useAddress } from "../router.js";
-import { figure, names, useSeries } from "../series.js";
+import { evalNames, figure, names, useSeries } from "../series.js";
 
 const MOST = 8;
 const OUTCOMES = [
@@ -71,22 +71,21 @@ export function Compare() {
   const keys = [...new Set((query.get("jobs") || "").split(",").filter(Boolean))].slice(0, MOST);
   const { jobs, error } = useJobs(keys);
   const choices = chartChoices(query);
-  const [hasSeries] = useState(true);
-  const series = useSeries(jobs && hasSeries ? jobs.map((job) => job.job_id) : [], choices.range);
+  const series = useSeries(jobs ? jobs.map((job) => job.job_id) : [], choices.range);
   const title = html`<div class="title"><h1>Compare</h1><${Add} keys=${keys} /></div>`;
   if (!keys.length) return html`${title}<${Card}><${Empty} title="Choose jobs to compare.">Mark them in <a href="/jobs">the list of jobs</a>, or add them here.<//><//>`;
   if (error) return html`${title}<${Problem} error=${error} />`;
   if (!jobs) return html`${title}<${Card}><${Waiting} rows=${8} /><//>`;
   const loaded = jobs.filter((job) => series.data[job.job_id]);
   const steps = [...new Set(loaded.flatMap((job) => names(series.data[job.job_id].series, job.plan?.device)))];
-  const evals = [...new Set(loaded.flatMap((job) => Object.keys(series.data[job.job_id].evals.series)))].filter((name) => !name.endsWith("/perplexity"));
+  const evals = [...new Set(loaded.flatMap((job) => evalNames(series.data[job.job_id].evals)))].filter((name) => !name.endsWith("/perplexity"));
   const drawn = [...new Set([...steps.slice(0, 1), ...evals, ...steps.slice(1)])];
   const onZoom = (range) => setQuery(range ? { from: range[0], to: range[1] } : { from: "", to: "" });
   return html`${title}
     <${Table} jobs=${jobs} keys=${keys} />
     ${series.error && html`<${Problem} error=${series.error} />`}
     ${loaded.length < jobs.length ? !series.error && html`<${Card}><${Waiting} rows=${6} /><//>` : drawn.length
-      ? html`<section class="card" aria-label="Curves"><${ChartControls} query=${query} setQuery=${setQuery} range=${choices.range} />
+      ? html`<section class="card" aria-label="Curves"><${ChartControls} query=${query} setQuery=${setQuery} range=${choices.range} spread=${false} />
         <div class="charts">${drawn.map((name) => {
           const { title: text, format, about, floor, isBytes } = figure(name);
           const lines = linesOf(jobs, series.data, name);

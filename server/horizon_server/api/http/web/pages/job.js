@@ -92,15 +92,15 @@ function Known({ read, me, queue, reload }) {
   const { range } = chartChoices(query);
   const { data, error } = useSeries([job.job_id], range, (id, events) => {
     setLastTime(events[events.length - 1].time_s);
-    if (events.some((event) => event.kind !== "step")) setNews((n) => n + 1);
+    if (events.some((event) => !["step", "prepare"].includes(event.kind))) setNews((n) => n + 1);
   });
   const columns = data[job.job_id];
   const well = health(job, range ? null : columns, lastTime);
   const [ends, end] = ending(job);
   const part = PARTS.find(([key]) => key === (query.get("tab") || "")) || PARTS[0];
   useTitle(`${job.name}, ${stateWord(job.state).toLowerCase()}${job.state === "RUNNING" ? ` ${Math.floor(job.progress * 100)} %` : ""}`);
-  // The daemon tells only of jobs near the head of its list; an old one is read again when something happens to it.
-  useEffect(() => { if (news && newest(read) === read) reload(); }, [news]);
+  // What is told of a job has no plan: the whole is read again when its state changes.
+  useEffect(() => { if (job.state !== read.state || news) reload(); }, [job.state, job.attempt, news]);
   const said = lastState.current === job.state ? "" : `${job.name} is now ${stateWord(job.state).toLowerCase()}`;
   const Shown = part[2];
   return html`

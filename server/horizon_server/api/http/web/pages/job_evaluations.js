@@ -5,16 +5,10 @@ import { Chart, chartChoices } from "../charts.js";
 import { show } from "../dialog.js";
 import { count } from "../format.js";
 import { Card, Empty, Problem, Scroll, useData, Waiting } from "../parts.js";
-import { figure } from "../series.js";
-
-/** Figures that have values; the loss of the set that the evaluation's own loss is of is not said twice. */
-function figuresOf({ series }) {
-  const all = JSON.stringify(series.eval_loss);
-  return Object.keys(series).filter((name) => series[name].some((v) => v !== null) && (name === "eval_loss" || JSON.stringify(series[name]) !== all));
-}
+import { evalNames, figure } from "../series.js";
 
 function Figures({ evals }) {
-  const known = figuresOf(evals);
+  const known = evalNames(evals);
   return html`<${Card} id="figures" title="Figures" className="flush">
     <${Scroll} label="Figures of evaluations"><table class="figures"><thead><tr><th>Step</th>${known.map((name) => html`<th class="num" key=${name}>${figure(name).title}</th>`)}</tr></thead>
     <tbody>${evals.steps.map((step, i) => [step, i]).reverse().map(([step, i]) => html`<tr key=${step}><th scope="row">${count(step)}</th>${known.map((name) => html`<td class="num" key=${name}>${figure(name).format(evals.series[name][i])}</td>`)}</tr>`)}</tbody></table><//>
@@ -68,7 +62,7 @@ export function Evaluations({ job, columns, news, query, setQuery }) {
     return html`<${Card}><${Empty} title="No evaluation yet.">${job.spec.eval_every_steps ? `There is one every ${count(job.spec.eval_every_steps)} steps.` : html`<code>eval_every_steps</code> in the job's spec says how often there is one.`}<//><//>`;
   }
   const { evals } = columns;
-  const drawn = figuresOf(evals).filter((name) => evals.series[name].filter((v) => v !== null).length > 1 && !name.endsWith("/perplexity"));
+  const drawn = evalNames(evals).filter((name) => evals.series[name].filter((v) => v !== null).length > 1 && !name.endsWith("/perplexity"));
   const { range } = chartChoices(query);
   const onZoom = (found) => setQuery(found ? { from: found[0], to: found[1] } : { from: "", to: "" });
   return html`

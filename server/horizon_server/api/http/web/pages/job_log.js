@@ -6,6 +6,8 @@ import { Card, Copy, Empty, Problem, Waiting } from "../parts.js";
 
 /** Text comes at most this often: an open page makes few calls. */
 const EVERY_MS = 10000;
+/** As an offset: the last part of a log. */
+const AT_END = -1;
 const MOST_CHARS = 400000;
 
 export function Log({ job, columns, query, setQuery }) {
@@ -16,12 +18,13 @@ export function Log({ job, columns, query, setQuery }) {
   const attempt = query.get("attempt") || "";
   // A pulse for each event: what happens to a job is in its log too.
   const pulse = `${columns?.last_sequence}`;
-  const wanted = useRef({ offset: undefined, busy: false, lastMs: 0 });
+  const [start, setStart] = useState(AT_END);
+  const wanted = useRef({ offset: start, busy: false, lastMs: 0 });
 
   useEffect(() => {
     set(null);
-    wanted.current = { offset: undefined, busy: false, lastMs: 0 };
-  }, [attempt, job.attempt]);
+    wanted.current = { offset: start, busy: false, lastMs: 0 };
+  }, [attempt, job.attempt, start]);
   useEffect(() => {
     let isShown = true;
     const asked = wanted.current;
@@ -30,9 +33,12 @@ export function Log({ job, columns, query, setQuery }) {
       asked.busy = true;
       asked.lastMs = Date.now();
       try {
-        const answer = await read(pathOf(["jobs", job.job_id, "log"], { attempt, offset: asked.offset }));
-        asked.offset = answer.next_offset;
-        if (asked === wanted.current) set((old) => ({ ...answer, text: ((old?.text || "") + answer.text).slice(-MOST_CHARS) }));
+        for (let isMore = true; isMore && asked === wanted.current;) {
+          const answer = await read(pathOf(["jobs", job.job_id, "log"], { attempt, offset: asked.offset }));
+          isMore = start !== AT_END && answer.next_offset > asked.offset && !answer.complete;
+          asked.offset = answer.next_offset;
+          if (asked === wanted.current) set((old) => ({ ...answer, offset: old ? old.offset : answer.offset, text: ((old?.text || "") + answer.text).slice(-MOST_CHARS) }));
+        }
         setError(null);
       } catch (problem) {
         setError(problem);
@@ -40,23 +46,24 @@ export function Log({ job, columns, query, setQuery }) {
       asked.busy = false;
     };
     const wait = Math.max(0, asked.lastMs + EVERY_MS - Date.now());
-    const timer = setTimeout(more, asked.offset === undefined ? 0 : wait);
+    const timer = setTimeout(more, asked.lastMs ? wait : 0);
     return () => { isShown = false; clearTimeout(timer); };
-  }, [attempt, job.attempt, pulse, job.state]);
+  }, [attempt, job.attempt, start, pulse, job.state]);
   useEffect(() => { if (follows && box.current) box.current.scrollTop = box.current.scrollHeight; }, [state?.text, follows]);
 
-  const attempts = state?.attempts || Math.max(1, job.attempt);
+  const attempts = state?.attempts || [];
   const lines = state?.text.split("\n").filter(Boolean) || [];
   return html`<${Card} id="log" title="Log">
     <div class="controls">
-      ${attempts > 1 && html`<label>Attempt <select value=${attempt || String(attempts)} onChange=${(event) => setQuery({ attempt: event.target.value })}>
-        ${Array.from({ length: attempts }, (_, i) => html`<option key=${i} value=${i + 1}>${i + 1}</option>`)}</select></label>`}
+      ${attempts.length > 1 && html`<label>Attempt <select value=${attempt || String(state.attempt)} onChange=${(event) => setQuery({ attempt: event.target.value })}>
+        ${attempts.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select></label>`}
       ${!hasEnded(job.state) && html`<label class="check"><input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} /> Follow</label>`}
+      ${state?.offset > 0 && html`<button type="button" class="small" onClick=${() => setStart(0)}>Show it from its beginning</button>`}
       <span class="space"></span><${Copy} quiet text="horizon job logs ${job.name}" />
     </div>
     ${error && html`<${Problem} error=${error} />`}
     ${!state ? !error && html`<${Waiting} rows=${8} />` : lines.length
-      ? html`<pre class="log" ref=${box} tabindex="0" role="log" aria-live="off" aria-label="Log of attempt ${state.attempt}">${lines.map((line, i) => html`<span key=${i} class=${/\b(error|failed|traceback)\b/i.test(line) ? "bad" : /\bwarning\b/i.test(line) ? "warn" : ""}>${line}\n</span>`)}</pre>`
+      ? html`<pre class="log" ref=${box} tabindex="0" role="log" aria-live="off" aria-label="Log of attempt ${state.attempt}">${lines.map((line, i) => html`<span key=${i} class=${/\b(error|failed|traceback)\b/i.test(line) ? "bad" : /\bwarning\b/i.test(line) ? "warn" : ""}>${line}</span>`)}</pre>`
       : html`<${Empty} title="Nothing is written yet.">${job.state === "QUEUED" && "An attempt writes its log once it starts."}<//>`}
   <//>`;
 }

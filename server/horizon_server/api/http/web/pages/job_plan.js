@@ -50,7 +50,7 @@ export function PlanAndUse({ job }) {
     </tbody></table><//>`}
     <div class="two">
       <${Memory} id="host-memory" title="Host memory" planned=${plan.host_bytes} used=${step?.host_memory_bytes || {}} total=${plan.host_total_bytes} limit=${plan.host_limit_bytes} />
-      <${Memory} id="device-memory" title="Device memory" planned=${plan.device_bytes} used=${step?.device_memory_bytes || {}} total=${plan.device_total_bytes} limit=${plan.device_limit_bytes} />
+      ${plan.device !== "host" && html`<${Memory} id="device-memory" title="Device memory" planned=${plan.device_bytes} used=${step?.device_memory_bytes || {}} total=${plan.device_total_bytes} limit=${plan.device_limit_bytes} />`}
     </div>
     ${rows.length > 0 && html`<${Card} id="data" title="Data"><${Facts}>${rows.map(([name, n]) => html`<${Fact} key=${name} label=${name.replaceAll("_", " ")}>${count(n)}<//>`)}<//><//>`}`;
 }

@@ -24,7 +24,7 @@ function Field({ field, text, was, problem, onText }) {
   return html`<div class="field ${differs ? "differs" : ""} ${problem ? "wrong" : ""}">
     <label for=${id}>${field.name}${differs && html` <button type="button" class="link" onClick=${() => onText(field.path, was)} aria-label="Set ${field.path} back to ${was || "none"}">was ${was || "none"}</button>`}</label>
     ${control}
-    <p id="${id}-about">${problem && html`<b class="bad">${problem} </b>`}<span class="quiet">${field.description}${field.allowed ? ` (${field.allowed})` : ""}</span></p>
+    <p id="${id}-about">${problem && html`<b class="bad">${problem} </b>`}<span class="quiet">${field.description}</span>${field.allowed && html`<span class=${problem ? "quiet" : "unseen"}> Allowed: ${field.allowed}</span>`}</p>
   </div>`;
 }
 
