@@ -80,6 +80,22 @@ def train(num_steps: int, rate: float = 2e-5, **changes: Any) -> dict[str, Any]:
     return {"max_steps": num_steps, "sequence_length": 64, "tokens_per_step": 512, "learning_rate": rate, **changes}
 
 
+def ended_jobs(world: PageWorld) -> tuple[JobRecord, JobRecord]:
+    """Run two jobs of ann, which differ in their learning rate and of which one was restarted, to their end."""
+    first, second = (
+        world.submit(
+            "ann",
+            name,
+            learning_script(80, step_s=0.004, **more),
+            train=train(80, rate),
+            eval_every_steps=10,
+            checkpoint={"every_steps": 20, "keep_last": 5},
+        )
+        for name, rate, more in (("slow", 1e-5, {}), ("fast", 3e-5, {"die_at": 45}))
+    )
+    return world.until(first, JobState.SUCCEEDED), world.until(second, JobState.SUCCEEDED)
+
+
 def fill(world: PageWorld) -> dict[str, JobRecord]:
     """Submit jobs until the node looks like that of a lab: some have ended, some run, some wait, where a user may have
     one on the machine. Returns them by name."""

@@ -61,7 +61,7 @@ function Glance({ job }) {
   return html`<${Facts}>
     ${step && html`<${Fact} label="Loss">${short(step.loss)}<//>`}
     ${evaluation && html`<${Fact} label="Last evaluation" title="at step ${evaluation.step}">${short(evaluation.eval_loss)}${job.best_eval && job.best_eval.step !== evaluation.step && html` <small>best ${short(job.best_eval.eval_loss)} at ${count(job.best_eval.step)}</small>`}<//>`}
-    ${lastSets.map((set) => html`<${Fact} key=${set.name} label="${set.name}: answers that match">${count(set.num_matches)} of ${count(set.num_answers)}<//>`)}
+    ${lastSets.map((set) => html`<${Fact} key=${set.name} label=${lastSets.length > 1 ? `Right in ${set.name}` : "Answers right"}>${count(set.num_matches)} of ${count(set.num_answers)}<//>`)}
     ${step && html`<${Fact} label="Tokens/s">${short(step.tokens_per_second, 3)}${predicted && html` <small>predicted ${short(predicted.tokens_per_second, 3)}</small>`}<//>`}
     ${step && html`<${Fact} label="A step takes">${span(step.duration_s)}<//>`}
     ${step && onDevice && html`<${Fact} label="Transfer overlap">${percent(step.overlap_ratio)}<//>`}

@@ -45,9 +45,9 @@ function Row({ job, chosen, choose, mine, marked }) {
     <td data-label="Owner">${mine ? html`<b>you</b>` : job.owner}${job.project !== job.owner && html`<small>${job.project}</small>`}</td>
     <td data-label="State"><${State} state=${job.state} /></td>
     <td class="progress" data-label="Progress"><${Progress} job=${job} /><small>${job.state === "QUEUED" && job.queue_position ? `place ${job.queue_position}` : stepsText(job)}</small></td>
-    <td class="num" data-label="Loss">${step ? short(step.loss) : "-"}</td>
-    <td class="num" data-label="Best evaluation">${best ? short(best.eval_loss) : "-"}</td>
-    <td class="num" data-label="Tokens/s">${step ? short(step.tokens_per_second, 3) : "-"}</td>
+    <td class="num ${step ? "" : "none"}" data-label="Loss">${step ? short(step.loss) : "-"}</td>
+    <td class="num ${best ? "" : "none"}" data-label="Best evaluation">${best ? short(best.eval_loss) : "-"}</td>
+    <td class="num ${step ? "" : "none"}" data-label="Tokens/s">${step ? short(step.tokens_per_second, 3) : "-"}</td>
     <td class="when" data-label=${hasEnded(job.state) ? "Ended" : "Ends"}>${when(job)}</td>
   </tr>`;
 }
