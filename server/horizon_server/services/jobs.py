@@ -339,7 +339,7 @@ class JobService:
             complete=not grows and start + len(content) >= size,
         )
 
-    async def evaluations(self, principal: Principal, key: str) -> list[EvalDone]:
+    async def evaluations(self, principal: Principal, key: str) -> Sequence[EvalDone]:
         """Return a job's last evaluations with their answers, oldest first; of those of one step the last one."""
         job = await self.get(principal, key)
         found = await self.journal.store.evaluations(job.job_id, limit=MAX_EVALUATIONS)

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
@@ -21,6 +19,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from horizon_server.api.cached_on import cached_on
 from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import ErrorBody
+from horizon_server.api.http.live import RETRY_MS, SEPARATOR, TOPICS, LivePages, event_body, frame
 from horizon_server.api.http.middleware import Caller, Services, error_body
 from horizon_server.api.http.series import MAX_FIGURES, MAX_POINTS, CurveBody, SeriesBody, SeriesOfJobs
 from horizon_server.api.services import OpenStreams
@@ -36,9 +35,6 @@ from horizon_server.services.jobs import MAX_SEARCH
 from horizon_server.spec import Method, TrainOn, TrainSpec, job_schema
 
 HEARTBEAT_S = 15
-_RETRY_MS = 2000
-# Of lines. The page splits frames at an empty line; the library's default is CRLF.
-_SEPARATOR = "\n"
 ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or one that is wrong, expired or revoked."},
     403: {"model": ErrorBody, "description": "The token is for /metrics only."},
@@ -59,6 +55,21 @@ _EVENT_SCHEMA = {
     "properties": {
         "id": {"type": "string", "description": "Number of the event within the job."},
         "event": {"enum": [*(kind for kind in KINDS if kind not in PIPE_KINDS), "end", "problem"]},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+        "retry": {"type": "integer"},
+    },
+}
+
+_TOPIC = f"({'|'.join(TOPICS)})"
+_STREAM_ERRORS = {
+    **_JOB_ERRORS,
+    400: {"model": ErrorBody, "description": "Too many jobs, or not one number for each."},
+    429: {"model": ErrorBody, "description": "The caller has too many pages open."},
+}
+_LIVE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "event": {"enum": [*TOPICS, "job", "problem"]},
         "data": {"type": "string", "contentMediaType": "application/json"},
         "retry": {"type": "integer"},
     },
@@ -217,12 +228,53 @@ async def watch_job(
     if job.job_state in ENDED and sequence >= job.last_sequence:
         # A browser's EventSource reconnects after every other end.
         return Response(status_code=204)
+    return _streamed(event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams, caller))
+
+
+def _streamed(frames: AsyncIterator[ServerSentEvent]) -> Response:
     return EventSourceResponse(
-        event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams, caller),
+        frames,
         ping=HEARTBEAT_S,
-        ping_message_factory=lambda: ServerSentEvent(comment="heartbeat", sep=_SEPARATOR),
-        sep=_SEPARATOR,
+        ping_message_factory=lambda: ServerSentEvent(comment="heartbeat", sep=SEPARATOR),
+        sep=SEPARATOR,
     )
+
+
+@router.get(
+    "/stream",
+    response_class=Response,
+    responses={
+        **_STREAM_ERRORS,
+        200: {
+            "description": "Server-sent events: `jobs`, `queue`, `node` and `job`, first what there is, then changes, "
+            "at most one of each in a second; `problem` before an end that is not the caller's.",
+            "content": {"text/event-stream": {"itemSchema": _LIVE_SCHEMA}},
+        },
+    },
+)
+async def stream(
+    request: Request,
+    caller: Caller,
+    topics: Annotated[
+        str, Query(pattern=f"^({_TOPIC}(,{_TOPIC})*)?$", max_length=40, description="Which of jobs, queue and node.")
+    ] = ",".join(TOPICS),
+    jobs: Annotated[str, Query(max_length=600, description="Jobs whose events to stream too: ids or names.")] = "",
+    after: Annotated[
+        str,
+        Query(
+            pattern=r"^([0-9]{1,18}(,[0-9]{1,18})*)?$",
+            max_length=200,
+            description="For each of these jobs, the number of the last event received. Default: only new events.",
+        ),
+    ] = "",
+) -> Response:
+    """Stream what a page shows, as it changes: the jobs that the caller may see, the queue, the node, and the events of
+    some jobs."""
+    live: LivePages = request.app.state.live
+    live.require_room(caller.name)
+    keys = [key for key in jobs.split(",") if key]
+    shown = await live.shown_jobs(caller, keys, [int(number) for number in after.split(",") if number])
+    return _streamed(live.frames(caller, topics.split(","), shown))
 
 
 async def event_frames(
@@ -232,25 +284,19 @@ async def event_frames(
 
     An error, such as Draining, becomes a `problem` event with the same body as any other answer's.
     """
-    yield ServerSentEvent(retry=_RETRY_MS, sep=_SEPARATOR)
+    yield ServerSentEvent(retry=RETRY_MS, sep=SEPARATOR)
     try:
         async with streams.one(principal), aclosing(events):
             # Ended by a timeout of this very task, so it must be the one that iterates: EventSourceResponse does.
             async for event in events:
                 yield cached_on(event, "sse", functools.partial(_event_frame, event))
-        yield _frame("end", {})
+        yield frame("end", {})
     except HorizonError as error:
-        yield _frame("problem", error_body(error).model_dump())
+        yield frame("problem", error_body(error).model_dump())
 
 
 def _event_frame(event: JobEvent) -> ServerSentEvent:
-    body = {"sequence": event.sequence, "time_s": event.time_s, **dataclasses.asdict(event.payload)}
-    return _frame(kind_of(event.payload), body, number=str(event.sequence))
-
-
-def _frame(event: str, body: object, *, number: str | None = None) -> ServerSentEvent:
-    data = json.dumps(bodies.finite(body), separators=(",", ":"), allow_nan=False)
-    return ServerSentEvent(data, event=event, id=number, sep=_SEPARATOR)
+    return frame(kind_of(event.payload), event_body(event), number=str(event.sequence))
 
 
 @router.get("/jobs/{job_id}/metrics", responses=_JOB_ERRORS)

@@ -19,6 +19,7 @@ from fastapi import Depends, FastAPI, Response
 from horizon_server.api.http import changes, routes
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
 from horizon_server.api.http.connections import ACCEPTED_AT_ONCE, BACKLOG, KEEP_ALIVE_S, BoundedProtocol, Bounds
+from horizon_server.api.http.live import LivePages
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
 from horizon_server.api.http.series import SeriesOfJobs
 from horizon_server.api.http.web_page import add_web_page
@@ -55,6 +56,7 @@ def make_app(
     app.state.services = services
     app.state.streams = OpenStreams(services.accounts)
     app.state.series = SeriesOfJobs()
+    app.state.live = LivePages(services, app.state.streams)
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     add_web_page(app)
