@@ -22,7 +22,7 @@ function Field({ field, text, was, problem, onText }) {
     ? html`<select ...${shared} value=${text} onChange=${type}>${(field.choices || ["true", "false"]).map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select>`
     : html`<input ...${shared} type="text" inputmode=${["integer", "number"].includes(field.kind) ? "decimal" : undefined} value=${text} list=${LISTS[field.path]} placeholder=${field.nullable ? "none" : undefined} autocomplete="off" spellcheck=${false} onInput=${type} />`;
   return html`<div class="field ${differs ? "differs" : ""} ${problem ? "wrong" : ""}">
-    <label for=${id}>${field.name}${differs && html` <button type="button" class="link" onClick=${() => onText(field.path, was)} aria-label="Set ${field.path} back to ${was || "none"}">was ${was || "none"}</button>`}</label>
+    <div class="name"><label for=${id}>${field.name}</label>${differs && html`<button type="button" class="link" onClick=${() => onText(field.path, was)} aria-label="Set ${field.path} back to ${was || "none"}">was ${was || "none"}</button>`}</div>
     ${control}
     <p id="${id}-about">${problem && html`<b class="bad">${problem} </b>`}<span class="quiet">${field.description}</span>${field.allowed && html`<span class=${problem ? "quiet" : "unseen"}> Allowed: ${field.allowed}</span>`}</p>
   </div>`;
