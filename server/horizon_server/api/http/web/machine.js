@@ -30,9 +30,9 @@ export function Machine({ node, queue, me }) {
     <ul class="devices">${devices.map((device) => html`<${Device} key=${device.name} device=${device} queue=${queue} me=${me}
       accelerator=${node.accelerators.find((one) => device.name === `cuda:${one.index}` || (device.name === "cuda" && one.index === 0))} />`)}</ul>
     <dl class="meters">
-      <div><dt>Memory</dt><dd>${bytes(used)} <span class="quiet">of ${bytes(limit)}</span></dd>
+      <div><dt>Memory</dt><dd>${bytes(used)} <span class="quiet">of ${bytes(limit)}</span>
         <${Bar} share=${used / limit} mark=${node.host_memory_promised_bytes / limit} label="Memory used: ${percent(used / limit)}" />
-        <dd class="quiet">${bytes(node.host_memory_promised_bytes)} promised to jobs</dd></div>
+        <span class="quiet">${bytes(node.host_memory_promised_bytes)} promised to jobs</span></dd></div>
       <div><dt>Disk free</dt><dd>${bytes(node.disk_free_bytes)}</dd></div>
       <div><dt>Processors</dt><dd>${node.num_cpus}</dd></div>
       ${node.accelerators.map((one) => html`<div key=${one.index}><dt>GPU ${one.index}</dt><dd>${one.name} <span class="quiet">${bytes(one.memory_bytes)}</span></dd></div>`)}

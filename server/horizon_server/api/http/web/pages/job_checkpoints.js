@@ -21,7 +21,7 @@ export function Checkpoints({ job, news, me }) {
   return html`
     ${job.deletion_time && html`<p class="notice">They are deleted <${Time} at=${job.deletion_time} />. ${may && html`<button type="button" class="small" onClick=${() => keepFiles(job)}>Keep them</button>`}</p>`}
     <${Card} id="checkpoints" title="${listed.length} on the node" aside=${bytes(total)} className="flush">
-      <table class="list checkpoints"><thead><tr><th>Step</th><th>Written</th><th class="num">Evaluation</th><th class="num">Size</th><th>On your laptop</th>${may && html`<th></th>`}</tr></thead>
+      <table class="list checkpoints"><thead><tr><th>Step</th><th>Written</th><th class="num">Evaluation</th><th class="num">Size</th><th>On your laptop</th>${may && html`<th><span class="unseen">Change</span></th>`}</tr></thead>
       <tbody>${listed.map((one) => html`<tr key=${one.step}>
         <td class="name"><b>${count(one.step)}</b> ${one.best && html`<span class="chip good">best</span>`} ${one.last && html`<span class="chip">newest</span>`} ${one.kept && html`<span class="chip run">kept</span>`}</td>
         <td data-label="Written"><${Time} at=${one.create_time} /></td>

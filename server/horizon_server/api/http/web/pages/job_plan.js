@@ -44,7 +44,7 @@ export function PlanAndUse({ job }) {
   const rows = Object.entries(report || {}).filter(([, n]) => n);
   return html`
     <${Card} id="plan" title="Plan"><${PlanFacts} plan=${plan} /><//>
-    ${step && predicted && html`<${Card} id="speed" title="Speed"><table class="list"><thead><tr><th></th><th class="num">Predicted</th><th class="num">Last step</th><th class="num">Ratio</th></tr></thead><tbody>
+    ${step && predicted && html`<${Card} id="speed" title="Speed"><table class="list"><thead><tr><th>Figure</th><th class="num">Predicted</th><th class="num">Last step</th><th class="num">Ratio</th></tr></thead><tbody>
       <tr><th scope="row">A step</th><td class="num" data-label="Predicted">${span(predicted.step_s)}</td><td class="num" data-label="Last step">${span(step.duration_s)}</td><td class="num" data-label="Ratio">${percent(step.duration_s / predicted.step_s)}</td></tr>
       <tr><th scope="row">Tokens per second</th><td class="num" data-label="Predicted">${short(predicted.tokens_per_second, 3)}</td><td class="num" data-label="Last step">${short(step.tokens_per_second, 3)}</td><td class="num" data-label="Ratio">${percent(step.tokens_per_second / predicted.tokens_per_second)}</td></tr>
     </tbody></table><//>`}
