@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from playwright.sync_api import Page, expect, sync_playwright
 from tests.support.page_world import PageWorld, fill, page_world
@@ -32,7 +33,7 @@ class Picture:
     shows: str
     """A text that is there once the page is."""
     size: tuple[int, int] = _WIDE
-    scheme: str = "light"
+    scheme: Literal["light", "dark"] = "light"
     prepare: Callable[[Page], None] = lambda page: None
 
 
@@ -51,7 +52,9 @@ PICTURES = (
     Picture(name="overview", address="/", shows="Ended in the last day"),
     Picture(name="job", address="/jobs/gsm8k-long?smooth=0.8", shows="Gradient norm", prepare=_hover),
     Picture(name="job-dark", address="/jobs/gsm8k-lr1e5", shows="Gradient norm", scheme="dark", prepare=_hover),
-    Picture(name="answers", address="/jobs/gsm8k-long?tab=evaluations", shows="expected", prepare=_down),
+    Picture(
+        name="answers", address="/jobs/gsm8k-long?tab=evaluations", shows="expected", size=(1280, 700), prepare=_down
+    ),
     Picture(name="compare", address="/compare?jobs=gsm8k-lr2e5,gsm8k-lr1e5,gsm8k-long", shows="Gradient norm"),
     Picture(name="queue", address="/queue", shows="Who has used it lately"),
     Picture(name="clone", address="/new?from=gsm8k-lr1e5", shows="Show the plan"),
@@ -69,8 +72,7 @@ def make_pictures(world: PageWorld, folder: Path) -> None:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         for picture in PICTURES:
             width, height = picture.size
-            scheme = "dark" if picture.scheme == "dark" else "light"
-            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=picture.scheme)
             context.add_init_script(f"sessionStorage.setItem('horizon-token', '{world.tokens['ann']}')")
             page = context.new_page()
             page.goto(world.url + picture.address)

@@ -54,7 +54,13 @@ def step_figures(job: str, step: int, num_steps: int, spec: dict[str, Any], dura
         "tokens_per_second": tokens / duration_s * (1 + chance.gauss(0.0, 0.015)),
         "overlap_ratio": min(1.0, 0.955 + chance.gauss(0.0, 0.012)),
         "method_figures": figures,
-        "host_memory_bytes": {"weights": 10_518_528, "moments": 21_037_056, "gradients": 10_420_000, "activations": 1_980_000, "other": 431_000_000},
+        "host_memory_bytes": {
+            "weights": 10_518_528,
+            "moments": 21_037_056,
+            "gradients": 10_420_000,
+            "activations": 1_980_000,
+            "other": 431_000_000,
+        },
     }
 
 

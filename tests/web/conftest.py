@@ -1,4 +1,4 @@
-"""A real browser over a real daemon: only the workers follow a script. Where the browser is missing, these tests skip."""
+"""A real browser over a real daemon; only the workers follow a script. Without the browser, these tests skip."""
 
 from __future__ import annotations
 

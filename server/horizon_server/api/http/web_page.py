@@ -82,7 +82,9 @@ class WebPage:
             digest.update(file.content)
         name = digest.hexdigest()[:16]
         # All modules at once: a browser would find each only in the one that imports it, one trip after another.
-        modules = [path for path in files if path.endswith(".js") and re.search(rb"\bexport\b[ {]", files[path].content)]
+        modules = [
+            path for path in files if path.endswith(".js") and re.search(rb"\bexport\b[ {]", files[path].content)
+        ]
         preloads = "\n".join(f'<link rel="modulepreload" href="{_FOLDER_MARK}/{path}">' for path in modules)
         document = document.replace(_PRELOAD_MARK, preloads).replace(_FOLDER_MARK, f"/web/{name}")
         assert not re.search(r"\s(?:style|on\w+)=", document), "the policy forbids styles and scripts in the document"

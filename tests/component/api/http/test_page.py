@@ -75,5 +75,13 @@ def test_the_whole_page_is_light() -> None:
 def test_no_script_writes_markup_or_runs_text() -> None:
     own = {path: file.content.decode() for path, file in WebPage.load().files.items() if not path.startswith("vendor/")}
     for path, text in own.items():
-        for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", ".cookie"):
+        for sink in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            ".cookie",
+        ):
             assert sink not in text, path

@@ -5,6 +5,8 @@ import { smooth } from "./series.js";
 
 const uPlot = window.uPlot;
 const FONT = "12px system-ui, sans-serif";
+/** So many points away a value is still that of the place that is pointed at; of evaluations, the next one is. */
+const REACH = 40;
 /** Steps of an axis of bytes: powers of two, so that its numbers are round. */
 const BYTE_STEPS = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
@@ -66,7 +68,7 @@ function tableOf(lines, { smoothing, band, format }) {
     const stroke = { stroke: hue, width: 1.75, dash: line.dash, spanGaps: true };
     if (isSmooth) wanted.push([line.mean, { ...stroke, stroke: faded(hue, 0.28), width: 1, points: { show: false } }]);
     const points = line.dots || line.steps.length === 1 ? { show: true, size: 6, fill: hue, stroke: hue } : { show: false };
-    wanted.push([isSmooth ? smooth(line.mean, smoothing) : line.mean, { ...stroke, points, shown: line.label, format }]);
+    wanted.push([isSmooth ? smooth(line.mean, smoothing) : line.mean, { ...stroke, points, shown: line.label, format, reach: line.dots ? Infinity : REACH }]);
     tables.push([line.steps, ...wanted.map(([values]) => values)]);
     columns.push(...wanted.map(([, options]) => options));
   }
@@ -161,7 +163,7 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
     u.series.forEach((column, number) => {
       if (!column.shown) return;
       const column_ = u.data[number];
-      const found = index === null ? lastOf(column_) : nearest(column_, index);
+      const found = index === null ? lastOf(column_) : nearest(column_, index, column.reach);
       if (values.current[i]) values.current[i].textContent = found < 0 ? "-" : column.format(column_[found]);
       if (found >= 0) at = Math.max(at ?? 0, u.data[0][index ?? found]);
       i += 1;
@@ -224,10 +226,10 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
   </figure>`;
 }
 
-/** The index of the value next to an index, within some places; lines with steps of their own have gaps. */
-function nearest(values, index) {
+/** The index of the value next to an index, so many places away at most; lines with steps of their own have gaps. */
+function nearest(values, index, reach) {
   if (values[index] !== null && values[index] !== undefined) return index;
-  for (let away = 1; away < 40; away += 1) {
+  for (let away = 1; away <= Math.min(reach, values.length); away += 1) {
     for (const i of [index - away, index + away]) if (values[i] !== null && values[i] !== undefined) return i;
   }
   return -1;
