@@ -29,8 +29,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pages(world: Any) -> LivePages:
-    return LivePages(world.services, OpenStreams(world.services.accounts, check_every_s=0.02))
+async def pages(world: Any) -> AsyncIterator[LivePages]:
+    streams = OpenStreams(world.services.accounts, check_every_s=0.02)
+    yield LivePages(world.services, streams)
+    streams.end()
+    if streams._checking is not None:  # it may be reading the database, which is closed next
+        await asyncio.wait([streams._checking])
 
 
 class Reader:
