@@ -6,14 +6,11 @@ The services decide who may see and change what.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import resources
 from typing import Any
 
 import uvicorn
@@ -25,6 +22,7 @@ from horizon_server.api.http.connections import ACCEPTED_AT_ONCE, BACKLOG, KEEP_
 from horizon_server.api.http.live import LivePages
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
 from horizon_server.api.http.series import SeriesOfJobs
+from horizon_server.api.http.web_page import add_web_page
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.network import Address, ServerCertificate, bound_socket
 from horizon_server.records.account import Principal
@@ -61,6 +59,7 @@ def make_app(
     app.state.live = LivePages(services, app.state.streams)
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
+    add_web_page(app)
     app.include_router(changes.router)
     app.include_router(routes.router)
     return app
@@ -71,7 +70,6 @@ def _add_open_routes(
 ) -> None:
     """Add what needs no token: probes and load balancers have none, and these answers show nothing of the daemon's
     work."""
-    page, policy = _load_page()
     exposition: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
     @app.get("/healthz")
@@ -93,30 +91,10 @@ def _add_open_routes(
         body, content_type = metrics.render(lambda labels, owners: may_see_series(principal, labels, owners))
         return Response(body, headers={"Content-Type": content_type})
 
-    # Not in the schema: it documents what scripts read.
-    @app.get("/", include_in_schema=False)
-    async def show_page() -> Response:
-        return Response(page, media_type="text/html", headers={"Content-Security-Policy": policy})
-
     @app.get("/version")
     async def show_version() -> VersionBody:
         """Show the daemon's version."""
         return VersionBody(version=app.version)
-
-
-def _load_page() -> tuple[bytes, str]:
-    """Return the one self-contained document, and the policy that lets exactly its own script and style run."""
-    folder = resources.files("horizon_server.api.http") / "web"
-    document = (folder / "page.html").read_text("utf-8")
-    policy = "default-src 'none'; "
-    for name, mark in (("script", "/*script*/"), ("style", "/*style*/")):
-        content = (folder / ("page.js" if name == "script" else "page.css")).read_text("utf-8")
-        assert document.count(mark) == 1
-        document = document.replace(mark, content)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        policy += f"{name}-src 'sha256-{digest}'; "
-    policy += "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    return document.encode(), policy
 
 
 class HttpServer(uvicorn.Server):
