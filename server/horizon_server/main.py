@@ -20,6 +20,7 @@ from typing import Any
 import sdnotify
 import structlog
 
+from horizon_server.api.certificates import addresses_of, certificate_of, watch_certificate
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.server import HttpServer, make_app, start_http_server
 from horizon_server.api.limits import CallLimits
@@ -51,11 +52,7 @@ from horizon_server.jobs.usage import UsageMeter
 from horizon_server.network import (
     Address,
     ServerCertificate,
-    given_certificate,
     is_loopback,
-    own_certificate,
-    parse_address,
-    with_client_authority,
 )
 from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
@@ -108,8 +105,6 @@ _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
 _STORED_EVERY_S = 60.0
-CERTIFICATE_EVERY_S = 30.0
-"""How soon a certificate is served that was replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +168,8 @@ async def _serve(settings: Settings) -> None:
     # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
-    addresses = _addresses(settings)
-    certificate = _certificate(settings, *addresses)
+    addresses = addresses_of(settings)
+    certificate = certificate_of(settings, *addresses)
     found = await find_accelerators()
     await asyncio.to_thread(remove_left_copies)
     kept = await asyncio.to_thread(keep_before_migration, settings.database_path)
@@ -430,23 +425,6 @@ def _wire_scheduler(
     return scheduler
 
 
-def _addresses(settings: Settings) -> tuple[Address, Address]:
-    return parse_address("grpc", settings.grpc), parse_address("http", settings.http)
-
-
-def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
-    """Return the certificate to serve with; None on loopback, where none was asked for."""
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        certificate = given_certificate(settings.tls_cert, settings.tls_key)
-    elif settings.tls_client_ca is None and all(is_loopback(address.host) for address in addresses):
-        return None
-    else:
-        # These two mean all addresses of the machine, and no client connects to them.
-        hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
-        certificate = own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
-    return with_client_authority(certificate, settings.tls_client_ca)
-
-
 async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
@@ -529,37 +507,6 @@ async def feed_watchdog() -> None:
     finally:
         if notifier.socket is not None:
             notifier.socket.close()
-
-
-async def watch_certificate(
-    settings: Settings,
-    certificate: ServerCertificate | None,
-    servers: Sequence[GrpcServer | HttpServer],
-    metrics: Metrics,
-    *,
-    look_every_s: float = CERTIFICATE_EVERY_S,
-) -> None:
-    """Serve new connections with a certificate whose files are replaced, and make a new one of the daemon's own before
-    it ends. Connections that are open stay."""
-    stamp = None if certificate is None else await in_thread(certificate.stamp)
-    while certificate is not None:
-        await asyncio.sleep(look_every_s)
-        try:
-            await in_thread(partial(_certificate, settings, *_addresses(settings)))
-            now = await in_thread(certificate.stamp)
-            if now == stamp:
-                continue
-            await in_thread(certificate.check)
-            expires_s = await in_thread(lambda: certificate.expires_s)
-            for server in servers:
-                await server.load_certificate(certificate)
-        except (HorizonError, OSError) as error:
-            # Perhaps one of the two files is replaced already and the other one is not.
-            log.warning("the new certificate cannot be used yet; the one before stays", why=str(error))
-            continue
-        stamp = now
-        metrics.set_certificate_expiry(expires_s)
-        log.info("new connections get the new certificate", file=str(certificate.certificate))
 
 
 async def _count_stored(parts: Parts) -> None:

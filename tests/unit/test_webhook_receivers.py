@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from horizon_proto.v1 import webhook_pb2
-from horizon_server.api.grpc.audited import described
+from horizon_server.api.grpc.audited import asked_by, resource_of
 from horizon_server.errors import InvalidSpec
 from horizon_server.services.webhooks.receiver import MAX_URL_CHARS, Receivers
 
@@ -66,4 +66,4 @@ async def test_few_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch
 async def test_the_audit_log_has_neither_address_nor_secret() -> None:
     request = webhook_pb2.CreateWebhookRequest(url="https://hooks.example/T0/key", secret="whsec_x", format="slack")
     answer = webhook_pb2.CreateWebhookResponse(webhook=webhook_pb2.Webhook(webhook_id="wh_1", url=request.url))
-    assert described(request, answer) == ("wh_1", '{"format": "slack"}')
+    assert (resource_of(answer), asked_by(request).values) == ("wh_1", {"format": "slack"})

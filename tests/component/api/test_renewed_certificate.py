@@ -13,9 +13,9 @@ from typing import Any
 from cryptography import x509
 
 from horizon_client import AsyncClient
+from horizon_server.api.certificates import watch_certificate
 from horizon_server.api.grpc.server import start_grpc_server
 from horizon_server.api.http.server import make_app, start_http_server
-from horizon_server.main import watch_certificate
 from horizon_server.network import given_certificate, own_certificate
 from horizon_server.settings import load_settings
 

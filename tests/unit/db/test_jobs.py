@@ -186,8 +186,8 @@ async def test_events_are_visited_as_plain_data_those_of_the_kinds_that_are_want
     ]
     assert math.isnan(seen[2][2]["loss"])
     assert seen[1][2]["answers"][0]["prompt"] == "\ud83d"
-    assert await store.visit_events("job_1", first, 1, ("step",), lambda number, *_: seen.append(number)) == 1
-    assert seen[-1] == first + 3
+    assert await store.visit_events("job_1", first, 1, ("step",), lambda *event: seen.append(event)) == 1
+    assert seen[-1][0] == first + 3
 
 
 async def test_many_jobs_of_one_user_do_not_hide_those_of_others(store: JobStore) -> None:
