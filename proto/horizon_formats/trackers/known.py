@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 TRACKERS: Mapping[str, str] = {
-    "tensorboard": "tensorboardX",
+    "tensorboard": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "trackio": "trackio",
