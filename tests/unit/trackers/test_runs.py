@@ -30,6 +30,14 @@ def job() -> TrackedJob:
     return JOB
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_wandb() -> Iterator[None]:
+    """W&B's own process ends with these tests, not with all."""
+    yield
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
+
+
 @pytest.fixture(autouse=True)
 def _no_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
