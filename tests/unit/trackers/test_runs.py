@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 from tests.unit.trackers.events import JOB, eval_event, points, step_event, steps
 
-from horizon_formats.trackers import Ending, Follower, Target, TrackedJob, TrackerFailed, TrackerMissing, point_of
+from horizon_formats.trackers import (
+    Ending,
+    Follower,
+    Target,
+    TrackedJob,
+    TrackerFailed,
+    TrackerMissing,
+    known,
+    point_of,
+)
 
 # Of the trackers' own packages
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -274,3 +283,10 @@ def test_a_missing_package_is_named_with_its_command(
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(TrackerMissing, match=r"^trackio needs .* pip install 'horizon-train\[trackio\]'$"):
         Follower("trackio", job, _target(tmp_path))
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horizon_no_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(known.TRACKERS, "wandb", "horizon_no_tracker")
+    assert not known.is_installed("wandb")
