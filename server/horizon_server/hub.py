@@ -105,14 +105,14 @@ def find_model(repo: str, revision: str | None) -> HubModel:
     try:
         with _hub_errors(repo, revision):
             info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+            # Both become names of folders.
+            if not is_hub_id(info.id) or not _COMMIT.fullmatch(info.sha or ""):
+                raise InvalidModel(f"the hub names {repo} {info.id!r:.80} at {info.sha!r:.80}, which no repository is")
             names = {file.rfilename for file in info.siblings or ()}
             _check_names(repo, names)
             metadata = HfApi().get_safetensors_metadata(repo, revision=info.sha, timeout=_TIMEOUT_S)
     except (OfflineModeIsEnabled, _TRANSPORT_ERROR) as error:
         return _find_cached(repo, revision, why=error)
-    # Both become names of folders.
-    if not is_hub_id(info.id) or not _COMMIT.fullmatch(info.sha or ""):
-        raise InvalidModel(f"the hub names {repo} {info.id!r:.80} at {info.sha!r:.80}, which no repository is")
     wanted = _wanted(names, weights=set(metadata.files_metadata))
     files = tuple(
         HubFile(

@@ -125,7 +125,7 @@ def tensors_of_config(folder: Path) -> list[tuple[str, str, list[int]]]:
         InvalidModel: as `load_config` and `build_meta_model` do.
     """
     config = load_config(folder)
-    dtype = {torch.float32: "F32", torch.float16: "F16"}.get(config.dtype, "BF16")
+    dtype = "F32" if config.dtype == torch.float32 else "F16" if config.dtype == torch.float16 else "BF16"
     # One name for tensors that are tied: a folder holds them once.
     once = {
         id(tensor): (name, tensor) for name, tensor in reversed(checkpoint_tensors(build_meta_model(config)).items())

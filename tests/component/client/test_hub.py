@@ -16,7 +16,7 @@ from click.testing import Result
 from tests.support.hub import Repository, StandInHub, used_hub
 
 from horizon_client import Client
-from horizon_client.errors import BadConfig, InvalidRequest, NotAllowed, NotFound
+from horizon_client.errors import BadConfig, InvalidRequest, NotAllowed, NotFound, TooLarge
 from horizon_server.records.job import JobRecord
 
 if TYPE_CHECKING:
@@ -125,6 +125,12 @@ def test_a_config_that_is_none_of_a_decoder_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidRequest, match=why):
+        client.jobs.plan({"name": "p", "model": str(tmp_path), "dataset": "gsm8k"})
+
+
+def test_a_config_beyond_its_limit_is_refused(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "_": "x" * (1 << 20)}))
+    with pytest.raises(TooLarge, match=r"config\.json has 10486.. bytes; at most 1048576 are planned from"):
         client.jobs.plan({"name": "p", "model": str(tmp_path), "dataset": "gsm8k"})
 
 
