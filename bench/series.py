@@ -1,5 +1,5 @@
-"""How long the curves of a job of 100,000 steps take to come, from REST in process: with nothing read yet, again, after
-one more step, and a part of it in detail.
+"""How long the curves of a job of 100,000 steps take to come, from REST in process: as a sketch, with nothing read
+yet, again, after one more step, and a part of it in detail.
 
     python -m bench.series [STEPS]
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from horizon_server.api.http.series import SeriesOfJobs
+from horizon_server.api.http.series import AskedSeries, SeriesOfJobs
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.events import StepDone, encode
@@ -69,18 +69,19 @@ async def _run(folder: Path, num_steps: int) -> None:
         async def measure(what: str, last: int, **asked: Any) -> None:
             job = cast(Any, SimpleNamespace(job_id="job", num_steps=last, last_sequence=last))
             began_s, used_s = time.perf_counter(), time.process_time()
-            body = await series.body(cast(Any, Reader()), job, **asked)
+            body = await series.body(cast(Any, Reader()), job, AskedSeries(points=1000, **asked))
             took_s, used_s = time.perf_counter() - began_s, time.process_time() - used_s
             print(f"| {what} | {took_s * 1e3:.0f} ms | {used_s * 1e3:.0f} ms | {math.ceil(len(body) / 1000)} kB |")
 
         print(f"{num_steps} steps\n\n| what | time | processor time | answer |\n| --- | --- | --- | --- |")
-        await measure("first request", num_steps, points=1000)
-        await measure("the same again", num_steps, points=1000)
+        await measure("a sketch", num_steps, sketch=True)
+        await measure("all of it, first", num_steps)
+        await measure("the same again", num_steps)
         _write(path, num_steps + 1, num_steps + 1)
-        await measure("after one more step", num_steps + 1, points=1000)
-        await measure("loss alone", num_steps + 1, points=1000, wanted=("loss",))
+        await measure("after one more step", num_steps + 1)
+        await measure("loss alone", num_steps + 1, names=("loss",))
         middle = num_steps // 2
-        await measure("2,000 steps of it", num_steps + 1, points=1000, from_step=middle, to_step=middle + 1999)
+        await measure("2,000 steps of it", num_steps + 1, from_step=middle, to_step=middle + 1999)
 
 
 if __name__ == "__main__":

@@ -888,6 +888,8 @@ class DeviceStatus:
     """The job whose turn it is; empty while no job uses it."""
     num_residents: int
     """Resident jobs that share it."""
+    holder_name: str
+    """The name of the job whose turn it is; empty where the caller may not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from sqlalchemy import (
     delete,
     func,
     insert,
+    not_,
     or_,
     select,
     type_coerce,
@@ -383,14 +384,21 @@ class JobStore:
         return await self._database.read(read)
 
     async def visit_events(
-        self, job_id: str, sequence: int, limit: int, kinds: Sequence[str], visit: VisitEvent
+        self, job_id: str, sequence: int, limit: int, kinds: Sequence[str], visit: VisitEvent, every: int = 1
     ) -> int:
-        """Give events of these kinds with a greater number to `visit`, in order and in a thread; return how many."""
+        """Give events of these kinds with a greater number to `visit`, in order and in a thread; return how many.
+
+        Args:
+            every: of steps, about one in so many is given.
+        """
         # One by one, as plain data: of a hundred thousand, records take ten times as long to make, and to keep them all
         # twice as long.
         is_wanted = or_(*(EventRow.body.startswith(f'{{"kind":"{kind}"') for kind in kinds))
         query = select(EventRow.sequence, EventRow.time_s, EventRow.body)
         query = query.where(EventRow.job_id == job_id, EventRow.sequence > sequence, is_wanted)
+        if every > 1:
+            is_step = EventRow.body.startswith('{"kind":"step"')
+            query = query.where(or_(EventRow.sequence % every == 0, not_(is_step)))
 
         def read(connection: Connection) -> int:
             rows = 0

@@ -301,10 +301,10 @@ class JobService:
             yield event
 
     async def visit_events(
-        self, job: JobRecord, *, kinds: Sequence[str], after: int, limit: int, visit: VisitEvent
+        self, job: JobRecord, *, kinds: Sequence[str], after: int, limit: int, visit: VisitEvent, every: int = 1
     ) -> int:
         """Give events of a job that the caller was allowed to get to `visit`, as `JobStore.visit_events` does."""
-        return await self.journal.store.visit_events(job.job_id, after, limit, kinds, visit)
+        return await self.journal.store.visit_events(job.job_id, after, limit, kinds, visit, every)
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False

@@ -241,6 +241,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         ),
     ),
     "CheckpointService/DeleteCheckpoint": (Case(CHANGE_JOB, _checkpoint_to_delete),),
+    "CheckpointService/KeepCheckpoint": (
+        Case(
+            CHANGE_JOB,
+            _of(lambda job_id: checkpoint_pb2.KeepCheckpointRequest(job_id=job_id, step=3, kept=True), job_id=_known),
+        ),
+    ),
     "BlobService/FindMissingBlobs": (Case(CREATE, _is(blob_pb2.FindMissingBlobsRequest(blobs=[_REF]))),),
     "BlobService/WriteBlob": (
         Case(CREATE, _is(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=_REF, data=_CONTENT)))),
@@ -333,6 +339,12 @@ def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_ch
 
 OPEN_ROUTES = ("/", "/version", "/openapi.json", "/healthz", "/readyz")
 ROUTES: Mapping[str, Row] = {
+    "/horizon/v1/me": ALL,
+    "/horizon/v1/job-schema": ALL,
+    "/horizon/v1/stream": SEE_JOB,
+    "/horizon/v1/jobs/{job_id}/series": SEE_JOB,
+    "/horizon/v1/jobs/{job_id}/log": SEE_JOB,
+    "/horizon/v1/jobs/{job_id}/answers": SEE_JOB,
     "/horizon/v1/node": ALL,
     "/horizon/v1/queue": ALL,
     "/horizon/v1/usage": ALL,
@@ -347,7 +359,32 @@ ROUTES: Mapping[str, Row] = {
     "/horizon/v1/datasets/{name}/preview": SEE_PUSHED,
     "/horizon/v1/models": ALL,
 }
-_HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404}
+# Each answers whom the call of gRPC answers.
+CHANGES: Mapping[tuple[str, str], tuple[str, Callable[[Any, Scene], Any]]] = {
+    ("POST", "/horizon/v1/jobs"): (
+        "JobService/SubmitJob",
+        lambda r, scene: {**_spec_body(scene), "request_id": r.request_id},
+    ),
+    ("POST", "/horizon/v1/jobs/plan"): ("JobService/PlanJob", lambda _, scene: _spec_body(scene)),
+    ("POST", "/horizon/v1/jobs/{job_id}/pause"): ("JobService/PauseJob", lambda *_: None),
+    ("POST", "/horizon/v1/jobs/{job_id}/resume"): ("JobService/ResumeJob", lambda *_: None),
+    ("POST", "/horizon/v1/jobs/{job_id}/cancel"): ("JobService/CancelJob", lambda *_: None),
+    ("POST", "/horizon/v1/jobs/{job_id}/keep"): ("HousekeepingService/KeepJob", lambda *_: None),
+    ("PATCH", "/horizon/v1/jobs/{job_id}"): ("JobService/UpdateJob", lambda r, _: {"priority": r.priority}),
+    ("DELETE", "/horizon/v1/jobs/{job_id}/checkpoints/{step}"): (
+        "CheckpointService/DeleteCheckpoint",
+        lambda *_: None,
+    ),
+    ("POST", "/horizon/v1/jobs/{job_id}/checkpoints/{step}/keep"): (
+        "CheckpointService/KeepCheckpoint",
+        lambda r, _: {"kept": r.kept},
+    ),
+}
+_HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "FAILED_PRECONDITION": 409}
+
+
+def _spec_body(scene: Scene) -> dict[str, Any]:
+    return {"spec": scene.daemon.spec("theirs", dataset="public", project="ann").to_mapping()}
 
 
 def expected(outcomes: Row, caller: str) -> str:
@@ -398,9 +435,10 @@ async def _call(channel: grpc.aio.Channel, service: Any, method: Any, request: A
 
 async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> None:
     app = make_app(scene.services, scene.world.metrics, metrics_open=False, ready=lambda: None)
-    routes = {route.path: route for route in _routes_of(app)}
-    assert routes.keys() == {*ROUTES, *OPEN_ROUTES, "/metrics"}, "every route needs a case"
-    assert all((route.methods or set()) <= {"GET", "HEAD"} for route in routes.values()), "REST only reads"
+    app.state.streams.end()  # so that they end at once for those who may open one
+    served = {(method, route.path) for route in _routes_of(app) for method in route.methods or ()}
+    routes = {path for method, path in served if method == "GET"}
+    assert routes == {*ROUTES, *OPEN_ROUTES, "/metrics"}, "every route needs a case"
     wrong = []
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://node") as client:
         for template in routes:
@@ -409,6 +447,7 @@ async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> No
                 token = scene.tokens[caller]
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
                 query = {"model": "tiny"} if path.endswith("/preview") else {}
+                query = {"jobs": scene.job.job_id} if path.endswith("/stream") else query
                 code = (await client.get(path, headers=headers, params=query)).status_code
                 if template == "/metrics":
                     should = 401 if caller in REFUSED else 200
@@ -418,6 +457,26 @@ async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> No
                     should = 401 if caller in REFUSED else _HTTP[expected(ROUTES[template], caller)]
                 if code != should:
                     wrong.append(f"{template} {caller}: {code}, not {should}")
+    assert not wrong, "\n".join(wrong)
+
+
+async def test_every_change_by_rest_answers_every_caller_as_that_by_grpc(scene: Scene) -> None:
+    app = make_app(scene.services, scene.world.metrics, metrics_open=False, ready=lambda: None)
+    served = {(method, route.path) for route in _routes_of(app) for method in route.methods or ()}
+    assert {one for one in served if one[0] not in ("GET", "HEAD")} == CHANGES.keys(), "every change needs a case"
+    wrong = []
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://node") as client:
+        for (method, template), (call, body) in CHANGES.items():
+            for caller in CALLERS:
+                case = CASES[call][0]
+                request = await case.make(scene)
+                path = template.format(job_id=getattr(request, "job_id", ""), step=getattr(request, "step", 0))
+                headers = {"Authorization": f"Bearer {scene.tokens[caller]}"} if scene.tokens[caller] else {}
+                answer = await client.request(method, path, headers=headers, json=body(request, scene))
+                outcome = expected(case.outcomes, caller)
+                should = 401 if caller in REFUSED else _HTTP[case.instead if outcome == "OK" else outcome]
+                if answer.status_code != should and not (should == 200 and answer.status_code == 204):
+                    wrong.append(f"{method} {template} {caller}: {answer.status_code}, not {should}: {answer.text}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -27,6 +27,7 @@ from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.sharing import QueueEntry
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, TooManyCalls
 from horizon_server.events import JobEvent, StepDone, kind_of
+from horizon_server.figures import QueueFigures
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobRecord, JobState
 from horizon_server.services.node import NodeStatus
@@ -303,13 +304,16 @@ def _few(events: Sequence[JobEvent]) -> Iterator[JobEvent]:
             yield event
 
 
-_EVALUATION = {"answers", "h2d", "d2h"}
+_OF_QUEUES = {field.name for field in dataclasses.fields(QueueFigures)}
+_OF_STEP = _OF_QUEUES | {"model_flops", "host_memory_bytes", "device_memory_bytes"}
+_OF_EVALUATION = _OF_QUEUES | {"answers"}
 _NOT_IN_SUMMARY: Any = {
     "plan": True,
     "data_report": True,
     "first_eval": True,
-    "best_eval": _EVALUATION,
-    "last_eval": _EVALUATION,
+    "last_step": _OF_STEP,
+    "best_eval": _OF_EVALUATION,
+    "last_eval": _OF_EVALUATION,
     "spec": JobSpec.model_fields.keys() - {"name", "model", "dataset", "method"},
 }
 """What a list of jobs does not show."""

@@ -21,7 +21,7 @@ from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import ErrorBody
 from horizon_server.api.http.live import RETRY_MS, SEPARATOR, TOPICS, LivePages, event_body, frame
 from horizon_server.api.http.middleware import Caller, Services, error_body
-from horizon_server.api.http.series import MAX_FIGURES, MAX_POINTS, CurveBody, SeriesBody, SeriesOfJobs
+from horizon_server.api.http.series import MAX_FIGURES, MAX_POINTS, AskedSeries, CurveBody, SeriesBody, SeriesOfJobs
 from horizon_server.api.services import OpenStreams
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
@@ -320,13 +320,15 @@ async def get_series(
         list[FigureName] | None,
         Query(max_length=MAX_FIGURES, description="Figures to show (repeatable). Default: all."),
     ] = None,
+    sketch: Annotated[
+        bool,
+        Query(description="Where much is to be read first, read some of the steps only; then `complete` is false."),
+    ] = False,
 ) -> Response:
     """Show curves of what the job's steps and evaluations measured, for plots: each point is the mean, the least and
     the greatest value of `every_steps` steps. A range of at most 20,000 steps is read again, in full detail."""
-    job = await services.jobs.get(caller, job_id)
-    body = await series.body(
-        services.jobs, job, points=points, from_step=from_step, to_step=to_step, wanted=tuple(name or ())
-    )
+    asked = AskedSeries(points=points, from_step=from_step, to_step=to_step, names=tuple(name or ()), sketch=sketch)
+    body = await series.body(services.jobs, await services.jobs.get(caller, job_id), asked)
     return Response(body, media_type="application/json")
 
 

@@ -7,7 +7,9 @@ import asyncio
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -27,6 +29,8 @@ MAX_MARKS = 500
 KEPT_SERIES = 16
 # Steps that are read again, to show a part of a long job in more detail.
 MAX_DETAIL_STEPS = 20_000
+SKETCHED_EVENTS = 10_000
+"""A sketch reads about so many steps."""
 # Events read at a time, so that other calls get their turn in between.
 _BATCH = 5000
 _KINDS = ("step", "eval", "state", "checkpoint")
@@ -96,6 +100,7 @@ class SeriesBody(BaseModel):
     job_id: str
     num_steps: int
     last_sequence: int = Field(description="Number of the last event that is in the answer.")
+    complete: bool = Field(description="False for a sketch, of which only some steps were read.")
     every_steps: int
     steps: list[int] = Field(description="The last step of each point.")
     series: dict[str, CurveOfFigure] = Field(
@@ -104,6 +109,20 @@ class SeriesBody(BaseModel):
     )
     evals: EvalSeries
     marks: list[Mark]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedSeries:
+    """Which curves a request asks for: at most so many points of a range of steps, all figures or those that are named.
+
+    With `sketch`, where much is to be read first, only some of the steps are read.
+    """
+
+    points: int
+    from_step: int = 0
+    to_step: int = _LAST
+    names: Sequence[str] = ()
+    sketch: bool = False
 
 
 class _Steps:
@@ -150,11 +169,13 @@ class _JobSeries:
         self.marks: list[Mark] = []
         self._coming = _Steps(self.steps)
 
-    async def read(self, jobs: JobService, job: JobRecord) -> None:
-        """Read on, to the last event that the caller's record knows of: a running job keeps writing, and this must
-        end."""
+    async def read(self, jobs: JobService, job: JobRecord, *, every: int = 1) -> None:
+        """Read on, to the last event that the caller's record knows of: a running job keeps writing, and this must end.
+        Of steps, about one in `every` is read."""
         while self.sequence < job.last_sequence:
-            number = await jobs.visit_events(job, kinds=_KINDS, after=self.sequence, limit=_BATCH, visit=self._take)
+            number = await jobs.visit_events(
+                job, kinds=_KINDS, after=self.sequence, limit=_BATCH, visit=self._take, every=every
+            )
             self._coming.put()
             if number < _BATCH:
                 self.sequence = max(self.sequence, job.last_sequence)  # what follows is of other kinds
@@ -215,69 +236,47 @@ class SeriesOfJobs:
 
     async def curve(self, jobs: JobService, job: JobRecord) -> CurveBody:
         """Return the loss curve up to now."""
-        series = await self._read(jobs, job)
-        names = tuple(name for name in CurvePoint.model_fields if name != "step")
-        sampled = series.steps.sampled(points=MAX_POINTS, from_step=0, to_step=_LAST, wanted=names)
-        columns = [sampled.curves[name].mean.tolist() for name in names if name in sampled.curves]
-        return CurveBody(
-            job_id=job.job_id,
-            num_steps=job.num_steps,
-            every_steps=sampled.every_steps,
-            points=[
-                CurvePoint(step=step, **dict(zip(names, values, strict=True)))
-                for step, *values in zip(sampled.steps.tolist(), *columns, strict=True)
-            ],
-            evals=[EvalPoint(step=step, eval_loss=figures["eval_loss"]) for step, figures in series.evals],
-        )
+        async with self._read(jobs, job) as series:
+            names = tuple(name for name in CurvePoint.model_fields if name != "step")
+            sampled = series.steps.sampled(points=MAX_POINTS, from_step=0, to_step=_LAST, wanted=names)
+            columns = [sampled.curves[name].mean.tolist() for name in names if name in sampled.curves]
+            return CurveBody(
+                job_id=job.job_id,
+                num_steps=job.num_steps,
+                every_steps=sampled.every_steps,
+                points=[
+                    CurvePoint(step=step, **dict(zip(names, values, strict=True)))
+                    for step, *values in zip(sampled.steps.tolist(), *columns, strict=True)
+                ],
+                evals=[EvalPoint(step=step, eval_loss=figures["eval_loss"]) for step, figures in series.evals],
+            )
 
-    async def body(
-        self,
-        jobs: JobService,
-        job: JobRecord,
-        *,
-        points: int,
-        from_step: int = 0,
-        to_step: int = _LAST,
-        wanted: Sequence[str] = (),
-    ) -> str:
-        """Return a `SeriesBody` as JSON: the curves of a range of steps, all figures or those that are wanted."""
-        series = await self._read(jobs, job)
-        steps = await self._detail(jobs, job, series, from_step, to_step) or series.steps
-        sampled = steps.sampled(points=points, from_step=from_step, to_step=to_step, wanted=wanted or None)
-        evals = [(step, figures) for step, figures in series.evals if from_step <= step <= to_step]
-        names = dict.fromkeys(name for _, figures in evals for name in figures if not wanted or name in wanted)
-        fields = {
-            "job_id": json.dumps(job.job_id),
-            "num_steps": str(job.num_steps),
-            "last_sequence": str(series.sequence),
-            "every_steps": str(sampled.every_steps),
-            "steps": json.dumps(sampled.steps.tolist(), separators=(",", ":")),
-            "series": _object({name: _curve(sampled, name) for name in sampled.curves}),
-            "evals": _object(
-                {
-                    "steps": json.dumps([step for step, _ in evals]),
-                    "series": _object({name: _numbers(figures.get(name) for _, figures in evals) for name in names}),
-                }
-            ),
-            "marks": f"[{','.join(mark.model_dump_json() for mark in series.marks)}]",
-        }
-        return _object(fields)
+    async def body(self, jobs: JobService, job: JobRecord, asked: AskedSeries) -> str:
+        """Return a `SeriesBody` as JSON."""
+        known = self._kept.get(job.job_id)
+        every = (job.last_sequence - (known.sequence if known else 0)) // SKETCHED_EVENTS
+        if asked.sketch and every > 1:
+            series = _JobSeries()
+            await series.read(jobs, job, every=every)
+            return _body_text(job, series, series.steps, asked, complete=False)
+        async with self._read(jobs, job) as series:
+            steps = await self._detail(jobs, job, series, asked) or series.steps
+            return _body_text(job, series, steps, asked, complete=True)
 
-    async def _read(self, jobs: JobService, job: JobRecord) -> _JobSeries:
-        """Return what is known of a job after a look at the events since the last one."""
+    @asynccontextmanager
+    async def _read(self, jobs: JobService, job: JobRecord) -> AsyncIterator[_JobSeries]:
+        """Give what is known of a job after a look at the events since the last one; nobody reads on in the block."""
         series = self._kept.setdefault(job.job_id, _JobSeries())
         self._kept.move_to_end(job.job_id)
         while len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)
         async with series.lock:
             await series.read(jobs, job)
-        return series
+            yield series
 
-    async def _detail(
-        self, jobs: JobService, job: JobRecord, series: _JobSeries, from_step: int, to_step: int
-    ) -> Buckets | None:
+    async def _detail(self, jobs: JobService, job: JobRecord, series: _JobSeries, asked: AskedSeries) -> Buckets | None:
         """Return the steps of a range, each for itself, read again; None where they are at hand, or too many."""
-        from_step, to_step = max(1, from_step), min(to_step, series.steps.last_step)
+        from_step, to_step = max(1, asked.from_step), min(asked.to_step, series.steps.last_step)
         is_all = from_step == 1 and to_step == series.steps.last_step
         if is_all or series.steps.every_steps == 1 or not 0 <= to_step - from_step < MAX_DETAIL_STEPS:
             return None
@@ -300,6 +299,30 @@ class SeriesOfJobs:
             number = await jobs.visit_events(job, kinds=("step",), after=reached, limit=_BATCH, visit=take)
             coming.put()
         return detail
+
+
+def _body_text(job: JobRecord, series: _JobSeries, steps: Buckets, asked: AskedSeries, *, complete: bool) -> str:
+    wanted, from_step, to_step = asked.names, asked.from_step, asked.to_step
+    sampled = steps.sampled(points=asked.points, from_step=from_step, to_step=to_step, wanted=wanted or None)
+    evals = [(step, figures) for step, figures in series.evals if from_step <= step <= to_step]
+    names = dict.fromkeys(name for _, figures in evals for name in figures if not wanted or name in wanted)
+    fields = {
+        "job_id": json.dumps(job.job_id),
+        "num_steps": str(job.num_steps),
+        "last_sequence": str(series.sequence),
+        "complete": json.dumps(complete),
+        "every_steps": str(sampled.every_steps),
+        "steps": json.dumps(sampled.steps.tolist(), separators=(",", ":")),
+        "series": _object({name: _curve(sampled, name) for name in sampled.curves}),
+        "evals": _object(
+            {
+                "steps": json.dumps([step for step, _ in evals]),
+                "series": _object({name: _numbers(figures.get(name) for _, figures in evals) for name in names}),
+            }
+        ),
+        "marks": f"[{','.join(mark.model_dump_json() for mark in series.marks)}]",
+    }
+    return _object(fields)
 
 
 def _curve(sampled: Sampled, name: str) -> str:

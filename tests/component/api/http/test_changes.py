@@ -114,7 +114,8 @@ async def test_a_priority_is_set_and_a_wrong_one_is_named(ann: httpx.AsyncClient
     assert refused.status_code == 400
     assert refused.json()["error"]["violations"][0]["field"] == "priority"
     assert (await ann.patch(url, json={"priority": 500})).json()["error"]["reason"] == "NOT_ALLOWED"
-    for wrong in ({}, {"priority": "3"}, {"priority": 10**30}, {"priority": None}, [], "3"):
+    malformed: tuple[Any, ...] = ({}, {"priority": "3"}, {"priority": 10**30}, {"priority": None}, [], "3")
+    for wrong in malformed:
         assert (await ann.patch(url, json=wrong)).status_code == 422, wrong
 
 

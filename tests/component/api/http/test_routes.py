@@ -9,6 +9,7 @@ import math
 import time
 import uuid
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -37,6 +38,7 @@ GUARDED = [
     *_OF_A_JOB,
     "me",
     "job-schema",
+    "stream",
     "node",
     "queue",
     "usage",
@@ -391,7 +393,16 @@ async def test_the_node_says_how_it_is_shared(ann: httpx.AsyncClient, world: Any
     node = (await ann.get("/horizon/v1/node")).json()
     nothing = {"window_start_time": None, "window_end_time": None}
     assert (node["mode"], node["condition"]) == ("cordoned", {"mode": "cordoned", "message": "new driver", **nothing})
-    assert node["devices"] == [{"name": "host", "holder": "", "num_residents": 0}]
+    assert node["devices"] == [{"name": "host", "holder": "", "num_residents": 0, "holder_name": ""}]
+
+
+async def test_who_may_see_the_job_whose_turn_it_is_gets_its_name(connect: Any, world: Any) -> None:
+    job = await world.job(name="night", state=JobState.RUNNING)
+    holder = SimpleNamespace(job=SimpleNamespace(job_id=job.job_id))
+    world.daemon.parts.scheduler.turns["host"].holder = holder
+    for user, name in (("ann", "night"), ("eve", "night"), ("bob", "")):
+        (device,) = (await connect(user).get("/horizon/v1/node")).json()["devices"]
+        assert (device["holder"], device["holder_name"]) == (job.job_id, name)
 
 
 async def test_checkpoints(ann: httpx.AsyncClient, world: Any) -> None:
@@ -434,7 +445,7 @@ async def test_what_a_path_does_not_take_is_said(ann: httpx.AsyncClient) -> None
     answer = await ann.put("/horizon/v1/jobs", json={"name": "x"})
     assert answer.status_code == 405
     assert answer.json()["error"]["reason"] == "METHOD_NOT_ALLOWED"
-    assert "gRPC" in answer.json()["error"]["message"]
+    assert "GET /openapi.json lists what is" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("length", ["65537", "-1", "9" * 40, "many"])

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from horizon_server.api.http.buckets import Buckets, Sampled
-from horizon_server.api.http.series import MAX_EVALS, MAX_FIGURES, MAX_MARKS, MAX_POINTS, SeriesOfJobs, _JobSeries
+from horizon_server.api.http.series import (
+    MAX_EVALS,
+    MAX_FIGURES,
+    MAX_MARKS,
+    MAX_POINTS,
+    AskedSeries,
+    SeriesOfJobs,
+    _JobSeries,
+)
 from horizon_server.events import CheckpointWritten, EvalDone, StateChanged
 from horizon_server.figures import EvalSetFigures
 from horizon_server.records.job import JobState
@@ -202,10 +210,12 @@ async def test_each_event_is_read_once_whoever_asks_and_when(
     started = reads(world, monkeypatch)
     series, jobs = SeriesOfJobs(), world.services.jobs
     job = await world.job(*(make_step(step) for step in range(1, 8)))
-    at_once = await asyncio.gather(
-        *(series.curve(jobs, job) for _ in range(5)), *(series.body(jobs, job, points=9) for _ in range(5))
+    curves, bodies = await asyncio.gather(
+        asyncio.gather(*(series.curve(jobs, job) for _ in range(5))),
+        asyncio.gather(*(series.body(jobs, job, AskedSeries(points=9)) for _ in range(5))),
     )
-    assert all([point.step for point in curve.points] == list(range(1, 8)) for curve in at_once[:5])
+    assert all([point.step for point in curve.points] == list(range(1, 8)) for curve in curves)
+    assert len(set(bodies)) == 1
     assert started == [0]
     later = await world.append(
         job, make_step(8), make_step(9, math.nan), EvalDone(step=9, eval_loss=1.5, num_targets=1)
@@ -224,6 +234,22 @@ async def test_a_long_job_is_read_in_batches(world: Any, make_step: Any, monkeyp
     assert [point.step for point in curve.points] == list(range(1, 8))
     assert len(started) == 3
     assert started[0] == 0
+
+
+async def test_a_sketch_reads_some_of_the_steps_and_all_marks(
+    ann: httpx.AsyncClient, world: Any, make_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizon_server.api.http.series.SKETCHED_EVENTS", 10)
+    evaluated = EvalDone(step=40, eval_loss=1.0, num_targets=1)
+    job = await world.job(*(make_step(step) for step in range(1, 41)), evaluated, state=JobState.SUCCEEDED)
+    url = f"/horizon/v1/jobs/{job.job_id}/series"
+    sketch = (await ann.get(url, params={"sketch": True})).json()
+    assert sketch["complete"] is False
+    assert 8 <= len(sketch["steps"]) <= 12
+    assert ([mark["kind"] for mark in sketch["marks"]], sketch["evals"]["steps"]) == (["start", "end"], [40])
+    whole = (await ann.get(url)).json()
+    assert (whole["complete"], len(whole["steps"])) == (True, 40)
+    assert (await ann.get(url, params={"sketch": True})).json() == whole, "once all of it was read there is no need"
 
 
 async def test_only_the_newest_series_are_kept(world: Any, make_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
