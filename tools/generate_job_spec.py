@@ -1,5 +1,5 @@
 """Generate what is derived from the job spec's fields: the client's JSON Schema, the types that checkers such as mypy
-know a spec by, and the reference page in docs/.
+know a spec by, the reference page in docs/, and the table of the names of other tools in docs/coming-from.md.
 
 python tools/generate_job_spec.py            # write
 python tools/generate_job_spec.py --check    # exit 1 when a committed file is stale
@@ -16,12 +16,15 @@ from typing import Any
 
 from generated_files import ROOT, python_code, write_or_check
 
+from horizon_client.choices import DATASET_FORMATS
+from horizon_formats.other_names import known_names
 from horizon_server.spec import job_schema
 from horizon_server.spec.words import allowed_values, section_of
 
 SCHEMA = ROOT / "client" / "horizon_client" / "job_schema.json"
 TYPES = SCHEMA.with_name("job_spec_types.py")
 PAGE = ROOT / "docs" / "job-spec.md"
+NAMES_PAGE = ROOT / "docs" / "coming-from.md"
 
 MAP = {
     "additionalProperties": {"type": "string"},
@@ -30,7 +33,14 @@ MAP = {
     "client pushes the files with it, as with horizon dataset push --map. The job that is sent has no such field.",
     "type": "object",
 }
-"""A field of job files that only the client reads."""
+FORMAT = {
+    "default": "auto",
+    "description": "The format of local data files, as that of horizon dataset push --format; auto is told by the "
+    "rows. The job that is sent has no such field.",
+    "enum": list(DATASET_FORMATS),
+    "type": "string",
+}
+"""Fields of job files that only the client reads."""
 
 HEAD = """# Job spec
 
@@ -167,19 +177,34 @@ def _table(
         yield f"| `{prefix}{name}` | {allowed_values(field)} | {default} | {field['description']} |"
 
 
+def names_page() -> str:
+    """Return the page of other tools' names, with its table as the code has it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for known in known_names():
+        here = f"`{known.here}`" if known.field else known.here
+        rows.setdefault((here, known.whose.removesuffix("'s")), []).append(f"`{known.name}`")
+    table = ["| name | of | here |", "| --- | --- | --- |"]
+    table += [f"| {', '.join(names)} | {whose} | {here} |" for (here, whose), names in rows.items()]
+    begin, end = "<!-- names: ", "<!-- /names -->"
+    before, _, rest = NAMES_PAGE.read_text("utf-8").partition(begin)
+    first_line, _, rest = rest.partition("\n")
+    return f"{before}{begin}{first_line}\n\n" + "\n".join(table) + f"\n\n{end}{rest.partition(end)[2]}"
+
+
 def generate() -> dict[Path, str]:
-    """Return the text of each file."""
+    """Return the text of all files."""
     schema = job_schema()
     fields: dict[str, Any] = {}
     for name, field in schema["properties"].items():
         fields[name] = field
         if name == "dataset":
-            fields["map"] = MAP
+            fields |= {"map": MAP, "format": FORMAT}
     schema["properties"] = fields
     return {
         SCHEMA: json.dumps(schema, indent=1) + "\n",
         TYPES: spec_types(schema),
         PAGE: reference_page(schema),
+        NAMES_PAGE: names_page(),
     }
 
 

@@ -303,6 +303,11 @@ class JobSpec(_Required, total=False):
     map: Mapping[str, str]
     """The columns of local data files by field, such as {prompt: question, completion: answer}: the client pushes the
     files with it, as with horizon dataset push --map. The job that is sent has no such field."""
+    format: Literal[
+        "auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens", "preference", "kto", "samples"
+    ]
+    """The format of local data files, as that of horizon dataset push --format; auto is told by the rows. The job that
+    is sent has no such field. Default: 'auto'."""
     project: str
     """The project that the job is charged to; empty means the user's own."""
     eval_dataset: DataLike | None

@@ -130,7 +130,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
 
 
 async def push_under_free_name(
-    kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter, **options: Mapping[str, str]
+    kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter, **options: Mapping[str, str] | str
 ) -> str:
     """Push under the source's name without its endings, with part of the content's hash appended where that name is
     taken.
@@ -145,7 +145,8 @@ async def push_under_free_name(
     except AlreadyExists:
         # Over the paths and contents, so that another push of the same files gets the same name
         lines = sorted(f"{file.path}\0{file.sha256}" for file in files)
-        lines += sorted(f"{field}\0{column}" for columns in options.values() for field, column in columns.items())
+        pairs = [value.items() if isinstance(value, Mapping) else [(name, value)] for name, value in options.items()]
+        lines += sorted(f"{name}\0{value}" for some in pairs for name, value in some)
         digest = hashlib.sha256("\n".join([*kind._digest_head, *lines]).encode()).hexdigest()
         item, _ = await kind._push(files, reporter, name=f"{name[: MAX_NAME - 9]}-{digest[:8]}", **announced)
     return str(item.name)

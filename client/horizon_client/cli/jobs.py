@@ -16,6 +16,7 @@ from horizon_client.cli.compare import compare
 from horizon_client.cli.completion import job_names
 from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.figures import metrics, plot
+from horizon_client.cli.importing import import_config
 from horizon_client.cli.job_file import SCHEMA_FILE, header_line, job_schema, template
 from horizon_client.cli.job_options import (
     JOB_ARGUMENT,
@@ -438,6 +439,7 @@ def keep(client: Client, job_id: str, output: str) -> None:
 job.add_command(metrics)
 job.add_command(plot)
 job.add_command(compare)
+job.add_command(import_config)
 add_delete(job, "job", job_names, "first-try job_3f2a9c")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from horizon_formats.trackers.figures import Ending, Point, TrackedJob
-from horizon_formats.trackers.known import TRACKERS, package_problem
+from horizon_formats.trackers.known import TRACKERS, is_installed, package_problem
 
 _MAX_MESSAGE_CHARS = 500
 # No tracker's package reports its own use from here, and a server that is away is given up soon: who follows tries
@@ -93,8 +93,10 @@ class Follower:
         for name, value in _PACKAGE_VARIABLES.items():
             os.environ.setdefault(name, value)
         try:
+            if not is_installed(tracker):
+                raise ModuleNotFoundError(TRACKERS[tracker])
             import_module(TRACKERS[tracker])
-        except ModuleNotFoundError as error:
+        except (ModuleNotFoundError, ValueError) as error:  # the latter of a module that is switched off
             raise TrackerMissing(f"{tracker} {package_problem(tracker)}") from error
         self._open_run = cast("OpenRun", import_module(f"horizon_formats.trackers.{tracker}_run").open_run)
         self._run: TrackerRun | None = self._opened()

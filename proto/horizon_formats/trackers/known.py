@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 TRACKERS: Mapping[str, str] = {
-    "tensorboard": "tensorboardX",
+    "tensorboard": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "trackio": "trackio",
@@ -16,7 +16,9 @@ TRACKERS: Mapping[str, str] = {
 
 def is_installed(tracker: str) -> bool:
     """Return whether the tracker's package is here; it is looked for and not loaded."""
-    return find_spec(TRACKERS[tracker]) is not None
+    spec = find_spec(TRACKERS[tracker])
+    # A folder without code counts as a package too, and W&B writes one of its own name into the working folder.
+    return spec is not None and spec.origin is not None
 
 
 def package_problem(tracker: str) -> str:

@@ -43,7 +43,8 @@ class _Run:
             self.written = {} if last is None else {"train": int(last), "eval": int(last)}
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
-        self.where = self._run.url or f"wandb sync {self._run.dir.removesuffix('/files')}"
+        folder = self._run.dir.removesuffix("/files")
+        self.where = f"wandb sync {folder}" if self._run.offline else str(self._run.url)
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:

@@ -135,6 +135,7 @@ class Tracking:
     lifecycle: Lifecycle
     trackers: NodeTrackers
     environment: Mapping[str, str]
+    limits: Limits = _LIMITS
     pace_s: float = _PACE_S
     first_retry_s: float = _FIRST_RETRY_S
     _tasks: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
@@ -286,7 +287,7 @@ class _Writer:
             module="horizon_server.jobs.tracking_child",
             who=f"the follower for {self._tracker}",
             environment={**self._tracking.environment, **keys},
-            limits=_LIMITS,
+            limits=self._tracking.limits,
         )
         request = OpenRequest(
             tracker=self._tracker,

@@ -26,7 +26,7 @@ def _scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_a_watch_to_a_tracker_that_is_repeated_is_one_run(run: Run, finished_job: JobRecord, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboard")
     for _ in range(2):
         result = run("job", "watch", "first", "--to", "tensorboard", "--tracker-dir", str(tmp_path), "-o", "json")
         assert result.exit_code == 0
@@ -40,7 +40,7 @@ def test_a_watch_to_a_tracker_that_is_repeated_is_one_run(run: Run, finished_job
 
 
 def test_follow_returns_the_ended_job(client: Client, finished_job: JobRecord, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboard")
     job = client.jobs.follow("first", to=["tensorboard"], tracker_project="mine", tracker_folder=tmp_path)
     assert (job.job_id, job.state) == (finished_job.job_id, "SUCCEEDED")
     assert (tmp_path / "runs" / "mine" / f"first-{finished_job.job_id}").is_dir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def _scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 async def test_a_job_over_two_daemons_is_one_tensorboard_run(
     make_daemon: MakeDaemon, state_dir: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboard")
     place = {"tracker_dir": tmp_path / "seen"}
     script = Script(num_steps=6, hold_at=4, eval_at=(2, 6))
     async with make_daemon(state_dir, **place) as daemon:
@@ -85,6 +86,17 @@ async def test_a_tracker_that_is_away_costs_nothing_and_gets_everything_later(
     assert (run.info.run_name, run.info.status) == ("away", "FINISHED")
     assert (run.data.params["train.max_steps"], run.data.tags["horizon.owner"]) == ("3", "ada")
     assert [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5]
+
+
+async def test_a_follower_that_takes_too_long_is_ended_and_tried_again(daemon: DaemonParts) -> None:
+    pytest.importorskip("tensorboard")
+    tracking = daemon.services.jobs.tracking
+    tracking.limits, tracking.first_retry_s = replace(tracking.limits, wall_s=0.01), 0.1
+    job = await daemon.submit(ADA, "slow", Script(num_steps=2), report_to=["tensorboard"])
+    await daemon.until(job.job_id, JobState.SUCCEEDED)
+    assert (
+        "the follower for tensorboard took longer than 0.01 s (report_to)" in (await _warnings(daemon, job.job_id))[0]
+    )
 
 
 async def _warnings(daemon: DaemonParts, job_id: str) -> list[str]:

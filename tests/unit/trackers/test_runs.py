@@ -7,6 +7,7 @@ import json
 import math
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,16 @@ from typing import Any
 import pytest
 from tests.unit.trackers.events import JOB, eval_event, points, step_event, steps
 
-from horizon_formats.trackers import Ending, Follower, Target, TrackedJob, TrackerFailed, TrackerMissing, point_of
+from horizon_formats.trackers import (
+    Ending,
+    Follower,
+    Target,
+    TrackedJob,
+    TrackerFailed,
+    TrackerMissing,
+    known,
+    point_of,
+)
 
 # Of the trackers' own packages
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,6 +37,14 @@ Read = Callable[[str], list[tuple[int, float]]]
 @pytest.fixture
 def job() -> TrackedJob:
     return JOB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_wandb() -> Iterator[None]:
+    """W&B's own process ends with these tests, not with all."""
+    yield
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +138,13 @@ def _trackio(tmp_path: Path, job: TrackedJob) -> Read:
     return read
 
 
+def _in_the_next_second() -> None:
+    """W&B names the folders of offline runs by the second: no two processes of a person begin in one."""
+    second = int(time.time())
+    while int(time.time()) == second:
+        time.sleep(0.02)
+
+
 READERS = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb, "trackio": _trackio}
 
 
@@ -143,6 +168,8 @@ def test_a_resume_of_job_and_follower_is_one_run_with_each_step_once(
     first.write([*points(eval_event(0)), *steps([1, 2, 3])])
     first.write([*points(eval_event(3, 2.5)), *steps([4])])
     first.close(None)  # the laptop sleeps, or the daemon restarts
+    if tracker == "wandb":
+        _in_the_next_second()
     again = Follower(tracker, job, _target(tmp_path))
     # The job goes on from its checkpoint of step 2, and the stream is read from its beginning.
     again.write([*points(eval_event(0)), *steps([1, 2, 3, 4]), *steps([3, 4, 5]), *points(eval_event(5, 2.0))])
@@ -205,6 +232,7 @@ def test_wandb_has_the_config_and_whether_the_job_goes_on(tmp_path: Path, job: T
         follower = Follower("wandb", job, _target(tmp_path))
         follower.write(steps([1]))
         follower.close(ending)
+        _in_the_next_second()
     records = _wandb_records(tmp_path, job)
     runs = [record.run for record in records if record.HasField("run")]
     assert {(run.run_id, run.display_name, run.project) for run in runs} == {(job.job_id, "gsm8k", "nlp")}
@@ -255,3 +283,10 @@ def test_a_missing_package_is_named_with_its_command(
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(TrackerMissing, match=r"^trackio needs .* pip install 'horizon-train\[trackio\]'$"):
         Follower("trackio", job, _target(tmp_path))
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horizon_no_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(known.TRACKERS, "wandb", "horizon_no_tracker")
+    assert not known.is_installed("wandb")
