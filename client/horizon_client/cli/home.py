@@ -44,7 +44,8 @@ def show_home(ctx: click.Context) -> None:
 def _page(client: Client) -> str:
     node, jobs, queue = client.node.status(), client.jobs.list(limit=_MOST_JOBS), client.jobs.queue()
     mine = [job for job in jobs if job.owner == node.user]
-    active = [job for job in mine if not job.ended]
+    # Those on the device first; of each the newest
+    active = sorted((job for job in mine if not job.ended), key=lambda job: job.queue_position)
     parts = [
         f"{clean(node.hostname)}, logged in as {clean(node.user)}",
         _machine(node, queue),
@@ -62,11 +63,8 @@ def _machine(node: Node, queue: list[QueueEntry]) -> str:
     resident = sum(not entry.position for entry in queue)
     free = f"{bytes_text(node.host_memory_available_bytes)} of {bytes_text(node.host_memory_limit_bytes)} memory free"
     state = "" if node.mode in ("", "open") else f"; {node.mode}: no job starts"
-    return f"{free}; {_number(resident)} on the device, {_number(len(queue) - resident)} wait{state}"
-
-
-def _number(jobs: int) -> str:
-    return f"{jobs} job{'' if jobs == 1 else 's'}"
+    jobs = f"{resident} job{'' if resident == 1 else 's'} on the device"
+    return f"{free}; {jobs}, {len(queue) - resident} waiting{state}"
 
 
 def _jobs(active: list[Job]) -> str:

@@ -115,7 +115,8 @@ def page(glance: Glance) -> str:
     ]
     if not glance.queue:
         return "\n".join([*lines, "no job runs or waits"])
-    return "\n".join([*lines, table(_HEADERS, [_row(entry, glance.jobs.get(entry.job_id)) for entry in glance.queue])])
+    rows = [_row(entry, glance.jobs.get(entry.job_id)) for entry in glance.queue]
+    return "\n".join([*lines, table(_HEADERS, rows)])
 
 
 _HEADERS = ("JOB", "OWNER", "STATE", "SHARE", "STEP", "LOSS", "TOKENS/S", "MEMORY", "END", "WHY")
@@ -131,7 +132,7 @@ def _row(entry: QueueEntry, job: Job | None) -> list[str]:
         steps_text(entry),
         f"{step.loss:.4f}" if step else "-",
         f"{step.tokens_per_second:,.0f}" if step else "-",
-        bytes_text(sum(step.host_memory_bytes.values())) if step and not entry.position else "-",
+        bytes_text(used) if step and not entry.position and (used := sum(step.host_memory_bytes.values())) else "-",
         about_text(entry.outlook.estimated_end_time) if entry.outlook else "-",
         (entry.outlook.why if entry.outlook else "") or "-",
     ]

@@ -169,7 +169,7 @@ def test_top_shows_the_machine_and_its_jobs(run: Run, daemon: Daemon, running_jo
 def test_horizon_alone_shows_what_is_asked_first(run: Run, daemon: Daemon, running_job: JobRecord) -> None:
     shown = run()
     assert (shown.exit_code, shown.stderr) == (0, "")
-    assert "logged in as ada" in shown.stdout and "1 job on the device, 0 jobs wait" in shown.stdout
+    assert "logged in as ada" in shown.stdout and "1 job on the device, 0 waiting" in shown.stdout
     assert any(line.startswith("first") and "RUNNING" in line for line in shown.stdout.splitlines())
     assert "horizon job watch first" in shown.stdout
     daemon.move(running_job, JobState.FAILED, message="out of memory")

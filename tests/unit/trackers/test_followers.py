@@ -11,7 +11,7 @@ import pytest
 from tests.unit.trackers.events import step_event
 
 from horizon_client import InvalidRequest, TrackerFailed, tracking
-from horizon_client.resources import Job, MessageEvent, StateEvent
+from horizon_client.resources import Job, JobState, MessageEvent, StateEvent
 from horizon_client.tracking import Followers
 from horizon_formats.trackers import Ending, Point, Target, TrackedJob
 from horizon_formats.trackers import TrackerFailed as Refused
@@ -66,7 +66,7 @@ def _step(number: int) -> Any:
     return event
 
 
-def _state(state: str) -> StateEvent:
+def _state(state: JobState) -> StateEvent:
     return StateEvent(sequence=1, time=None, state=state, reason="", message="", attempt=1)
 
 
