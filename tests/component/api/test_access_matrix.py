@@ -38,6 +38,7 @@ from horizon_server.api.grpc.calls import CALLS, SERVICES
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.server import start_grpc_server
 from horizon_server.api.http.server import make_app
+from horizon_server.api.http.web_page import ADDRESSES, WebPage
 from horizon_server.errors import HorizonError
 from horizon_server.records.account import EVERYONE
 from horizon_server.records.job import JobState
@@ -378,7 +379,8 @@ def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_ch
             assert (outcomes == {"PERMISSION_DENIED"}) == (EFFECTS[name].need == "change"), name
 
 
-OPEN_ROUTES = ("/", "/version", "/openapi.json", "/healthz", "/readyz")
+WEB_FILES = "/web/{digest}/{path:path}"
+OPEN_ROUTES = (*ADDRESSES, WEB_FILES, "/version", "/openapi.json", "/healthz", "/readyz")
 ROUTES: Mapping[str, Row] = {
     "/horizon/v1/me": ALL,
     "/horizon/v1/job-schema": ALL,
@@ -481,9 +483,11 @@ async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> No
     routes = {path for method, path in served if method == "GET"}
     assert routes == {*ROUTES, *OPEN_ROUTES, "/metrics"}, "every route needs a case"
     wrong = []
+    web_file = f"/web/{WebPage.load().digest}/app.js"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://node") as client:
         for template in routes:
-            path = template.replace("{job_id}", scene.job.job_id).replace("{name}", "chats")
+            path = web_file if template == WEB_FILES else template.replace("{job_id}", scene.job.job_id)
+            path = path.replace("{name}", "chats")
             for caller in CALLERS:
                 token = scene.tokens[caller]
                 headers = {"Authorization": f"Bearer {token}"} if token else {}

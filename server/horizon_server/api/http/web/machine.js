@@ -3,15 +3,11 @@ import { html } from "./vendor/preact-htm.js";
 import { bytes, isResident, percent, plural } from "./format.js";
 import { Bar, Card, Waiting } from "./parts.js";
 
-/** The entry of the queue that a device names as its holder. */
-function holderOf(device, queue) {
-  return (queue || []).find((entry) => entry.job_id === device.holder || entry.name === device.holder);
-}
-
 function Device({ device, accelerator, queue, me }) {
-  const holder = holderOf(device, queue);
-  const who = !device.holder ? "nobody" : holder?.owner === me?.name ? "you" : holder?.owner || device.holder;
-  const job = holder?.name ? html`<a href="/jobs/${holder.job_id}">${holder.name}</a>` : holder ? "a job you may not see" : "";
+  const holder = (queue || []).find((entry) => entry.job_id === device.holder);
+  const who = !device.holder ? "nobody" : holder?.owner === me?.name ? "you" : holder?.owner || "somebody";
+  const name = device.holder_name || holder?.name;
+  const job = name ? html`<a href="/jobs/${device.holder}">${name}</a>` : device.holder ? "a job you may not see" : "";
   return html`<li>
     <span class="quiet">${accelerator ? accelerator.name : device.name === "host" ? "Processors" : device.name}</span>
     <b class="holder">${who}</b>
