@@ -1,7 +1,7 @@
 """Record what a healthy, busy daemon shows, tests/data/healthy-hour.json: all alerts must stay silent over it.
 
 A daemon of this version trains small jobs of two users with its real workers: supervised and by preference, with
-evaluations and checkpoints. Three jobs wait or train at any time and two are resident; some are paused and resumed,
+evaluations and checkpoints. Three jobs wait or train at any time; some are paused and resumed,
 some cancelled, and users make mistakes. Every 15 s it is scraped as Prometheus does, and the series that alerts.yml
 reads are kept as they were. The tests play the recording again and again until an hour is full.
 
