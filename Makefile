@@ -11,7 +11,7 @@ OLDEST_TESTS := tests/golden/test_training.py tests/golden/test_gradients.py tes
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest verify fix bench protos client dashboards job-spec figures clean
+.PHONY: help demo test test-all test-oldest verify fix bench protos client dashboards job-spec reference docs dist figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/python tools/generate_sync_client.py --check
 	$(BIN)/python tools/generate_dashboards.py --check
 	$(BIN)/python tools/generate_job_spec.py --check
+	$(BIN)/python tools/generate_reference_pages.py --check
+	$(BIN)/python tools/generate_models_page.py --check
+	$(BIN)/python tools/generate_client_reference.py --check
 
 fix: .venv/.dev ## let the tools mend what they can
 	$(BIN)/ruff check --fix
@@ -68,15 +71,27 @@ fix: .venv/.dev ## let the tools mend what they can
 protos: .venv/.dev ## generate the Python code of the wire contract
 	$(BIN)/python tools/generate_protos.py
 
-client: .venv/.dev ## generate the client's records from the wire contract, and the blocking client from the async one
+client: .venv/.dev ## generate the client's records from the wire contract, the blocking client, and both reference pages
 	$(BIN)/python tools/generate_client_resources.py
 	$(BIN)/python tools/generate_sync_client.py
+	$(BIN)/python tools/generate_client_reference.py
 
 job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference page
 	$(BIN)/python tools/generate_job_spec.py
 
+reference: .venv/.dev ## generate the reference pages of REST, of errors and of supported models
+	$(BIN)/python tools/generate_reference_pages.py
+	$(BIN)/python tools/generate_models_page.py
+
 dashboards: .venv/.dev ## generate the Grafana boards
 	$(BIN)/python tools/generate_dashboards.py
+
+docs: .venv/.dev ## the documentation site, in build/docs: a dead link or a page that nothing lists is an error
+	$(BIN)/python -m sphinx -n -W --keep-going -q -c docs . build/docs
+	@echo "open build/docs/index.html"
+
+dist: .venv/.dev ## the published packages, in dist: of the client, and of the server
+	$(BIN)/python tools/build_distributions.py
 
 figures: .venv/.dev ## the size of the code, how far decisions are relayed, how lines are bent, beside what to reach
 	$(BIN)/python tools/house_figures.py

@@ -1,5 +1,4 @@
-"""The entry of `horizond`: says what to install when the server extra is missing, then hands over to the command
-line."""
+"""The entry of `horizond`: says what to install when a part of it is missing, then hands over to the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import importlib.util
 import os
 import sys
 
-# Not the whole server extra, but enough of it to notice that it is missing.
+# Not all that the server needs, but enough to notice what is missing.
 _NEEDED = (
     *("alembic", "aiosqlite", "cryptography", "fastapi"),
     *("pydantic_settings", "sqlalchemy", "structlog", "torch", "transformers"),
@@ -16,12 +15,13 @@ _NEEDED = (
 
 def main() -> int:
     """Run horizond and return its exit code."""
-    # The base install, which is the client, has this command too.
+    # A checkout's base install, which is the client, has this command too, and the published one has no torch.
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.stderr.write(
-            f"horizond needs the server extra, and {', '.join(missing)} cannot be found; "
-            "install it from a checkout: pip install -c constraints.txt '.[server]'\n"
+            f"horizond needs more than is installed: {', '.join(missing)} cannot be found; "
+            "install 'horizon-train[cuda]' ('horizon-train[cpu]' without a GPU), "
+            "or from a checkout: pip install -c constraints.txt '.[server]'\n"
         )
         return 2
     # Not before: without the extra these imports end in a traceback.

@@ -50,7 +50,8 @@ horizon_method_figure{job_id,component}
 horizon_learning_rate{job_id} horizon_job_progress_ratio{job_id} horizon_steps_skipped_total{reason}
 horizon_worker_restarts_total{reason} horizon_checkpoint_duration_seconds{}
 horizon_checkpoint_last_success_timestamp_seconds{job_id} horizon_upload_bytes_total{result}
-horizon_gpu_seconds_total{project,user} grpc_server_handled_total{grpc_service,grpc_method,grpc_code}
+horizon_gpu_seconds_total{project,user} horizon_webhook_deliveries_total{outcome}
+grpc_server_handled_total{grpc_service,grpc_method,grpc_code}
 grpc_server_handling_seconds{grpc_service,grpc_method} http_request_duration_seconds{method,route,code}
 horizon_device_seconds_total{project,user,device} horizon_device_turns_total{device}
 horizon_device_turn_wait_seconds{device}

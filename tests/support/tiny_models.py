@@ -57,7 +57,7 @@ _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-_CHANGES: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
     "qwen2": {},
@@ -172,7 +172,7 @@ def config_of(model_type: str, **changes: Any) -> PretrainedConfig:
     """A tiny config of an architecture."""
     left_out = _OF_ATTENTION if model_type in WITHOUT_ATTENTION else _NOT_SET.get(model_type, frozenset())
     sizes = {name: value for name, value in _SIZES.items() if name not in left_out}
-    config: PretrainedConfig = AutoConfig.for_model(model_type, **{**sizes, **_CHANGES[model_type], **changes})
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **{**sizes, **CHANGES[model_type], **changes})
     return config
 
 

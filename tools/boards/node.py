@@ -333,6 +333,13 @@ _DAEMON = (
         queries=[(rate("http_request_duration_seconds_count", "route, code", DAEMON), "{{route}} {{code}}")],
     ),
     Chart(
+        title="Webhooks",
+        text="Attempts to deliver webhooks by outcome; retried ones are sent again.",
+        good="delivered; 'horizon webhook deliveries' shows why others fail.",
+        unit="ops",
+        queries=[(rate("horizon_webhook_deliveries_total", "outcome", DAEMON), "{{outcome}}")],
+    ),
+    Chart(
         title="HTTP latency",
         text="p95; event streams count until they end.",
         good="Below 100 ms, but for event streams.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +23,7 @@ from horizon_client.cli.session import connected, open_client
 from horizon_client.cli.times import duration, length_text, moment
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import NO_SERVER
+from horizon_client.version import client_version
 
 if TYPE_CHECKING:
     from horizon_client.resources import DeviceStatus, Node, NodeCondition
@@ -152,7 +153,7 @@ def maintenance(
     if cancel and start is None and length is None:
         _print_set(client.node.cancel_maintenance(), output)
     elif not cancel and start is not None and length is not None:
-        if start + length <= datetime.now(UTC):
+        if start + length <= datetime.now(timezone.utc):
             raise click.UsageError(
                 f"--from {start:%Y-%m-%dT%H:%M} --for {length_text(length)} has ended already "
                 f"({start + length:%H:%M}); give a window that "
@@ -174,9 +175,7 @@ def _print_set(changed: Node, output: str) -> None:
 @connection_options
 def version(output: str, **options: str | None) -> None:
     """Print the versions of client and server; before the first login only the client's."""
-    from importlib.metadata import version as distribution_version
-
-    versions = {"client": distribution_version("horizon-train"), "server": None}
+    versions = {"client": client_version(), "server": None}
     try:
         client = open_client(click.get_current_context())
     except BadConfig as error:

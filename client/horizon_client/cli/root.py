@@ -13,6 +13,7 @@ import click
 
 from horizon_client.cli.output import clean
 from horizon_client.errors import HorizonClientError, did_you_mean
+from horizon_client.version import client_version
 
 MAX_VIOLATIONS = 100
 # As a shell reports a command that was ended by SIGINT, and by SIGPIPE
@@ -33,11 +34,13 @@ _COMMANDS = {
     "queue": ("sharing:queue", "Show who waits for what, and simulate a job."),
     "usage": ("sharing:usage", "Show what you have used of the node."),
     "quota": ("sharing:quota", "Show your weight and quotas, and how much of them is used."),
+    "top": ("top:top", "Show the machine and its jobs, live."),
     "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
     "checkpoint": (
         "checkpoints:checkpoint",
         "List, pull, merge, sample, chat with and delete the checkpoints of a job.",
     ),
+    "webhook": ("webhooks:webhook", "Tell another program, or a chat, when the state of a job changes."),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),
     "version": ("node:version", "Print the versions of client and server."),
     "completion": ("completion:completion", "Print the completion script for your shell."),
@@ -154,8 +157,15 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(f"horizon {client_version()}")
+        ctx.exit()
+
+
 @click.group(
     cls=RootGroup,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Exit codes:
@@ -179,10 +189,17 @@ Example:
   horizon checkpoint pull JOB@best --to ./tuned""",
 )
 @connection_options
-@click.version_option(package_name="horizon-train", prog_name="horizon", message="%(prog)s %(version)s")
-def horizon(**options: str | None) -> None:
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
+@click.pass_context
+def horizon(ctx: click.Context, /, **options: str | None) -> None:
     """Fine-tune language models on a shared machine.
 
     horizon sends your model and your data to a machine that runs horizond. That machine trains the model. You watch the
-    training from here and download the result.
+    training from here and download the result. Without a command, horizon shows your jobs and the machine.
     """
+    if ctx.invoked_subcommand is None:
+        from horizon_client.cli.home import show_home  # only here, so that `horizon --help` loads no view
+
+        show_home(ctx)

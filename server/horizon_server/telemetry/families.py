@@ -132,6 +132,7 @@ FAMILIES = (
     Metric("horizon_gpu_info", "1; the labels say which GPU a device is.", ("device", "name")),
     Metric("horizon_web_page_info", "1; the label says where the web page is.", ("url",)),
     Metric("horizon_upload_bytes_total", "Bytes of upload calls by result.", ("result",)),
+    Metric("horizon_webhook_deliveries_total", "Attempts to deliver webhooks by outcome.", ("outcome",)),
     Metric("grpc_server_handled_total", "Finished gRPC calls.", ("grpc_service", "grpc_method", "grpc_code")),
     Metric(
         "grpc_server_handling_seconds",

@@ -93,6 +93,8 @@ class Metrics:
         for result in ("stored", "partial", "refused", "cut"):
             # A rate sees the first bytes only when the series was there before them.
             self._series("horizon_upload_bytes_total", result=result)
+        for outcome in ("delivered", "retried", "failed", "dropped"):
+            self._series("horizon_webhook_deliveries_total", outcome=outcome)
         self._series("horizon_oldest_queued_timestamp_seconds").set_function(
             lambda: min((job.queued_s for job in self._queued.values()), default=0.0)
         )
@@ -288,6 +290,10 @@ class Metrics:
     def on_upload(self, num_bytes: int, result: str) -> None:
         """Count the bytes of an upload call under its result."""
         self._series("horizon_upload_bytes_total", result=result).inc(num_bytes)
+
+    def on_webhook(self, outcome: str) -> None:
+        """Count an attempt to deliver a webhook."""
+        self._series("horizon_webhook_deliveries_total", outcome=outcome).inc()
 
     def on_grpc(self, service: str, method: str, code: str, seconds: float) -> None:
         """Count one finished gRPC call; `code` is the status name, such as OK."""

@@ -285,10 +285,9 @@ async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Prin
     assert progress[-1].done_bytes == progress[-1].total_bytes > 0
     folder = checkpoints.of_step(3)
     assert is_complete(folder) and checkpoints.manifest(3).base == before.base
-    assert {name for name in checkpoints.manifest(3).files if name not in before.files} >= {
-        "merged/model.safetensors",
-        "merged/config.json",
-    }
+    new = {name for name in checkpoints.manifest(3).files if name not in before.files}
+    assert new >= {f"merged/{name}" for name in ("model.safetensors", "config.json", "README.md", "job.yaml")}
+    assert "library_name: transformers" in (folder / "merged/README.md").read_text()
     assert daemon.services.jobs.folders.checkpoint_bytes()[source.job_id] == checkpoints.manifest(3).size_bytes
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert model.dtype == torch.float32

@@ -73,6 +73,7 @@ _specs = st.fixed_dictionaries(
         "priority": st.integers(-(2**31), 2**31 - 1),
         "device": st.sampled_from(["auto", "cuda", "host"]),
         "eval_fraction": _doubles,
+        "report_to": st.lists(_names, min_size=1, max_size=3),
         "eval": st.fixed_dictionaries(
             {},
             optional={
@@ -148,6 +149,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "best_by": "b.c.loss",
         },
         "limits": {"max_hours": 1.5, "max_steps": 7},
+        "report_to": ["mlflow", "tensorboard"],
         "dpo": {"beta": 0.2, "loss": "hinge", "label_smoothing": 0.1, "length_normalised": True},
         "ipo": {"beta": 0.3, "length_normalised": False},
         "orpo": {"penalty": 0.4},

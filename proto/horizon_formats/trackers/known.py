@@ -1,0 +1,26 @@
+"""The trackers that there are, and the Python package that each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+TRACKERS: Mapping[str, str] = {
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
+"""Module to import by the name of the tracker, which is also the name of the extra that installs it."""
+
+
+def is_installed(tracker: str) -> bool:
+    """Return whether the tracker's package is here; it is looked for and not loaded."""
+    spec = find_spec(TRACKERS[tracker])
+    # A folder without code counts as a package too, and W&B writes one of its own name into the working folder.
+    return spec is not None and spec.origin is not None
+
+
+def package_problem(tracker: str) -> str:
+    """Return what to do where the package is missing, as the end of a message that names the tracker."""
+    return f"needs a package that is not installed: pip install 'horizon-train[{tracker}]'"
