@@ -92,6 +92,7 @@ def _annotation(mark: Mark) -> dict[str, Any]:
 def _panel(chart: Chart) -> Any:
     kinds: dict[str, Callable[[], Any]] = {
         "number": _number,
+        "name": lambda: _number().text_mode(common_model.BigValueTextMode.NAME),
         "bars": _bars,
         "table": lambda: _table(chart),
         "lines": lambda: _lines(stacked=False, marked=chart.warn is not None or chart.bad is not None),
@@ -106,6 +107,9 @@ def _panel(chart: Chart) -> Any:
         panel.max(chart.maximum)
     if chart.kind != "table":
         panel.thresholds(_thresholds(chart))
+    if chart.words:
+        results = {value: model.ValueMappingResult(text=word) for value, word in chart.words.items()}
+        panel.mappings([model.ValueMap(options=results)])
     if chart.of_jobs:
         panel.data_links([_link(title, address) for title, address in _JOB_LINKS.items()])
     for number, (expression, legend) in enumerate(chart.queries):

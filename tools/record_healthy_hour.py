@@ -1,11 +1,11 @@
 """Record what a healthy, busy daemon shows, tests/data/healthy-hour.json: all alerts must stay silent over it.
 
 A daemon of this version trains small jobs of two users with its real workers: supervised and by preference, with
-evaluations and checkpoints. Three jobs wait or train at any time and two are resident; some are paused and resumed,
-some cancelled, and users make mistakes. Every 15 s it is scraped as Prometheus does, and the series that alerts.yml
+evaluations and checkpoints. Three jobs wait or train at any time; some are paused and resumed, some cancelled, and
+users make mistakes. From the first step on it is scraped every 15 s as Prometheus does, and the series that alerts.yml
 reads are kept as they were. The tests play the recording again and again until an hour is full.
 
-python -m tools.record_healthy_hour --minutes 20
+python -m tools.record_healthy_hour --minutes 12
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def record(minutes: float) -> dict[str, Any]:
 def main() -> None:
     """Record, and write the file with a line for each series."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="how long (default: %(default)s)")
     minutes = parser.parse_args().minutes
     recorded = record(minutes)
     series = recorded.pop("series")

@@ -41,7 +41,9 @@ class Chart:
     width: int = 8
     height: int = 8
     kind: str = "lines"
-    """lines, stacked, number, bars (one of each series, over the whole range) or table."""
+    """lines, stacked, number, name (the legend alone), bars (one of each series, over the whole range) or table."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What is shown instead of a value."""
     minimum: float | None = 0
     maximum: float | None = None
     warn: float | None = None
