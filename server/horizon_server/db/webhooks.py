@@ -25,6 +25,8 @@ MAX_WEBHOOKS = 20
 """Of a user."""
 MAX_PENDING = 1000
 """Deliveries that wait for one webhook; the oldest make room for new ones."""
+MAX_KEPT = 1000
+"""Deliveries of one webhook that have ended and are not forgotten."""
 MAX_SHOWN = 100
 """Deliveries of one webhook in a list."""
 # Webhooks with something to send that one look at the outbox sees.
@@ -146,10 +148,15 @@ class WebhookStore:
             return disable_reason
 
     async def trim(self, *, before_s: float) -> int:
-        """Delete deliveries that ended and are older than that. Return how many."""
-        old = and_(WebhookDeliveryRow.created_s < before_s, WebhookDeliveryRow.outcome != PENDING)
+        """Delete deliveries that ended and are older than that, and of each webhook the oldest beyond the maximum.
+        Return how many."""
+        row = WebhookDeliveryRow
+        newest_first = func.row_number().over(partition_by=row.webhook_id, order_by=row.number.desc()).label("place")
+        ranked = select(row.number, newest_first).subquery()
+        too_many = select(ranked.c.number).where(ranked.c.place > MAX_KEPT)
+        old = and_(row.outcome != PENDING, or_(row.created_s < before_s, row.number.in_(too_many)))
         async with self._database.session() as session:
-            gone = await session.execute(delete(WebhookDeliveryRow).where(old))
+            gone = await session.execute(delete(row).where(old))
             return int(gone.rowcount)  # type: ignore[attr-defined]  # of a deletion it is there
 
 

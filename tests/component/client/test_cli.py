@@ -77,6 +77,7 @@ def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
 def test_login_checks_remembers_and_says_who(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text(f"{daemon.token}\n")
+    token.chmod(0o600)
     runner = CliRunner()
     result = runner.invoke(horizon, ["login", daemon.address, "--token-file", str(token), "--profile", "box"])
     assert (result.exit_code, result.stderr) == (0, "")

@@ -257,7 +257,11 @@ async def test_the_oldest_of_too_many_make_room_and_old_ones_are_forgotten(
     await post.send()
     await post.webhooks.sweep()
     assert len(await post.webhooks.store.deliveries(webhook.webhook_id)) == 5
-    assert await post.webhooks.store.trim(before_s=time.time() + 60.0) == 5
+    monkeypatch.setattr(stored, "MAX_SHOWN", 2)
+    assert len(await post.webhooks.store.deliveries(webhook.webhook_id)) == 2
+    monkeypatch.setattr(stored, "MAX_KEPT", 4)
+    await post.webhooks.sweep()
+    assert await post.webhooks.store.trim(before_s=time.time() + 60.0) == 4
 
 
 async def test_slack_gets_a_sentence_in_which_nobody_is_called(
