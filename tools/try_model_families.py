@@ -146,7 +146,7 @@ def tiny_config(family: str, changes: Mapping[str, Any]) -> PretrainedConfig:
     """Return the tests' own tiny config of a family where they have one, else one of the sizes that it knows."""
     if family in CHANGES:
         return config_of(family, **changes)
-    sizes = SIZES | changes | OWN.get(family, {})
+    sizes = {**SIZES, **changes, **OWN.get(family, {})}
     usual = AutoConfig.for_model(family)
     kept = {name: value for name, value in sizes.items() if hasattr(usual, name)}
     if hasattr(usual, "text_config"):

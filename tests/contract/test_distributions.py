@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.message
+import re
 import subprocess
 import sys
 import tomllib
@@ -97,3 +98,10 @@ main()
         command = [sys.executable, "-P", "-c", script, str(wheels[CLIENT.name]), argument]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
         assert expected in done.stdout
+
+
+def test_no_pin_contradicts_a_cuda_build_of_torch() -> None:
+    # It requires one version each of Triton and of CUDA's own packages; a CPU build, as here, requires none of them.
+    pinned = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()]
+    assert "torch" in pinned
+    assert [name for name in pinned if name == "triton" or re.match(r"nvidia-(?!ml-py)|cuda", name)] == []
