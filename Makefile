@@ -61,6 +61,7 @@ verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/python tools/generate_job_spec.py --check
 	$(BIN)/python tools/generate_reference_pages.py --check
 	$(BIN)/python tools/generate_models_page.py --check
+	$(BIN)/python tools/generate_client_reference.py --check
 
 fix: .venv/.dev ## let the tools mend what they can
 	$(BIN)/ruff check --fix
@@ -70,9 +71,10 @@ fix: .venv/.dev ## let the tools mend what they can
 protos: .venv/.dev ## generate the Python code of the wire contract
 	$(BIN)/python tools/generate_protos.py
 
-client: .venv/.dev ## generate the client's records from the wire contract, and the blocking client from the async one
+client: .venv/.dev ## generate the client's records from the wire contract, the blocking client, and both reference pages
 	$(BIN)/python tools/generate_client_resources.py
 	$(BIN)/python tools/generate_sync_client.py
+	$(BIN)/python tools/generate_client_reference.py
 
 job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference page
 	$(BIN)/python tools/generate_job_spec.py
@@ -81,7 +83,7 @@ reference: .venv/.dev ## generate the reference pages of REST, of errors and of 
 	$(BIN)/python tools/generate_reference_pages.py
 	$(BIN)/python tools/generate_models_page.py
 
-dashboards: .venv/.dev ## generate the Grafana dashboard
+dashboards: .venv/.dev ## generate the Grafana boards
 	$(BIN)/python tools/generate_dashboards.py
 
 docs: .venv/.dev ## the documentation site, in build/docs: a dead link or a page that nothing lists is an error

@@ -17,11 +17,11 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_step
 
 from horizon_client import Client
+from horizon_client.job_spec_types import JobSpec, TrainSpec
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 NUM_JOBS = 250
@@ -43,8 +43,8 @@ class Node:
         wait_for_step(self._ada, self._job_id, 10, timeout_s=180)
 
     def _submit(self, client: Client, max_steps: int) -> str:
-        train = {"max_steps": max_steps, "sequence_length": 256, "tokens_per_step": 1024, "compile": "off"}
-        spec: dict[str, Any] = {"name": "load", "model": "model", "dataset": "chats", "train": train}
+        train: TrainSpec = {"max_steps": max_steps, "sequence_length": 256, "tokens_per_step": 1024, "compile": "off"}
+        spec: JobSpec = {"name": "load", "model": "model", "dataset": "chats", "train": train}
         return client.jobs.submit({**spec, "checkpoint": {"every_steps": 0}}).job_id
 
     def flood(self) -> None:

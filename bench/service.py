@@ -13,8 +13,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from horizon_client import Client
+from horizon_client.job_spec_types import JobSpec
 from horizon_server.demo.recipe import DEMO_SPEC, write_demo_dataset, write_demo_model
 
 
@@ -63,7 +65,7 @@ def _first_step(state: Path, folder: Path, pid: int) -> tuple[float, int]:
         client.datasets.push([write_demo_dataset(folder)], name="chats")
         spec = {**DEMO_SPEC, "model": "model", "dataset": "chats", "train": {**DEMO_SPEC["train"], "max_steps": 3}}
         started_s = time.perf_counter()
-        job = client.jobs.submit(spec)
+        job = client.jobs.submit(cast("JobSpec", spec))
         first_step_s = 0.0
         for event in client.jobs.watch(job.job_id):
             if event.kind == "step" and event.step == 1:

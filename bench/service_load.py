@@ -31,6 +31,7 @@ from typing import IO, Any
 from tests.support.daemon_process import DaemonProcess, wait_for_step
 
 from bench.service_clients import cpu_s
+from horizon_client.job_spec_types import JobSpec, TrainSpec
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 WATCHERS, POLLERS, JOBS, USERS = 50, 50, 1000, 10
@@ -151,8 +152,13 @@ def loaded_node(folder: Path, *, nice: int, num_jobs: int = JOBS) -> Iterator[No
         with daemon.client(owner) as client:
             client.models.push(write_demo_model(folder / "model"), name="model")
             client.datasets.push([write_demo_dataset(folder)], name="chats")
-            train = {"max_steps": 1_000_000, "sequence_length": 256, "tokens_per_step": 1024, "compile": "off"}
-            spec = {"name": "load", "model": "model", "dataset": "chats", "train": train}
+            train: TrainSpec = {
+                "max_steps": 1_000_000,
+                "sequence_length": 256,
+                "tokens_per_step": 1024,
+                "compile": "off",
+            }
+            spec: JobSpec = {"name": "load", "model": "model", "dataset": "chats", "train": train}
             job_id = client.jobs.submit({**spec, "checkpoint": {"every_steps": 0}}).job_id
             wait_for_step(client, job_id, 10, timeout_s=180)
             add_ended_jobs(daemon.state_dir / "horizon.db", job_id, num_jobs)

@@ -72,6 +72,8 @@ class Script:
     step_s: float = 0.0
     """How long a step takes."""
     eval_at: Sequence[int] = ()
+    learns: bool = False
+    """Say figures that look like those of training, as `tests.support.learning` makes them."""
     hold_at: Moment | None = None
     """Wait there for an order, or for `DaemonParts.release`."""
     deaf: bool = False

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support import learning
 from tests.support.resting import Resting, rest
 
 from horizon_server import progress
@@ -183,26 +184,32 @@ class ScriptedWorker:
         if not self.script.get("keep_turn"):
             self.turn.boundary()
         duration_s = duration_s or 0.1
-        self.events.send(
-            StepDone(
-                step=step,
-                num_steps=self.num_steps,
-                loss=1.0 / step,
-                grad_norm=1.0,
-                learning_rate=0.1,
-                epoch=step / self.num_steps,
-                num_input_tokens_seen=8 * step,
-                num_tokens=8,
-                tokens_per_second=80.0,
-                duration_s=duration_s,
-                compute_s=duration_s * self.script.get("compute_share", 1.0),
-                eta_s=0.1 * (self.num_steps - step),
-            )
+        figures: dict[str, Any] = {
+            "loss": 1.0 / step,
+            "grad_norm": 1.0,
+            "learning_rate": 0.1,
+            "num_input_tokens_seen": 8 * step,
+            "num_tokens": 8,
+            "tokens_per_second": 80.0,
+        }
+        spec = self.request["spec"]
+        if self.script.get("learns"):
+            figures = learning.step_figures(spec["name"], step, self.num_steps, spec, duration_s)
+        done = StepDone(
+            step=step,
+            num_steps=self.num_steps,
+            epoch=step / self.num_steps,
+            duration_s=duration_s,
+            compute_s=duration_s * self.script.get("compute_share", 1.0),
+            eta_s=duration_s * (self.num_steps - step),
+            **figures,
         )
+        self.events.send(done)
         between = (lambda: None) if self.script.get("keep_turn") else self.turn.boundary
         rest(self.resting, "after", step, self.events, between)
         if step in self.script.get("eval_at", ()):
-            self.events.send(EvalDone(step=step, eval_loss=2.0 / step, num_targets=4))
+            learned = self.script.get("learns") and learning.evaluation(spec["name"], step, self.num_steps, done)
+            self.events.send(learned or EvalDone(step=step, eval_loss=2.0 / step, num_targets=4))
 
     def _checkpoint(self, step: int) -> None:
         """Write a folder that the daemon takes for a whole checkpoint."""

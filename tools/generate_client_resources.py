@@ -41,11 +41,20 @@ WIRE_ONLY = {
     "EvalSpec",
     "GenerateSpec",
     "LimitsSpec",
+    "LoraSpec",
+    "LrGroup",
+    "DpoSpec",
+    "IpoSpec",
+    "OrpoSpec",
+    "SimpoSpec",
+    "KtoSpec",
+    "PolicySpec",
     "JobEvent",
+    "MetricColumn",
     "WholeBlob",
 }
-"""Messages without a record: of the upload protocol, the spec, which is a plain mapping, and the envelope of an
-event."""
+"""Messages without a record: of the upload protocol, the spec, which is a plain mapping with the types of
+`job_spec_types`, the envelope of an event, and columns of figures, of which `metrics` makes rows."""
 WITHIN_A_JOB = {"StepEvent": "`last_step`", "EvalEvent": "`first_eval`, `best_eval` and `last_eval`"}
 LONG_FIELDS = {"files", "digest"}
 """Left out of `repr`."""
@@ -64,9 +73,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
+from horizon_client import notebook
 from horizon_client.choices import ENDED_STATES
+from horizon_client.job_spec_types import JobSpec
 '''
 
 CHOICES_HEADER = '''\
@@ -90,7 +101,17 @@ METHODS = {
     @property
     def name(self) -> str:
         """The name it was submitted under."""
-        return str(self.spec.get("name", ""))
+        return self.spec.get("name", "")
+
+    @property
+    def model(self) -> str:
+        """The model that it trains."""
+        return self.spec.get("model", "")
+
+    @property
+    def dataset(self) -> str:
+        """The dataset that it trains on."""
+        return str(self.spec.get("dataset", ""))
 
     @property
     def ended(self) -> bool:
@@ -101,7 +122,27 @@ METHODS = {
         """Return what tells it from others; spec, plan and evaluations are long."""
         head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
         return f"{head}, step={self.step}, num_steps={self.num_steps})"
-'''
+
+    def _repr_html_(self) -> str:
+        return notebook.job_html(self)
+''',
+    "MemoryPlan": '''
+    def __repr__(self) -> str:
+        """Return what decides; the parts are long."""
+        total = f"host_total_bytes={self.host_total_bytes}, device_total_bytes={self.device_total_bytes}"
+        return f"MemoryPlan(fits={self.fits}, device={self.device!r}, {total})"
+
+    def _repr_html_(self) -> str:
+        return notebook.memory_html(self)
+''',
+    "PlanJobResponse": '''
+    def __repr__(self) -> str:
+        """Return what decides; the spec is long."""
+        return f"PlannedJob(name={self.spec.get('name', '')!r}, plan={self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        return notebook.plan_html(self)
+''',
 }
 
 SCALARS = {
@@ -115,7 +156,7 @@ SCALARS = {
 MESSAGES = {
     ".google.protobuf.Timestamp": "datetime",
     ".google.protobuf.Duration": "float",
-    f"{PACKAGE}JobSpec": "Mapping[str, Any]",
+    f"{PACKAGE}JobSpec": "JobSpec",
 }
 
 
@@ -168,7 +209,11 @@ def _resources(contract: Contract) -> str:
         if name in RENAMED or (name not in WIRE_ONLY and not name.endswith(("Request", "Response")))
     ]
     union = f"\n\nJobEvent: TypeAlias = {' | '.join(events)}\n"
-    return python_code("".join([HEADER, *records, union]), TARGET)
+    states = [
+        f"\n{name}: TypeAlias = Literal{contract.choices(PACKAGE + name)}\n"
+        for name in sorted(enum.name for enum in contract.enums.values() if enum.name.endswith("State"))
+    ]
+    return python_code("".join([HEADER, *states, *records, union]), TARGET)
 
 
 def _event_fields(contract: Contract) -> Iterator[FieldDescriptorProto]:
@@ -205,7 +250,9 @@ def _record(contract: Contract, name: str, event: str | None) -> str:
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
     """Return the Python type of a field; what may be unset on the wire may be None."""
-    if field.type != FieldDescriptorProto.TYPE_MESSAGE:
+    if field.type_name.endswith("State"):
+        plain = field.type_name.removeprefix(PACKAGE)
+    elif field.type != FieldDescriptorProto.TYPE_MESSAGE:
         plain = SCALARS[field.type]
     else:
         entry = next((nested for nested in message.nested_type if field.type_name.endswith(f".{nested.name}")), None)
@@ -214,7 +261,7 @@ def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
         plain = MESSAGES.get(field.type_name) or field.type_name.removeprefix(PACKAGE)
     if field.label == FieldDescriptorProto.LABEL_REPEATED:
         return f"tuple[{plain}, ...]"
-    is_message = field.type == FieldDescriptorProto.TYPE_MESSAGE and not plain.startswith("Mapping")
+    is_message = field.type == FieldDescriptorProto.TYPE_MESSAGE and plain != "JobSpec"
     can_be_unset = field.proto3_optional or is_message
     return f"{plain} | None" if can_be_unset and f"{message.name}.{field.name}" not in NEVER_UNSET else plain
 

@@ -43,6 +43,20 @@ Names that end in `_s` are seconds (of a moment: since 1970), in `_bytes` sizes.
 `next_page_token`, to be sent as `page_token`. An error is an [ErrorBody](#errorbody), whose
 `reason` is one of [these](errors.md). Fields may be added by later versions, so a script ignores those that it does not
 know.
+
+Changes have the rights, limits and entries of the audit log that the same calls have by gRPC. Their body is
+`application/json` of at most 64 KiB. `POST /jobs` with the same `request_id` again makes no second job. What is not
+here (pushing and pulling contents, accounts, shares, deletions of many) goes through gRPC, with the `horizon` command
+or the Python client.
+
+`/jobs/{job_id}/series` has every curve of a job in at most `points` points, each the mean, the least and the greatest
+value of `every_steps` steps; a restart that repeats steps replaces them. With `from_step` and `to_step` a part of a
+long job is read again in detail, where it has at most 20,000 steps. `name` (repeatable) chooses figures.
+
+`/stream` sends the events `jobs`, `queue` and `node`, first what there is and then what changes, at most once a second,
+and `job` with the events of the jobs that `jobs=A,B` names (at most 8), after the numbers in `after=1,2`. A `problem`
+comes before an end that the client has not asked for, such as a stop of the daemon or a revoked token. A client that
+reads slowly gets fewer and larger changes. A user has at most 16 such streams.
 """
 
 ERRORS_HEAD = """# Errors

@@ -21,6 +21,7 @@ from tests.support.released_states import DATA, FACTS_FILE, SETTINGS, STATE, kin
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_client import Client
+from horizon_client.job_spec_types import JobSpec
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 from horizon_server.version import VERSION
 
@@ -42,7 +43,8 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 3,
 }
-SPEC: dict[str, Any] = {
+SPEC: JobSpec = {
+    "name": "whole",
     "model": "tiny",
     "dataset": "chats",
     "train": {
@@ -102,7 +104,7 @@ def live(daemon: DaemonProcess, folder: Path) -> dict[str, Any]:
         ada.models.push(folder / "model", name="tiny")
         ada.datasets.push([write_demo_dataset(folder)], name="chats")
         ada.account.share("dataset", "chats", "lab")
-        whole = ada.jobs.submit({**SPEC, "name": "whole"})
+        whole = ada.jobs.submit(SPEC)
         done = wait_for_state(ada, whole.job_id, "SUCCEEDED", "FAILED", timeout_s=LIMIT_S)
         assert done.state == "SUCCEEDED", done.message
         step = paused(ada)

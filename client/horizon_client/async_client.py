@@ -17,6 +17,7 @@ from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import Node
 from horizon_client.sharing import AsyncSharing, timestamp
+from horizon_client.webhooks import AsyncWebhooks
 from horizon_proto.v1 import node_pb2
 
 
@@ -118,6 +119,7 @@ class AsyncClient:
         self.sharing = AsyncSharing(self._connection)
         self.housekeeping = AsyncHousekeeping(self._connection)
         self.account = AsyncAccounts(self._connection)
+        self.webhooks = AsyncWebhooks(self._connection)
 
     async def close(self) -> None:
         """Close the connection."""

@@ -10,11 +10,14 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from platformdirs import user_cache_path
 
 from horizon_client.connection import Backoff, Connection, pause_after
 from horizon_client.conversion import enum_number, from_message
@@ -29,7 +32,9 @@ from horizon_client.errors import (
     ServerFailed,
     Unavailable,
 )
+from horizon_client.hub import HubPush, publish, repo_of, require_hub
 from horizon_client.local_files import PIECE_BYTES
+from horizon_client.notebook import Listing
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import Checkpoint, FileEntry, SampledText, SampleFigures
 from horizon_formats.row_checks import check_prompt_row
@@ -43,6 +48,8 @@ _MERGED_PREFIX = "merged/"
 # A folder with one of these is a model, or an adapter, for every program that loads it
 _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json")
 _ADAPTER_FILES = ("adapter_*",)
+# Texts of the user's data, which are not published with a model unless that is asked for
+_ANSWERS_FILE = "answers.jsonl"
 _MOST_NAMED = 3
 
 Message: TypeAlias = Mapping[str, str]
@@ -79,10 +86,10 @@ class AsyncCheckpoints:
     async def list(self, job: str) -> list[Checkpoint]:
         """Return the complete checkpoints of a job, oldest first; of `JOB@STEP`, `JOB@last` or `JOB@best` that one."""
         if "@" in job:
-            return [await self._chosen(job, "last")]
+            return Listing([await self._chosen(job, "last")])
         request = checkpoint_pb2.ListCheckpointsRequest(job_id=job)
         answer = await self._connection.unary(self._connection.calls.checkpoints.ListCheckpoints, request)
-        return [from_message(Checkpoint, item) for item in answer.checkpoints]
+        return Listing(from_message(Checkpoint, item) for item in answer.checkpoints)
 
     async def pull(
         self,
@@ -180,6 +187,53 @@ class AsyncCheckpoints:
         download = _Download(self._connection, checkpoint, out, reporter, prefix=_MERGED_PREFIX if merged else "")
         received_bytes = await download.fetch(files, force=force)
         return CheckpointMerge(checkpoint=checkpoint, folder=str(download.folder), received_bytes=received_bytes)
+
+    async def push(
+        self,
+        job: str,
+        target: str,
+        *,
+        at: int | str = "last",
+        merged: bool = False,
+        private: bool | None = None,
+        token: str | None = None,
+        with_answers: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        reporter: Reporter = SILENT,
+    ) -> HubPush:
+        """Publish a checkpoint on the Hugging Face hub, as `hf:ORG/NAME`: weights, tokenizer, model card and job file.
+
+        It is pulled into `folder` first, which stays; without one, into a folder of this user's cache, which is gone
+        afterwards. A push that was interrupted goes on with what is missing. `merged` has the node merge an adapter,
+        and publishes the merged model. `private` makes a new repository private or public; None leaves that to the
+        account's setting. `token` is one of the hub; without one, that of `hf auth login` is used. The answers of the
+        evaluation are texts of your data: they are published only `with_answers`. Needs `horizon-train[hub]`.
+
+        Raises:
+            BadConfig: when the extra is not installed.
+            InvalidRequest: when `target` is not hf:ORG/NAME.
+            NotAllowed: when the hub refuses the token.
+            NotFound, FileConflict, CorruptDownload: as `pull` and `merge` do.
+        """
+        repo = repo_of(target)
+        require_hub()
+        checkpoint = await self._chosen(job, at)
+        place, kept = f"{checkpoint.job_id}@{checkpoint.step}", "merged" if merged else "checkpoint"
+        cache = user_cache_path("horizon") / "push" / f"{checkpoint.job_id}-{checkpoint.step}-{kept}"
+        to = Path(cache if folder is None else folder)
+        if merged:
+            await self.merge(place, out=to, reporter=reporter)
+        else:
+            await self.pull(place, to, reporter=reporter)
+        reporter.notice(f"publishing {to} as {repo}")
+        left_out = () if with_answers else (_ANSWERS_FILE,)
+        message = f"Step {checkpoint.step} of job {checkpoint.job_id}"
+        pushed = await asyncio.to_thread(
+            lambda: publish(to, repo, private=private, token=token, left_out=left_out, message=message)
+        )
+        if folder is None:
+            await asyncio.to_thread(shutil.rmtree, cache, ignore_errors=True)
+        return pushed
 
     async def sample(
         self,

@@ -20,6 +20,7 @@ from horizon_client.errors import BadEndpoint, Draining, HorizonClientError, Una
 from horizon_client.profiles import Endpoint
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.rpc_errors import explained, never_sent, nothing_answers
+from horizon_client.waiting import timeout
 from horizon_proto.v1 import (
     account_pb2_grpc,
     blob_pb2_grpc,
@@ -30,6 +31,7 @@ from horizon_proto.v1 import (
     model_pb2_grpc,
     node_pb2_grpc,
     sharing_pb2_grpc,
+    webhook_pb2_grpc,
 )
 
 RequestT = TypeVar("RequestT")
@@ -128,6 +130,7 @@ class Calls:
         self.models = cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
         self.node = cast("node_pb2_grpc.NodeServiceAsyncStub", node_pb2_grpc.NodeServiceStub(channel))
         self.sharing = cast("sharing_pb2_grpc.SharingServiceAsyncStub", sharing_pb2_grpc.SharingServiceStub(channel))
+        self.webhooks = cast("webhook_pb2_grpc.WebhookServiceAsyncStub", webhook_pb2_grpc.WebhookServiceStub(channel))
 
 
 class Connection:
@@ -226,14 +229,14 @@ class Connection:
         answers = aiter(running)
         try:
             while True:
-                async with asyncio.timeout(stall_s):
+                async with timeout(stall_s):
                     answer = await anext(answers, None)
                 if answer is None:
                     return
                 yield answer
         except grpc.aio.AioRpcError as error:
             raise await explained(error, self.endpoint) from None
-        except TimeoutError:
+        except asyncio.TimeoutError:
             raise Unavailable(f"{self.endpoint.server} sent nothing for {stall_s:.0f} s") from None
         finally:
             running.cancel()  # the caller may have stopped early, and the server would continue to send

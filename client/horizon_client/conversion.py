@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
-from datetime import UTC
+from datetime import timezone
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -42,7 +42,7 @@ def from_message(kind: type[ResourceT], message: Message, **extra: Any) -> Resou
 
 def event_from_message(message: job_pb2.JobEvent) -> resources.JobEvent:
     """Return the event; one of a kind that this client does not know becomes a message that says so."""
-    time = message.time.ToDatetime(tzinfo=UTC) if message.HasField("time") else None
+    time = message.time.ToDatetime(tzinfo=timezone.utc) if message.HasField("time") else None
     which = message.WhichOneof("event")
     if which is None:
         text = "something happened that this client is too old to show; upgrade it to match the server"
@@ -66,7 +66,7 @@ def _value(message: Message, field: Any) -> Any:
 def _plain(value: Any) -> Any:
     match value:
         case Timestamp():
-            return value.ToDatetime(tzinfo=UTC)
+            return value.ToDatetime(tzinfo=timezone.utc)
         case Duration():
             return value.ToNanoseconds() / 1e9
         case job_pb2.JobSpec():

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Self
+from typing import TYPE_CHECKING
 
 from horizon_formats.error_table import ERRORS
 from horizon_formats.problems import FieldViolation as FieldViolation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "AlreadyExists",
@@ -47,6 +50,7 @@ __all__ = [
     "Stalled",
     "TooLarge",
     "TooManyCalls",
+    "TrackerFailed",
     "TurnOverrun",
     "Unauthenticated",
     "Unavailable",
@@ -128,6 +132,12 @@ class BadFile(InvalidRequest):
     """A local file cannot be pushed as it is."""
 
     reason = "INVALID_FILE"
+
+
+class TrackerFailed(HorizonClientError):
+    """A tracker, such as an MLflow server, did not take a job's figures. The job is not affected."""
+
+    reason = "TRACKER_FAILED"
 
 
 class BadConfig(InvalidRequest):

@@ -3,36 +3,44 @@ first.
 
 A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare
 word that is also the name of something pushed means that. Only `model`, `dataset`, `eval_dataset` and the datasets of
-`eval.sets` can be local. `map` names the columns of local data, which is pushed with it; it is no field of the job that
-is sent.
+`eval.sets` can be local. `map` names the columns of local data, and `format` its format: it is pushed with them, and
+neither is a field of the job that is sent. Data may also be rows in memory (`memory_data`), which are pushed under the
+job's name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import yaml
 
+from horizon_client.choices import DATASET_FORMATS
 from horizon_client.conversion import spec_to_proto
 from horizon_client.errors import BadFile, InvalidRequest, NotFound
+from horizon_client.job_spec_types import JobSpec
+from horizon_client.memory_data import as_file, is_in_memory
 from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
 from horizon_client.reporter import Reporter
-from horizon_formats.other_names import other_value
+from horizon_formats.model_files import CONFIG_FILE
 from horizon_proto.v1 import job_pb2
 
-SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
-"""A job spec as a mapping, or the path of a YAML or JSON file."""
+SpecLike: TypeAlias = JobSpec | str | os.PathLike[str]
+"""A job spec, or the path of a YAML or JSON file. For type checkers a spec is a JobSpec, so that they find a misspelt
+key; any mapping is accepted."""
 
 MAX_SPEC_BYTES = 1 << 20
 _PLACEHOLDER = "local"
 _Place: TypeAlias = tuple[str, ...]
 _MODEL: _Place = ("model",)
 _EVAL_SETS: _Place = ("eval", "sets")
-_MAP = "map"
+_MAP, _FORMAT = "map", "format"
+_ARGUMENTS = {_MAP: "field_map", _FORMAT: "row_format"}
 
 
 async def spec_to_send(
@@ -45,56 +53,75 @@ async def spec_to_send(
     """Return the wire form of a spec; local files that it names are pushed, unless there is nothing to push them to."""
     written, folders = _loaded(spec)
     mapping = with_overrides(written, overrides)
-    field_map = _field_map(mapping.pop(_MAP, None))
+    options = _push_options(mapping)
     if push_to is None:
-        if field_map:
+        for name in options:
             raise InvalidRequest.of(
-                _MAP,
-                "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): "
-                "leave map out",
+                name,
+                f"{name} is for data files that are pushed, and nothing is pushed here (--no-push, in Python "
+                f"push=False): leave {name} out",
             )
         return spec_to_proto(mapping)
     models, datasets = push_to
     kinds: dict[_Place, AsyncPushed[Any]] = {_MODEL: models, **dict.fromkeys(_data_places(mapping), datasets)}
-    local = {place: _local_sources(_at(mapping, place), folders, many=place != _MODEL) for place in kinds}
+    in_memory = {place: value for place in kinds if place != _MODEL and is_in_memory(value := _at(mapping, place))}
+    files = [place for place in kinds if place not in in_memory]
+    local = {place: _local_sources(_at(mapping, place), folders, many=place != _MODEL) for place in files}
     _refuse_missing_paths(mapping, local)
     local = {place: sources for place, sources in local.items() if sources}
-    if not local.keys() - {_MODEL}:
-        _refuse_unused(field_map, mapping)
+    if not in_memory and not local.keys() - {_MODEL}:
+        _refuse_unused(options, mapping)
     # Refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
     checked = _copied(mapping)
-    for place in local:
+    for place in (*local, *in_memory):
         _put(checked, place, _PLACEHOLDER)
     spec_to_proto(checked)
+    pushed_with = {_ARGUMENTS[name]: value for name, value in options.items()}
+    for place, rows in in_memory.items():
+        with ExitStack() as stack:
+            part = "" if place == ("dataset",) else f"-{place[-1]}"
+            file = await asyncio.to_thread(stack.enter_context, as_file(rows, f"{mapping['name']}{part}"))
+            reporter.notice(f"pushing the rows of {'.'.join(place)}")
+            _put(mapping, place, await push_under_free_name(datasets, [file], reporter, **pushed_with))
     for place, sources in local.items():
         if not await _is_pushed(_at(mapping, place), kinds[place]):
             noun = "model folder" if place == _MODEL else place[0].replace("_", " ")
             if len(place) > 1:
                 noun = f"eval set {place[-1]}"
             reporter.notice(f"pushing the {noun} {', '.join(map(str, sources))}")
-            options = {"field_map": field_map} if place != _MODEL and field_map else {}
-            _put(mapping, place, await push_under_free_name(kinds[place], sources, reporter, **options))
+            of_data = pushed_with if place != _MODEL else {}
+            _put(mapping, place, await push_under_free_name(kinds[place], sources, reporter, **of_data))
     return spec_to_proto(mapping)
 
 
-def _field_map(value: object) -> dict[str, str]:
-    """Return the columns of local data by field, as `horizon dataset push --map` takes them."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(isinstance(text, str) for pair in value.items() for text in pair):
-        raise InvalidRequest.of(
-            _MAP, f"map is {value!r:.60}; it must name a column for each field, such as {{prompt: question}}"
-        )
-    return dict(value)
+def _push_options(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Take what local data is pushed with out of a spec: those of `map` and `format` that are given."""
+    options: dict[str, Any] = {}
+    field_map, row_format = mapping.pop(_MAP, None), mapping.pop(_FORMAT, None)
+    if field_map is not None:
+        if not isinstance(field_map, Mapping) or not all(
+            isinstance(t, str) for pair in field_map.items() for t in pair
+        ):
+            raise InvalidRequest.of(
+                _MAP, f"map is {field_map!r:.60}; it must name a column for each field, such as {{prompt: question}}"
+            )
+        if field_map:
+            options[_MAP] = dict(field_map)
+    if row_format is not None:
+        if row_format not in DATASET_FORMATS:
+            raise InvalidRequest.of(
+                _FORMAT, f"format is {row_format!r:.60}; it must be one of {', '.join(DATASET_FORMATS)}"
+            )
+        options[_FORMAT] = row_format
+    return options
 
 
-def _refuse_unused(field_map: Mapping[str, str], mapping: Mapping[str, Any]) -> None:
-    if field_map:
+def _refuse_unused(options: Mapping[str, Any], mapping: Mapping[str, Any]) -> None:
+    for name in options:
         raise InvalidRequest.of(
-            _MAP,
-            f"map is for data files that the job file names, and dataset {_at(mapping, ('dataset',))!r:.80} is not a "
-            "file here; a pushed "
-            "dataset has the map that it was pushed with: leave map out",
+            name,
+            f"{name} is for data files that the job file names, and dataset {_at(mapping, ('dataset',))!r:.80} is not "
+            f"a file here; a pushed dataset has the {name} that it was pushed with: leave {name} out",
         )
 
 
@@ -105,14 +132,24 @@ def _data_places(mapping: Mapping[str, Any]) -> list[_Place]:
     return [("dataset",), ("eval_dataset",), *named]
 
 
-def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> dict[str, Any]:
+def without_data(spec: SpecLike, overrides: Sequence[str], name: str) -> JobSpec:
     """Return a spec in which everything that names data has this name instead."""
     mapping = with_overrides(_loaded(spec)[0], overrides)
-    mapping.pop(_MAP, None)
+    _push_options(mapping)
     for place in _data_places(mapping):
         if place == ("dataset",) or _at(mapping, place) is not None:
             _put(mapping, place, name)
-    return mapping
+    return cast("JobSpec", mapping)
+
+
+def local_config(spec: SpecLike, overrides: Sequence[str]) -> bytes:
+    """Return the config.json of the local model folder that a spec names, where the folder has no weights; else
+    nothing. Blocking."""
+    written, folders = _loaded(spec)
+    sources = _local_sources(_at(with_overrides(written, overrides), _MODEL), folders, many=False)
+    if not sources or not (config := sources[0] / CONFIG_FILE).is_file() or any(sources[0].glob("*.safetensors*")):
+        return b""
+    return config.read_bytes()
 
 
 def _at(mapping: Mapping[str, Any], place: _Place) -> Any:
@@ -131,8 +168,6 @@ def _put(mapping: dict[str, Any], place: _Place, value: object) -> None:
 def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[_Place, Sequence[Path]]) -> None:
     for place, sources in local.items():
         value, field = _at(mapping, place), ".".join(place)
-        if not sources and place == _MODEL and (hub := other_value("model", value)):
-            raise InvalidRequest.of(field, f"model is {value!r}; {hub}")
         # an absolute path may be a folder on the node
         if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
             continue
@@ -258,4 +293,7 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
     # The overrides and the names of what is pushed must not reach the caller's own mapping
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+    def copied(value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    return {key: _copied(value) if isinstance(value, Mapping) else copied(value) for key, value in mapping.items()}

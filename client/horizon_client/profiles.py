@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -141,6 +142,12 @@ def read_token_file(path: Path) -> str:
     return token
 
 
+def is_open_to_others(path: Path) -> bool:
+    """Whether other users of this machine can read a file; not so of a pipe, as of `--token-file <(command)`."""
+    mode = path.stat().st_mode
+    return os.name == "posix" and stat.S_ISREG(mode) and bool(mode & 0o077)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """One daemon the user has logged in to."""
@@ -269,7 +276,7 @@ class ProfileFile:
         except OSError as error:
             raise BadConfig(f"cannot read {self.path}: {error.strerror}") from error
         # As ssh does with keys: refuse rather than leak
-        if os.name == "posix" and self.path.stat().st_mode & 0o077:
+        if is_open_to_others(self.path):
             raise BadConfig(f"{self.path} contains tokens and other users can read it; run: chmod 600 {self.path}")
         try:
             content = yaml.safe_load(text)

@@ -8,6 +8,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from horizon_client.errors import AlreadyExists, InvalidRequest, NotFound, sugge
 from horizon_client.local_files import (
     MAX_NAME,
     HashedFile,
+    Sources,
     check_dataset_files,
     dataset_sources,
     hash_files,
@@ -26,6 +28,8 @@ from horizon_client.local_files import (
     model_files,
     valid_name,
 )
+from horizon_client.memory_data import DataLike, as_file, is_in_memory
+from horizon_client.notebook import Listing
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import Dataset, DatasetPreview, Model
 from horizon_client.upload import BlobUpload
@@ -85,7 +89,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
     async def list(self, *, limit: int | None = None) -> list[ItemT]:
         """Return all of them, newest first, or at most `limit`."""
         found = await self._connection.all_pages(*self._rpc("List", "s"), items=f"{self._noun}s", limit=limit)
-        return [from_message(self._kind, item) for item in found]
+        return Listing(from_message(self._kind, item) for item in found)
 
     def _rpc(self, verb: str, ending: str = "", **fields: Any) -> tuple[Any, Any]:
         """Return a call of the service, such as GetDataset, and its request."""
@@ -126,7 +130,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
 
 
 async def push_under_free_name(
-    kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter, **options: Mapping[str, str]
+    kind: AsyncPushed[Any], sources: Sequence[Path], reporter: Reporter, **options: Mapping[str, str] | str
 ) -> str:
     """Push under the source's name without its endings, with part of the content's hash appended where that name is
     taken.
@@ -141,7 +145,8 @@ async def push_under_free_name(
     except AlreadyExists:
         # Over the paths and contents, so that another push of the same files gets the same name
         lines = sorted(f"{file.path}\0{file.sha256}" for file in files)
-        lines += sorted(f"{field}\0{column}" for columns in options.values() for field, column in columns.items())
+        pairs = [value.items() if isinstance(value, Mapping) else [(name, value)] for name, value in options.items()]
+        lines += sorted(f"{name}\0{value}" for some in pairs for name, value in some)
         digest = hashlib.sha256("\n".join([*kind._digest_head, *lines]).encode()).hexdigest()
         item, _ = await kind._push(files, reporter, name=f"{name[: MAX_NAME - 9]}-{digest[:8]}", **announced)
     return str(item.name)
@@ -189,7 +194,7 @@ class AsyncDatasets(AsyncPushed[Dataset]):
 
     async def push(
         self,
-        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        data: DataLike,
         *,
         name: str,
         format: str = "auto",  # noqa: A002 - the name users know from the command and the contract
@@ -197,20 +202,39 @@ class AsyncDatasets(AsyncPushed[Dataset]):
         request_id: str | None = None,
         reporter: Reporter = SILENT,
     ) -> DatasetPush:
-        """Push one or several local data files or folders as dataset `name`; content that the server has is not sent
-        again.
+        """Push local data files or folders, or rows in memory, as dataset `name`; content that the server has is not
+        sent again.
+
+        Rows are any iterable of dicts, a `datasets.Dataset`, a DataFrame of pandas or polars, or a pyarrow.Table. They
+        are written to a temporary file first, row by row.
 
         Raises:
             BadFile: naming file and line, when a file is unusable; nothing is sent then.
-            InvalidRequest: with one violation per line, when the server refuses rows.
+            InvalidRequest: with one violation per line, when the server refuses rows; or naming the row in memory that
+                JSON cannot write.
         """
-        hashed, announced = await self._read(files, reporter, row_format=format, field_map=field_map)
-        dataset, sent_bytes = await self._push(hashed, reporter, name=name, request_id=request_id or "", **announced)
+        with ExitStack() as stack:
+            files: Any = data
+            if is_in_memory(data):
+                files = await asyncio.to_thread(stack.enter_context, as_file(data, name))
+            return await self._push_files(files, name, format, field_map, request_id or "", reporter)
+
+    async def _push_files(
+        self,
+        files: Sources,
+        name: str,
+        row_format: str,
+        field_map: Mapping[str, str] | None,
+        request_id: str,
+        reporter: Reporter,
+    ) -> DatasetPush:
+        hashed, announced = await self._read(files, reporter, row_format=row_format, field_map=field_map)
+        dataset, sent_bytes = await self._push(hashed, reporter, name=name, request_id=request_id, **announced)
         return DatasetPush(dataset=dataset, sent_bytes=sent_bytes)
 
     async def _read(
         self,
-        sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        sources: Sources,
         reporter: Reporter,
         *,
         row_format: str = "auto",

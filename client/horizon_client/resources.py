@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
+from horizon_client import notebook
 from horizon_client.choices import ENDED_STATES
+from horizon_client.job_spec_types import JobSpec
+
+DatasetState: TypeAlias = Literal["UPLOADING", "READY"]
+
+JobState: TypeAlias = Literal[
+    "QUEUED", "PREPARING", "STARTING", "RUNNING", "PAUSED", "STOPPING", "SUCCEEDED", "FAILED", "CANCELLED"
+]
+
+ModelState: TypeAlias = Literal["UPLOADING", "READY"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,119 +106,16 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoSpec:
-    """The options of method dpo. Fields left out take the defaults given here."""
-
-    beta: float | None
-    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
-    loss: str
-    """The loss of a pair's margin; default sigmoid: sigmoid or hinge."""
-    label_smoothing: float | None
-    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
-    length_normalised: bool | None
-    """Compare averages over an answer's tokens instead of sums; default false."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IpoSpec:
-    """The options of method ipo. Fields left out take the defaults given here."""
-
-    beta: float | None
-    """Margins are pulled to 1 / (2 beta); above 0 up to 1000; default 0.1."""
-    length_normalised: bool | None
-    """Compare averages over an answer's tokens instead of sums; default true."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrpoSpec:
-    """The options of method orpo. Fields left out take the defaults given here."""
-
-    penalty: float | None
-    """Weight of the odds ratio next to the chosen answers' loss; from 0 to 1000; default 0.1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimpoSpec:
-    """The options of method simpo. Fields left out take the defaults given here."""
-
-    beta: float | None
-    """Factor of the difference of average log-probabilities; above 0 up to 1000; default 2."""
-    gamma: float | None
-    """Margin that is to be reached; from 0 to 1000; default 0.5."""
-    label_smoothing: float | None
-    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KtoSpec:
-    """The options of method kto. Fields left out take the defaults given here."""
-
-    beta: float | None
-    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
-    desirable_weight: float | None
-    """Weight of answers that are labelled good; from 0 to 1000; default 1."""
-    undesirable_weight: float | None
-    """Weight of answers that are labelled bad; from 0 to 1000; default 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySpec:
-    """The options of method policy. Fields left out take the defaults given here."""
-
-    clip: bool | None
-    """Whether the ratio to the policy that sampled is clipped; default true."""
-    clip_low: float | None
-    """The ratio counts down to 1 - clip_low; from 0 to 1; default 0.2."""
-    clip_high: float | None
-    """The ratio counts up to 1 + clip_high; from 0 to 1000; default 0.2."""
-    kl_coefficient: float | None
-    """Weight of the KL divergence from the starting weights; from 0 to 1000; default 0."""
-    mean: str
-    """What the losses of tokens are averaged over; default tokens: tokens or documents."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSpec:
-    """LoraSpec says which adapters of low rank are trained next to a frozen model."""
-
-    rank: int | None
-    """Rows of A and columns of B; from 1 to 4096; default 16."""
-    alpha: float | None
-    """What the adapters' output is scaled by is alpha / rank; above 0, at most 1000000; default 32."""
-    dropout: float | None
-    """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
-    targets: tuple[str, ...]
-    """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default,
-    all-linear."""
-    rslora: bool | None
-    """Scale by alpha / sqrt(rank) instead; default false."""
-    dora: bool | None
-    """Train the length of each output's weights apart from their direction; default false."""
-    base: str
-    """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LrGroup:
-    """LrGroup gives tensors a learning rate of their own."""
-
-    match: str
-    """Regular expression that is found in the tensors' names; required; at most 256 characters."""
-    scale: float | None
-    """What the learning rate is multiplied by; above 0, at most 1000; required."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Job:
     """One submitted job."""
 
     job_id: str
     """Stable id."""
-    spec: Mapping[str, Any]
+    spec: JobSpec
     """The spec with every default filled in."""
     owner: str
     """Name of the user who submitted it."""
-    state: str
+    state: JobState
     """Its state: QUEUED, PREPARING, STARTING, RUNNING, PAUSED, STOPPING, SUCCEEDED, FAILED or CANCELLED."""
     reason: str
     """Stable reason of the last state change, such as WORKER_FAILED; may be empty."""
@@ -269,7 +176,17 @@ class Job:
     @property
     def name(self) -> str:
         """The name it was submitted under."""
-        return str(self.spec.get("name", ""))
+        return self.spec.get("name", "")
+
+    @property
+    def model(self) -> str:
+        """The model that it trains."""
+        return self.spec.get("model", "")
+
+    @property
+    def dataset(self) -> str:
+        """The dataset that it trains on."""
+        return str(self.spec.get("dataset", ""))
 
     @property
     def ended(self) -> bool:
@@ -280,6 +197,9 @@ class Job:
         """Return what tells it from others; spec, plan and evaluations are long."""
         head = f"Job(job_id={self.job_id!r}, name={self.name!r}, owner={self.owner!r}, state={self.state!r}"
         return f"{head}, step={self.step}, num_steps={self.num_steps})"
+
+    def _repr_html_(self) -> str:
+        return notebook.job_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +263,14 @@ class MemoryPlan:
     """Steps of the whole job; None while only its data decides and nothing is known of that."""
     steps_estimated: bool
     """Whether they are estimated from the size of the files, as the data is not prepared."""
+
+    def __repr__(self) -> str:
+        """Return what decides; the parts are long."""
+        total = f"host_total_bytes={self.host_total_bytes}, device_total_bytes={self.device_total_bytes}"
+        return f"MemoryPlan(fits={self.fits}, device={self.device!r}, {total})"
+
+    def _repr_html_(self) -> str:
+        return notebook.memory_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,7 +415,7 @@ class StateEvent:
     """Number within the job, from 1 without gaps."""
     time: datetime | None
     """When it happened."""
-    state: str
+    state: JobState
     """The new state: QUEUED, PREPARING, STARTING, RUNNING, PAUSED, STOPPING, SUCCEEDED, FAILED or CANCELLED."""
     reason: str
     """Stable reason."""
@@ -662,8 +590,15 @@ class PlannedJob:
 
     plan: MemoryPlan
     """Its memory plan."""
-    spec: Mapping[str, Any]
+    spec: JobSpec
     """The spec with every default filled in."""
+
+    def __repr__(self) -> str:
+        """Return what decides; the spec is long."""
+        return f"PlannedJob(name={self.spec.get('name', '')!r}, plan={self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        return notebook.plan_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -688,6 +623,8 @@ class Checkpoint:
     """Whether it is the newest of its job."""
     best: bool
     """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
+    kept: bool
+    """Whether it is kept: it is not deleted automatically, whatever the spec's keep_last and keep_days say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -762,7 +699,7 @@ class Dataset:
     """User's column for each field: prompt -> question."""
     files: tuple[FileEntry, ...] = field(repr=False)
     """Its files."""
-    state: str
+    state: DatasetState
     """Its status: UPLOADING or READY."""
     num_rows: int
     """Rows; known when READY."""
@@ -869,7 +806,7 @@ class Model:
     """Who pushed it."""
     files: tuple[FileEntry, ...] = field(repr=False)
     """Its files."""
-    state: str
+    state: ModelState
     """Its status: UPLOADING or READY."""
     architecture: str
     """model_type of its config.json; known when READY."""
@@ -951,6 +888,8 @@ class DeviceStatus:
     """The job whose turn it is; empty while no job uses it."""
     num_residents: int
     """Resident jobs that share it."""
+    holder_name: str
+    """The name of the job whose turn it is; empty where the caller may not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1034,7 +973,7 @@ class QueueEntry:
     """Id of the job."""
     owner: str
     """Name of the user who submitted it."""
-    state: str
+    state: JobState
     """Its state: QUEUED, PREPARING, STARTING, RUNNING, PAUSED, STOPPING, SUCCEEDED, FAILED or CANCELLED."""
     position: int
     """Place in the queue from 1; 0 for a resident job."""
@@ -1061,6 +1000,61 @@ class SimulatedJob:
     """Why it would be where it is, and when it would start and end."""
     plan: MemoryPlan
     """Its memory plan, with what `job plan` and `job submit` warn of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Webhook:
+    """An address that is told of changes of jobs' states."""
+
+    webhook_id: str
+    """Stable id."""
+    owner: str
+    """Name of the user who created it."""
+    project: str
+    """The project whose jobs it is told of; empty for the jobs of its owner."""
+    url: str
+    """Where requests are sent. Everybody but its owner sees scheme and host alone, because such an address is often a
+    secret."""
+    events: tuple[str, ...]
+    """The states that it is told of, in lower case: succeeded, failed, ..."""
+    format: str
+    """Body of the requests: json, or slack for Slack, Mattermost and Rocket.Chat."""
+    create_time: datetime | None
+    """When it was created."""
+    disable_time: datetime | None
+    """Since when nothing is sent to it; None while it is enabled."""
+    disable_reason: str
+    """Why it is disabled."""
+    last_attempt_time: datetime | None
+    """When a request was last sent to it; None for never."""
+    last_result: str
+    """How that one ended: delivered, or what went wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebhookDelivery:
+    """One change of a job's state on its way to one webhook."""
+
+    delivery_id: str
+    """Stable id, which every attempt sends as the header webhook-id."""
+    event: str
+    """Type of the event: job.succeeded, job.failed, ..., or webhook.test."""
+    job_id: str
+    """Id of the job; empty for a test."""
+    outcome: str
+    """pending, delivered, failed (given up) or dropped (never to be sent)."""
+    num_attempts: int
+    """Number of requests that were sent."""
+    status_code: int
+    """HTTP status of the last answer; 0 where there was none."""
+    error: str
+    """What went wrong in the last attempt; empty where nothing did."""
+    create_time: datetime | None
+    """When the job's state changed."""
+    last_attempt_time: datetime | None
+    """When the last request was sent; None before the first."""
+    next_attempt_time: datetime | None
+    """When the next request is sent; None where no more is."""
 
 
 JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -34,7 +35,7 @@ _BY_CODE: dict[StatusCode, type[HorizonClientError]] = {
     StatusCode.CANCELLED: errors.Unavailable,
     StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }
-_BY_REASON = {
+BY_REASON = {
     kind.reason: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, HorizonClientError)
@@ -82,7 +83,7 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
         return _from_transport(error.code(), str(error.details() or ""), server)
     retry = _detail(status, error_details_pb2.RetryInfo())
     bad_request = _detail(status, error_details_pb2.BadRequest())
-    kind = _BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
+    kind = BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
     problem = kind(
         status.message or f"horizond at {server} answered {error.code().name} without a message",
         reason=info.reason,
@@ -147,7 +148,7 @@ def _from_transport(code: StatusCode, details: str, server: str) -> HorizonClien
     else:
         message = details
     problem = _BY_CODE.get(code, errors.ServerFailed)(message, reason=None)
-    if details and details not in message:
+    if sys.version_info >= (3, 11) and details and details not in message:
         problem.add_note(f"gRPC {code.name}: {details}")  # for a traceback; too raw for a message
     return problem
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -36,5 +36,5 @@ class AsyncSharing:
 def timestamp(moment: datetime) -> Timestamp:
     """Return a moment as the wire has it."""
     stamp = Timestamp()
-    stamp.FromDatetime(moment.astimezone(UTC))
+    stamp.FromDatetime(moment.astimezone(timezone.utc))
     return stamp

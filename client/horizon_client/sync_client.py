@@ -15,8 +15,11 @@ from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, Checkp
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
 from horizon_client.housekeeping import AsyncHousekeeping
+from horizon_client.hub import HubPush
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
+from horizon_client.memory_data import DataLike
+from horizon_client.metrics import JobMetrics
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
@@ -39,8 +42,11 @@ from horizon_client.resources import (
     SimulatedJob,
     Token,
     Usage,
+    Webhook,
+    WebhookDelivery,
 )
 from horizon_client.sharing import AsyncSharing
+from horizon_client.webhooks import AsyncWebhooks, CreatedWebhook
 
 
 class Client:
@@ -91,6 +97,7 @@ class Client:
         self.sharing = Sharing(inner.sharing, self._loop)
         self.housekeeping = Housekeeping(inner.housekeeping, self._loop)
         self.account = Accounts(inner.account, self._loop)
+        self.webhooks = Webhooks(inner.webhooks, self._loop)
 
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""
@@ -119,7 +126,7 @@ class Datasets:
 
     def push(
         self,
-        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        data: DataLike,
         *,
         name: str,
         format: str = "auto",
@@ -127,16 +134,20 @@ class Datasets:
         request_id: str | None = None,
         reporter: Reporter = SILENT,
     ) -> DatasetPush:
-        """Push one or several local data files or folders as dataset `name`; content that the server has is not sent
-        again.
+        """Push local data files or folders, or rows in memory, as dataset `name`; content that the server has is not
+        sent again.
+
+        Rows are any iterable of dicts, a `datasets.Dataset`, a DataFrame of pandas or polars, or a pyarrow.Table. They
+        are written to a temporary file first, row by row.
 
         Raises:
             BadFile: naming file and line, when a file is unusable; nothing is sent then.
-            InvalidRequest: with one violation per line, when the server refuses rows.
+            InvalidRequest: with one violation per line, when the server refuses rows; or naming the row in memory that
+                JSON cannot write.
         """
         return self._loop.run(
             lambda: self._inner.push(
-                files, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
+                data, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
             )
         )
 
@@ -248,7 +259,8 @@ class Jobs:
         push: bool = True,
         reporter: Reporter = SILENT,
     ) -> Job:
-        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False.
+        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False; so are rows
+        in memory, as by `client.datasets.push`.
 
         `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the
         same job.
@@ -267,7 +279,9 @@ class Jobs:
     ) -> PlannedJob:
         """Return how much memory and time a job would take and whether it fits. Queues nothing.
 
-        Local files are pushed as by `submit`, and the same jobs are refused.
+        Local files are pushed as by `submit`, and the same jobs are refused. Of a local model folder its config.json
+        alone is enough, and of a model of the Hugging Face hub that is not on the node its id (with
+        `horizon-train[hub]`): the plan is made of the config then, and no data is looked at.
         """
         return self._loop.run(lambda: self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
 
@@ -343,6 +357,15 @@ class Jobs:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         return self._loop.run(lambda: self._inner.resume(job))
 
+    def delete(self, job: str) -> None:
+        """Delete a job that has ended, with its checkpoints, log and events; `client.housekeeping` deletes many.
+
+        Raises:
+            NotFound: when there is no such job.
+            InUse: when it has not ended.
+        """
+        self._loop.run(lambda: self._inner.delete(job))
+
     def set_priority(self, job: str, priority: int) -> Job:
         """Change the priority of a job that has not ended.
 
@@ -364,8 +387,54 @@ class Jobs:
         """
         return self._loop.iterate(self._inner.watch(job, after_sequence=after_sequence, reporter=reporter))
 
+    def watch_several(self, jobs: Sequence[str], *, reporter: Reporter = SILENT) -> Iterator[tuple[str, JobEvent]]:
+        """Yield the events of several jobs as they come, each with the id of its job, until all have ended.
+
+        Raises:
+            NotFound: when there is no such job.
+            Unavailable: when the server cannot be reached for minutes.
+        """
+        return self._loop.iterate(self._inner.watch_several(jobs, reporter=reporter))
+
+    def metrics(self, job: str, *, reporter: Reporter = SILENT) -> JobMetrics:
+        """Return what the job's steps and evaluations have measured up to now: a row for each step, as numbers by name.
+
+        `metrics.to_pandas()` is a DataFrame, `metrics.curve("loss")` the steps and values of one figure.
+
+        Raises:
+            NotFound: when there is no such job.
+        """
+        return self._loop.run(lambda: self._inner.metrics(job, reporter=reporter))
+
+    def follow(
+        self,
+        job: str,
+        *,
+        to: Sequence[str],
+        tracker_project: str = "",
+        tracker_folder: str | os.PathLike[str] = ".",
+        reporter: Reporter = SILENT,
+    ) -> Job:
+        """Write a job's figures to trackers (wandb, mlflow, tensorboard, trackio) until it has ended, and return it.
+
+        A run begins with the job's first step, whenever it is followed; following again continues the same run.
+        `tracker_project` is the project or experiment, by default the job's project. Files, such as those of
+        TensorBoard in `runs`, are written below `tracker_folder`.
+
+        Raises:
+            InvalidRequest: when there is no such tracker, or its package is not installed.
+            TrackerFailed: when a tracker does not take everything. The job continues.
+        """
+        return self._loop.run(
+            lambda: self._inner.follow(
+                job, to=to, tracker_project=tracker_project, tracker_folder=tracker_folder, reporter=reporter
+            )
+        )
+
     def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
         """Wait until the job has ended and return it; look at its `state` for whether it succeeded.
+
+        What happens meanwhile goes to `reporter`, such as a `NotebookReporter`.
 
         Raises:
             DeadlineExceeded: when it has not ended after `timeout_s` seconds. The job continues.
@@ -386,9 +455,24 @@ class Jobs:
             self._inner.logs(job, attempt=attempt, offset=offset, follow=follow, reporter=reporter)
         )
 
-    def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
-        """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
-        return self._loop.run(lambda: self._inner.list(states=states, limit=limit))
+    def list(
+        self,
+        *,
+        states: Iterable[str] = (),
+        owner: str = "",
+        project: str = "",
+        search: str = "",
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return the jobs that the caller may see, newest first; with `states` (such as RUNNING) only those in one of
+        them.
+
+        `owner` and `project` narrow it to those of a user and a project, `search` to those with a text in their name,
+        id, owner, model or dataset.
+        """
+        return self._loop.run(
+            lambda: self._inner.list(states=states, owner=owner, project=project, search=search, limit=limit)
+        )
 
 
 class Checkpoints:
@@ -464,6 +548,47 @@ class Checkpoints:
         return self._loop.run(
             lambda: self._inner.merge(
                 job, at=at, out=out, dtype=dtype, base=base, remove=remove, force=force, reporter=reporter
+            )
+        )
+
+    def push(
+        self,
+        job: str,
+        target: str,
+        *,
+        at: int | str = "last",
+        merged: bool = False,
+        private: bool | None = None,
+        token: str | None = None,
+        with_answers: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        reporter: Reporter = SILENT,
+    ) -> HubPush:
+        """Publish a checkpoint on the Hugging Face hub, as `hf:ORG/NAME`: weights, tokenizer, model card and job file.
+
+        It is pulled into `folder` first, which stays; without one, into a folder of this user's cache, which is gone
+        afterwards. A push that was interrupted goes on with what is missing. `merged` has the node merge an adapter,
+        and publishes the merged model. `private` makes a new repository private or public; None leaves that to the
+        account's setting. `token` is one of the hub; without one, that of `hf auth login` is used. The answers of the
+        evaluation are texts of your data: they are published only `with_answers`. Needs `horizon-train[hub]`.
+
+        Raises:
+            BadConfig: when the extra is not installed.
+            InvalidRequest: when `target` is not hf:ORG/NAME.
+            NotAllowed: when the hub refuses the token.
+            NotFound, FileConflict, CorruptDownload: as `pull` and `merge` do.
+        """
+        return self._loop.run(
+            lambda: self._inner.push(
+                job,
+                target,
+                at=at,
+                merged=merged,
+                private=private,
+                token=token,
+                with_answers=with_answers,
+                folder=folder,
+                reporter=reporter,
             )
         )
 
@@ -648,3 +773,44 @@ class Accounts:
         """Take back what `share` allowed; return with whom it is still shared. Jobs that were submitted before keep
         it."""
         return self._loop.run(lambda: self._inner.unshare(kind, name, project))
+
+
+class Webhooks:
+    """`client.webhooks`: your webhooks, and those of your projects."""
+
+    def __init__(self, inner: AsyncWebhooks, loop: LoopThread) -> None:
+        self._inner = inner
+        self._loop = loop
+
+    def add(
+        self, url: str, *, project: str = "", events: Iterable[str] = (), format: str = "json", secret: str = ""
+    ) -> CreatedWebhook:
+        """Have the daemon send a request to `url` when a job of yours changes its state or, with `project`, any job of
+        that.
+
+        `events` are states in lower case, as in `succeeded`; none means succeeded, failed and cancelled. `format` is
+        `json` or `slack`. Requests are signed with `secret` (`whsec_` and base64); without one the daemon makes one.
+
+        Raises:
+            InvalidRequest: when the address is one that the daemon does not send to.
+            NotAllowed: when you are not an admin of the project.
+        """
+        return self._loop.run(
+            lambda: self._inner.add(url, project=project, events=events, format=format, secret=secret)
+        )
+
+    def remove(self, webhook_id: str) -> None:
+        """Remove a webhook of yours, or of a project that you are an admin of."""
+        self._loop.run(lambda: self._inner.remove(webhook_id))
+
+    def test(self, webhook_id: str) -> WebhookDelivery:
+        """Send one request now, and return how it was answered. An answer enables a disabled webhook again."""
+        return self._loop.run(lambda: self._inner.test(webhook_id))
+
+    def deliveries(self, webhook_id: str) -> list[WebhookDelivery]:
+        """Return the newest deliveries of a webhook, newest first."""
+        return self._loop.run(lambda: self._inner.deliveries(webhook_id))
+
+    def list(self) -> list[Webhook]:
+        """Return your webhooks and those of your projects, oldest first."""
+        return self._loop.run(lambda: self._inner.list())

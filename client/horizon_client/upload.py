@@ -28,6 +28,7 @@ from horizon_client.errors import (
 from horizon_client.local_files import HashedFile, reading
 from horizon_client.reporter import Progress, Reporter
 from horizon_client.rpc_errors import from_rpc, is_lost_status
+from horizon_client.waiting import timeout
 from horizon_proto.v1 import blob_pb2
 
 CHUNK_BYTES = 2**20  # the most that is sent twice after a cut
@@ -84,13 +85,14 @@ class BlobUpload:
                 status = waiting.popleft()
                 await self._send(by_sha[status.blob.sha256], status)
 
+        streams = [one_after_another() for _ in range(min(STREAMS_AT_ONCE, len(waiting)))]
+        tasks = [asyncio.ensure_future(work) for work in (self._send_small(small), *streams)]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send_small(small))
-                for _ in range(min(STREAMS_AT_ONCE, len(waiting))):
-                    group.create_task(one_after_another())
-        except ExceptionGroup as failed:  # the other streams were cancelled because of the first error
-            raise failed.exceptions[0] from None
+            await asyncio.gather(*tasks)
+        finally:  # after the first error the others end too
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return self._sent_bytes
 
     async def _send_small(self, files: Sequence[HashedFile]) -> None:
@@ -148,12 +150,12 @@ class BlobUpload:
         call = writer(metadata=self._connection.metadata)
         try:
             await self._feed(call, file, status, listen_s)
-            async with asyncio.timeout(FINALIZE_DEADLINE_S):
+            async with timeout(FINALIZE_DEADLINE_S):
                 answer: blob_pb2.BlobStatus = (await call).status
         except grpc.aio.AioRpcError as error:
             problem = from_rpc(error, self._connection.endpoint.server)
             raise (_StatusLost(problem.message) if is_lost_status(error) else problem) from None
-        except TimeoutError:
+        except asyncio.TimeoutError:
             stall_s = self._connection.stream_retry.stall_s
             raise Unavailable(f"the upload of {file.path} made no progress for {stall_s:g} s") from None
         finally:
@@ -168,8 +170,8 @@ class BlobUpload:
         request.chunk.offset = offset
         if listen_s:
             # Names the content without data, which flow control cannot delay
-            with suppress(TimeoutError, asyncio.InvalidStateError):
-                async with asyncio.timeout(listen_s):
+            with suppress(asyncio.TimeoutError, asyncio.InvalidStateError):
+                async with timeout(listen_s):
                     await call.write(request)
                     await call.code()
             request = blob_pb2.WriteBlobRequest()
@@ -178,7 +180,7 @@ class BlobUpload:
             async for data in pieces:
                 request.chunk.data = data  # in place, because assigning a message copies it
                 try:
-                    async with asyncio.timeout(self._connection.stream_retry.stall_s):
+                    async with timeout(self._connection.stream_retry.stall_s):
                         await call.write(request)
                 except asyncio.InvalidStateError:  # the server has ended the call, and the answer says why
                     return

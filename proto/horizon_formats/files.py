@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from horizon_formats.problems import FieldViolation, InvalidFile, ServerOnly, writable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # In bytes of a row's JSON or of its table cells. The longest row bounds the memory of every reader, so there must be
 # one.

@@ -6,14 +6,23 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
 from horizon_formats.problems import FieldViolation, InvalidFile, InvalidOption, listed, unwritable
 
 
-class DatasetFormat(StrEnum):
+class _Words(str, Enum):
+    """Values that are their own text, as of an enum.StrEnum, which Python 3.10 does not have."""
+
+    __str__ = str.__str__
+
+    def __format__(self, spec: str) -> str:
+        return str.__format__(self, spec)
+
+
+class DatasetFormat(_Words):
     """How the rows of a file are written; the values are the names that users write and the wire carries."""
 
     AUTO = "auto"
@@ -28,7 +37,7 @@ class DatasetFormat(StrEnum):
     SAMPLES = "samples"
 
 
-class DataKind(StrEnum):
+class DataKind(_Words):
     """What can be learnt from a dataset: the values are the names that users read and a prepared dataset is marked
     with."""
 

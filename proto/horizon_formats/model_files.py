@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,9 @@ COMPANION_PATTERNS = (
 )
 """What is kept with the weights of every checkpoint: data only, never code, never a pickle."""
 
+HUB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB_ID = re.compile(HUB_ID)
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 _CODE = (".py", ".pyc", ".so", ".sh")
 
@@ -46,6 +50,21 @@ def pushed_files(folder: Path) -> list[str]:
     if is_adapter(path.name for path in folder.iterdir()):
         return _found(folder, (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, ADAPTER_BASE_FILE, *COMPANION_PATTERNS))
     return _found(folder, (CONFIG_FILE, *WEIGHT_PATTERNS, *COMPANION_PATTERNS))
+
+
+def pushed_names(names: Iterable[str]) -> set[str]:
+    """Return those of the paths in a model's folder, wherever it is, that are pushed."""
+    patterns = (CONFIG_FILE, *WEIGHT_PATTERNS, *COMPANION_PATTERNS)
+    return {
+        name
+        for name in names
+        if any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a model's name is the id of a repository of the Hugging Face hub, such as Qwen/Qwen3-8B."""
+    return _HUB_ID.fullmatch(text) is not None
 
 
 def is_adapter(names: Iterable[str]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 _HF, _PEFT, _AXOLOTL, _FACTORY = "Hugging Face's", "PEFT's", "Axolotl's", "LLaMA-Factory's"
 
@@ -24,10 +25,12 @@ _TEMPLATE = "leave it out: the chat template in the model folder is used (horizo
 _PULLED = "leave it out: get the result with horizon checkpoint pull JOB --to FOLDER"
 _ATTENTION = "leave it out: attention is fused where it can be"
 _BY_STEPS = "eval_every_steps, 0 for the start and the end only"
+_NEEDLESS = "leave it out: nothing here needs it"
+_PREPARED = "leave it out: data is prepared once, on all processors, and kept"
 _SAMPLES = "leave it out: method: policy learns from recorded samples"
 _COLUMNS = "horizon dataset push FILE --map FIELD=COLUMN"
 
-# By name: whose it is and what to write here.
+# By name: whose it is and what to write here. Where that is a field alone, it has the same meaning and unit.
 _NAMES: Mapping[str, tuple[str, str]] = {
     # How long, how much at a time
     **dict.fromkeys(("num_train_epochs", "train_epochs"), (_HF, "train.epochs")),
@@ -45,10 +48,17 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     "max_completion_length": (_HF, _LENGTH),
     "sequence_len": (_AXOLOTL, _LENGTH),
     "cutoff_len": (_FACTORY, _LENGTH),
-    **dict.fromkeys(("sample_packing", "pad_to_sequence_len"), (_AXOLOTL, "train.packing")),
+    "packing_strategy": (_HF, "leave it out: rows are filled as well as they can be (train.packing)"),
+    "padding_free": (_HF, "leave it out: no row is padded to the length of another"),
+    "pad_to_multiple_of": (_HF, "leave it out: no row is padded to the length of another"),
+    **dict.fromkeys(("neat_packing", "packing_samples"), (_FACTORY, "train.packing")),
+    "sample_packing": (_AXOLOTL, "train.packing"),
+    "pad_to_sequence_len": (_AXOLOTL, "leave it out: no row is padded to the length of another"),
+    "special_tokens": (_AXOLOTL, "leave it out: the tokenizer in the model folder is used as it is"),
     # The rate and the optimizer
     **dict.fromkeys(("lr", "peak_lr"), (_HF, "train.learning_rate")),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), (_HF, "train.lr_schedule")),
+    "cosine_min_lr_ratio": (_AXOLOTL, "train.min_lr_ratio"),
     "lr_scheduler_kwargs": (_HF, "train.min_lr_ratio and train.lr_decay_ratio"),
     "warmup_ratio": (_HF, "train.warmup_steps, in steps"),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (_HF, "train.betas: [0.9, 0.999]")),
@@ -56,6 +66,10 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("optim", "optimizer", "optim_args", "optimizer_type"), (_HF, _ADAMW)),
     **dict.fromkeys(("gradient_clipping", "grad_clip", "clip_grad_norm"), (_HF, "train.max_grad_norm")),
     "label_smoothing_factor": (_HF, "train.label_smoothing"),
+    **dict.fromkeys(("embedding_lr", "embedding_lr_scale"), (_AXOLOTL, "train.lr_groups")),
+    **dict.fromkeys(
+        ("loraplus_lr_ratio", "loraplus_lr_embedding"), (_PEFT, "leave it out: both halves of an adapter have one rate")
+    ),
     "noisy_embedding_alpha": (_AXOLOTL, "train.neftune_noise_alpha"),
     "data_seed": (_HF, "train.seed"),
     # Numbers and kernels
@@ -84,6 +98,12 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("flash_attention", "flash_attn", "xformers_attention", "sdp_attention"), (_AXOLOTL, _ATTENTION)),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "device_map"), (_HF, _STREAMED)),
     **dict.fromkeys(("use_cpu", "no_cuda"), (_HF, "device: host")),
+    **dict.fromkeys(
+        ("activation_offloading", "layer_offloading", "offload_params", "low_cpu_mem_usage"), (_HF, _STREAMED)
+    ),
+    **dict.fromkeys(("enable_liger_kernel", "flash_attn_type", "unsloth", "use_unsloth"), (_FACTORY, _ATTENTION)),
+    **dict.fromkeys(("use_cache", "full_determinism", "disable_dropout"), (_HF, "leave it out: it is so here anyway")),
+    "ddp_timeout": (_HF, _STREAMED),
     # Checkpoints and reports
     "save_steps": (_HF, "checkpoint.every_steps"),
     "save_strategy": (_HF, "checkpoint.every_steps, or checkpoint.every_minutes"),
@@ -95,8 +115,12 @@ _NAMES: Mapping[str, tuple[str, str]] = {
         (_HF, "leave it out: checkpoints are safetensors; see checkpoint.keep_optimizer"),
     ),
     **dict.fromkeys(("output_dir", "overwrite_output_dir", "push_to_hub"), (_HF, _PULLED)),
+    **dict.fromkeys(("do_train", "strict", "is_llama_derived_model", "model_type", "plot_loss"), (_AXOLOTL, _NEEDLESS)),
+    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers"), (_AXOLOTL, _PREPARED)),
+    **dict.fromkeys(("dataset_num_proc", "dataset_processes", "max_concurrent_workers"), (_HF, _PREPARED)),
     "resume_from_checkpoint": (_HF, "init_from: JOB@last; an interrupted job continues by itself"),
-    **dict.fromkeys(("report_to", "run_name", "disable_tqdm", "log_level"), (_HF, _REPORTED)),
+    "run_name": (_HF, "name"),
+    **dict.fromkeys(("disable_tqdm", "log_level"), (_HF, _REPORTED)),
     # Evaluations
     **dict.fromkeys(("eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"), (_HF, _BY_STEPS)),
     "evals_per_epoch": (_AXOLOTL, _BY_STEPS),
@@ -117,6 +141,9 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("dataset_name", "train_file", "train_dataset", "data_files", "data_path"), (_HF, "dataset")),
     "datasets": (_AXOLOTL, "dataset, one of them; join the files of several in one push"),
     "dataset_dir": (_FACTORY, "dataset"),
+    "max_samples": (_FACTORY, "dataset, a file with that many rows; or train.max_steps"),
+    "dataset_config": (_HF, "dataset"),
+    "mask_history": (_FACTORY, "train.train_on: last-assistant"),
     **dict.fromkeys(
         ("dataset_text_field", "prompt_column", "text_column", "field_instruction", "field_output"), (_HF, _COLUMNS)
     ),
@@ -156,7 +183,15 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     "lora_model_dir": (_AXOLOTL, "init_from: the name of a pushed adapter"),
     "finetuning_type": (_FACTORY, "train.trainable: all or lora"),
     **dict.fromkeys(
-        ("modules_to_save", "bias", "init_lora_weights", "task_type", "lora_bias"),
+        (
+            "modules_to_save",
+            "lora_modules_to_save",
+            "additional_target",
+            "bias",
+            "init_lora_weights",
+            "task_type",
+            "lora_bias",
+        ),
         (_PEFT, "leave it out: adapters of train.lora are trained and nothing else"),
     ),
     **dict.fromkeys(
@@ -176,6 +211,15 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     ),
     # Methods
     "rl": (_AXOLOTL, "method"),
+    "pref_loss": (_FACTORY, "method (dpo, ipo, orpo, simpo), and dpo.loss"),
+    **dict.fromkeys(
+        ("pref_beta", "dpo_beta", "rl_beta", "kto_beta", "orpo_alpha"),
+        (_FACTORY, "beta in the section of the method: dpo.beta, ipo.beta, kto.beta, simpo.beta, orpo.penalty"),
+    ),
+    **dict.fromkeys(("kto_desirable_weight", "kto_chosen_weight"), (_AXOLOTL, "kto.desirable_weight")),
+    **dict.fromkeys(("kto_undesirable_weight", "kto_rejected_weight"), (_AXOLOTL, "kto.undesirable_weight")),
+    "desirable_weight": (_HF, "kto.desirable_weight"),
+    "undesirable_weight": (_HF, "kto.undesirable_weight"),
     "stage": (_FACTORY, "method"),
     "loss_type": (_HF, "method (dpo, ipo, orpo, simpo, kto), and dpo.loss"),
     **dict.fromkeys(
@@ -220,17 +264,51 @@ _METHODS: Mapping[str, str] = {
     "cpo": "here: method: simpo or orpo, on pairs",
     "rm": "reward models are not trained here; methods on pairs: dpo, ipo, orpo, simpo",
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/([A-Za-z0-9][A-Za-z0-9._-]*)")
+_LEAVE = "leave it out"
+_FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """A name that another tool has. `whose` is that tool's, as "Axolotl's"; `here` says what to write instead."""
+
+    name: str
+    whose: str
+    here: str
+
+    @property
+    def is_needless(self) -> bool:
+        """Whether nothing needs to be written here."""
+        return self.here.startswith(_LEAVE)
+
+    @property
+    def field(self) -> str:
+        """The field with the same meaning and unit; empty where it is not as simple as that."""
+        return self.here if _FIELD.fullmatch(self.here) else ""
+
+    @property
+    def text(self) -> str:
+        """What to write, as the end of a message."""
+        return self.here if self.is_needless else f"here: {self.here}"
+
+
+def known_names() -> list[OtherName]:
+    """Return the whole table, those that only a beginning is known of as `fsdp_*`."""
+    beginnings = {f"{start}*": pair for start, pair in _BEGINNINGS.items()}
+    return [OtherName(name, *pair) for name, pair in {**_NAMES, **beginnings}.items()]
+
+
+def known_name(key: str) -> OtherName | None:
+    """Return what is known of a name of another tool."""
+    lower = key.lower().replace("-", "_")
+    found = _NAMES.get(lower) or next((pair for start, pair in _BEGINNINGS.items() if lower.startswith(start)), None)
+    return None if found is None else OtherName(lower, *found)
 
 
 def other_name(key: str) -> str:
     """Return what to write for a field that another tool has; empty where none is known."""
-    lower = key.lower().replace("-", "_")
-    found = _NAMES.get(lower) or next((hint for start, hint in _BEGINNINGS.items() if lower.startswith(start)), None)
-    if found is None:
-        return ""
-    whose, here = found
-    return f"that is {whose} name; {here if here.startswith('leave it out') else f'here: {here}'}"
+    found = known_name(key)
+    return "" if found is None else f"that is {found.whose} name; {found.text}"
 
 
 def other_value(path: str, value: object) -> str:
@@ -244,11 +322,6 @@ def other_value(path: str, value: object) -> str:
         return ""
     if path == "method":
         return _METHODS.get(value.lower(), "")
-    if path == "model" and (found := _HUB_ID.fullmatch(value)):
-        return (
-            f"horizond fetches nothing: hf download {value} --local-dir {found[1]}, then horizon model push "
-            f"{found[1]}, and model: {found[1]}"
-        )
     return ""
 
 

@@ -39,7 +39,12 @@ class StepDone(StepFigures):
     tokens_per_second: Annotated[
         float, Metric("horizon_tokens_per_second", "Real tokens per second in the last step.", ("job_id",))
     ]
-    eta_s: float = 0.0
+    eta_s: Annotated[
+        float,
+        Metric(
+            "horizon_job_remaining_seconds", "Device time that the job still needs, from its last steps.", ("job_id",)
+        ),
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,18 @@ import dataclasses
 import functools
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import sdnotify
 import structlog
 
+from horizon_server.api.certificates import addresses_of, certificate_of, watch_certificate
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.server import HttpServer, make_app, start_http_server
 from horizon_server.api.limits import CallLimits
@@ -34,6 +37,7 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.db.sharing import SharingStore
+from horizon_server.db.webhooks import WebhookStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
@@ -42,16 +46,13 @@ from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.queue_view import QueueView
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.tracking import NodeTrackers, Tracking
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.network import (
     Address,
     ServerCertificate,
-    given_certificate,
     is_loopback,
-    own_certificate,
-    parse_address,
-    with_client_authority,
 )
 from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
@@ -86,10 +87,15 @@ from horizon_server.services.sampling import Samples
 from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
-from horizon_server.settings import Settings, child_environment
+from horizon_server.services.webhooks.deliveries import Deliveries
+from horizon_server.services.webhooks.hooks import Webhooks
+from horizon_server.services.webhooks.receiver import Receivers
+from horizon_server.settings import Settings, child_environment, watchdog_limit_s
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.prepared import remove_all_partial
+from horizon_server.telemetry.families import NEWEST_ENDED
+from horizon_server.telemetry.gpus import GpuWatch
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 
@@ -98,6 +104,7 @@ log = structlog.get_logger(__name__)
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
+_STORED_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +130,7 @@ class Parts:
             await self.scheduler.drain(timeout_s)
         self.lifecycle.close()
         self.journal.end_watches()
+        await self.services.jobs.tracking.close()
 
 
 def run_daemon(settings: Settings) -> int:
@@ -160,8 +168,8 @@ async def _serve(settings: Settings) -> None:
     # Ctrl-C ends everything.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
-    addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
-    certificate = _certificate(settings, *addresses)
+    addresses = addresses_of(settings)
+    certificate = certificate_of(settings, *addresses)
     found = await find_accelerators()
     await asyncio.to_thread(remove_left_copies)
     kept = await asyncio.to_thread(keep_before_migration, settings.database_path)
@@ -172,7 +180,8 @@ async def _serve(settings: Settings) -> None:
         parts = await wire(settings, database, found=found, usable=usable)
         grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
         queue = asyncio.create_task(run_queue(parts), name="queue")
-        chores = asyncio.create_task(_chores(settings, parts), name="chores")
+        watching = watch_certificate(settings, certificate, (grpc_server, http_server), parts.metrics)
+        chores = asyncio.create_task(_chores(settings, parts, watching), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")
         # A queue that breaks is a defect; the daemon then ends with the traceback instead of serving a dead queue.
         await asyncio.wait({queue, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +220,8 @@ async def wire(
     metrics, lifecycle, store = Metrics(), Lifecycle(), JobStore(database)
     journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
-    metrics.set_queued({job.job_id: job.queued_s for job in await store.in_states([JobState.QUEUED])})
+    metrics.set_queued(await store.in_states([JobState.QUEUED]))
+    metrics.set_ended(await store.newest_ended(NEWEST_ENDED))
     memory = host_memory()
     # Now, as the first scrape may come before the first of the chores.
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
@@ -272,8 +282,12 @@ async def wire(
         folders=folders,
         turns=UserLocks(),
         quotas=quotas,
+        tracking=Tracking(
+            journal=journal, lifecycle=lifecycle, trackers=NodeTrackers(settings=settings), environment=environment
+        ),
     )
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
+    outbox, receivers = WebhookStore(database), Receivers(settings.webhook_networks)
     services = Services(
         accounts=accounts,
         jobs=jobs,
@@ -299,6 +313,12 @@ async def wire(
         retention=retention,
         identity=IdentityService(
             accounts=accounts, datasets=datasets, models=models, max_token_days=settings.max_token_days
+        ),
+        webhooks=Webhooks(
+            store=outbox,
+            deliveries=Deliveries(outbox, receivers, metrics, public_url=settings.public_url),
+            receivers=receivers,
+            accounts=accounts,
         ),
     )
     pairing = Pairing(database, settings.state_dir)
@@ -405,19 +425,6 @@ def _wire_scheduler(
     return scheduler
 
 
-def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
-    """Return the certificate to serve with; None on loopback, where none was asked for."""
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        certificate = given_certificate(settings.tls_cert, settings.tls_key)
-    elif settings.tls_client_ca is None and all(is_loopback(address.host) for address in addresses):
-        return None
-    else:
-        # These two mean all addresses of the machine, and no client connects to them.
-        hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
-        certificate = own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
-    return with_client_authority(certificate, settings.tls_client_ca)
-
-
 async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
@@ -441,6 +448,7 @@ async def _listen(
         stack.push_async_callback(http_server.stop)
         # The ports that were bound: a setting may ask for port 0.
         grpc_at, http_at = f"{grpc.host}:{grpc_server.port}", f"{http.host}:{http_server.port}"
+        metrics.set_page_url(_page_url(settings, http.host, http_server.port, is_secure=certificate is not None))
         write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
         log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
         if authority is not None:
@@ -451,6 +459,16 @@ async def _listen(
     return grpc_server, http_server
 
 
+def _page_url(settings: Settings, host: str, port: int, *, is_secure: bool) -> str:
+    """Return where people reach the web page: by the first name that the certificate was asked for, else where the
+    daemon listens."""
+    if is_secure and settings.tls_names:
+        host = settings.tls_names[0]
+    elif host in ("0.0.0.0", "::"):  # noqa: S104
+        host = socket.gethostname()
+    return f"{'https' if is_secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
     remove_empty_worker_groups()
@@ -458,17 +476,49 @@ async def run_queue(parts: Parts) -> None:
     remove_all_partial(parts.services.jobs.folders.prepared)
     remove_cut_merges(parts.services.jobs.folders)
     await parts.scheduler.recover()
+    await parts.services.jobs.tracking.recover()
     await parts.scheduler.run()
 
 
-async def _chores(settings: Settings, parts: Parts) -> None:
-    """Keep the gauges of memory and disk fresh, and clear away what is not used any more."""
+async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any, None]) -> None:
+    """Keep the gauges of memory and disk fresh, clear away what is not used any more, send webhooks, tell systemd that
+    the daemon is alive, and serve with a certificate that is replaced."""
     # Apart from each other: a sweep may take minutes, and the disk may run full meanwhile.
-    await asyncio.gather(_watch_machine(settings, parts), _sweep_hourly(settings, parts))
+    with contextlib.closing(GpuWatch()) as gpus:
+        if parts.services.node.accelerators:
+            gpus.start()
+        await asyncio.gather(
+            _watch_machine(settings, parts, gpus),
+            _count_stored(parts),
+            _sweep_hourly(settings, parts),
+            parts.services.webhooks.deliveries.run(),
+            feed_watchdog(),
+            watching,
+        )
 
 
-async def _watch_machine(settings: Settings, parts: Parts) -> None:
+async def feed_watchdog() -> None:
+    """Tell systemd that the event loop turns, where the unit has WatchdogSec; a loop that hangs is then restarted."""
+    limit_s, notifier = watchdog_limit_s(), sdnotify.SystemdNotifier()
+    try:
+        while limit_s:
+            notifier.notify("WATCHDOG=1")
+            await asyncio.sleep(limit_s / 3)
+    finally:
+        if notifier.socket is not None:
+            notifier.socket.close()
+
+
+async def _count_stored(parts: Parts) -> None:
     while True:
+        with contextlib.suppress(HorizonError, OSError):  # tried again in a minute
+            parts.metrics.set_stored(await parts.services.sharing.quotas.stored_bytes())
+        await asyncio.sleep(_STORED_EVERY_S)
+
+
+async def _watch_machine(settings: Settings, parts: Parts, gpus: GpuWatch) -> None:
+    while True:
+        parts.metrics.set_gpus(gpus.figures())
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
         disk = shutil.disk_usage(settings.state_dir)
@@ -493,6 +543,7 @@ async def sweep(parts: Parts) -> None:
     """Remove what nothing needs any more."""
     try:
         await parts.services.audit.expire(parts.sweep.settings.audit_days)
+        await parts.services.webhooks.sweep()
         await parts.sweep.run()
     except (HorizonError, OSError):
         # Tried again in an hour; a disk in trouble must not end the daemon and its job.

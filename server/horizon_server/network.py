@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import os
 import socket
+import ssl
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from horizon_server.errors import BadSetting
 
-_YEARS = 5
+# Laptops keep the authority's certificate, so that its end would have everybody fetch another one.
+_AUTHORITY_DAYS = 20 * 365
+_SERVER_DAYS = 5 * 365
+RENEWED_DAYS = 30
+"""How long before its end the daemon makes a new certificate of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +96,19 @@ class ServerCertificate:
 
     @property
     def expires_s(self) -> float:
-        """When the certificate ends, in Unix seconds."""
-        return x509.load_pem_x509_certificate(self.certificate.read_bytes()).not_valid_after_utc.timestamp()
+        """When the certificate ends or, where that is earlier, its authority; in Unix seconds."""
+        files = [self.certificate] if self.authority is None else [self.certificate, self.authority]
+        return min(_load(file).not_valid_after_utc.timestamp() for file in files)
+
+    def stamp(self) -> tuple[int, ...]:
+        """Return what changes when one of the files is replaced or written. Raises OSError."""
+        stats = self.certificate.stat(), self.key.stat()
+        return tuple(number for stat in stats for number in (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+
+    def check(self) -> None:
+        """Let pass a certificate with its key. Raises OSError, also where one of the two was replaced without the
+        other."""
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
 
 
 def given_certificate(certificate: Path, key: Path) -> ServerCertificate:
@@ -125,21 +141,17 @@ def with_client_authority(certificate: ServerCertificate, authority: Path | None
 
 def own_certificate(folder: Path, names: tuple[str, ...]) -> ServerCertificate:
     """Return the certificate below `folder`, made on first use, and made again when `names` has one that it does not
-    cover."""
+    cover, when its key is another one, or `RENEWED_DAYS` before its end."""
     files = ServerCertificate(certificate=folder / "server.pem", key=folder / "server.key", authority=folder / "ca.pem")
     wanted = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn(), *names}
-    if files.certificate.is_file():
-        loaded = x509.load_pem_x509_certificate(files.certificate.read_bytes())
-        named = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        covered = (*named.get_values_for_type(x509.DNSName), *named.get_values_for_type(x509.IPAddress))
-        if wanted <= {str(name) for name in covered}:
-            return files
+    if _serves(files, wanted):
+        return files
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # The authority is kept, so that people who copied its certificate to their laptops need no other.
     authority_key, authority = _authority(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
-        _builder(f"horizond on {socket.gethostname()}", authority.subject, key.public_key())
+        _builder(f"horizond on {socket.gethostname()}", authority.subject, key.public_key(), _SERVER_DAYS)
         .add_extension(x509.SubjectAlternativeName([_general_name(n) for n in sorted(wanted)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -151,12 +163,29 @@ def own_certificate(folder: Path, names: tuple[str, ...]) -> ServerCertificate:
     return files
 
 
+def _serves(files: ServerCertificate, wanted: set[str]) -> bool:
+    """Whether the certificate is there, for these names, with its key, and for long enough."""
+    try:
+        files.check()
+    except OSError:
+        return False
+    loaded = _load(files.certificate)
+    named = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    covered = (*named.get_values_for_type(x509.DNSName), *named.get_values_for_type(x509.IPAddress))
+    ends = loaded.not_valid_after_utc - datetime.timedelta(days=RENEWED_DAYS)
+    return wanted <= {str(name) for name in covered} and datetime.datetime.now(datetime.UTC) < ends
+
+
+def _load(file: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(file.read_bytes())
+
+
 def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key_file, certificate_file = folder / "ca.key", folder / "ca.pem"
     if key_file.is_file() and certificate_file.is_file():
         key = serialization.load_pem_private_key(key_file.read_bytes(), password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return key, x509.load_pem_x509_certificate(certificate_file.read_bytes())
+        return key, _load(certificate_file)
     key = ec.generate_private_key(ec.SECP256R1())
     common_name = f"horizon authority of {socket.gethostname()}"
     usage = x509.KeyUsage(
@@ -171,7 +200,7 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
         decipher_only=False,
     )
     certificate = (
-        _builder(common_name, _name(common_name), key.public_key())
+        _builder(common_name, _name(common_name), key.public_key(), _AUTHORITY_DAYS)
         # It signs servers only: no authority below it would be accepted.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
@@ -183,7 +212,7 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
     return key, certificate
 
 
-def _builder(common_name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _builder(common_name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -193,7 +222,7 @@ def _builder(common_name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey
         .serial_number(x509.random_serial_number())
         # A laptop's clock may be behind the server's.
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+        .not_valid_after(now + datetime.timedelta(days=days))
     )
 
 

@@ -3,13 +3,14 @@ the environment."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from horizon_server.errors import BadSetting, FieldViolation
@@ -28,7 +29,20 @@ def _split_list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def _check_networks(networks: tuple[str, ...]) -> tuple[str, ...]:
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ValueError(f"{error}; write networks such as 10.1.0.0/16 or fd00::/8") from None
+    return networks
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], NoDecode, BeforeValidator(_split_list)
+]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
 
 
@@ -199,6 +213,35 @@ class Settings(BaseSettings):
         description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the "
         "next one, unless a job needs the memory; 0 never keeps it.",
     )
+    public_url: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$",
+        description="Where users open the web page, such as https://gpubox.lab.edu:7172: webhooks then have a link to "
+        "the job.",
+    )
+    webhook_networks: Networks = Field(
+        (),
+        description="Networks that webhooks may be sent to besides the public internet, such as 10.1.0.0/16 for a chat "
+        "server of the lab. Loopback, private and link-local addresses are refused unless they are in one of these.",
+    )
+    trackers: Trackers = Field(
+        ("tensorboard",),
+        description="Trackers that report_to of a job file may name on this node: tensorboard, mlflow, wandb, trackio. "
+        "Each needs its package: pip install 'horizon-train[mlflow]'.",
+    )
+    tracker_dir: Path | None = Field(
+        None,
+        description="Folder for what trackers write on this node, such as TensorBoard's runs/; default: trackers/ in "
+        "the state folder, which only the daemon's user can read.",
+    )
+    mlflow_tracking_uri: str | None = Field(
+        None, description="Where report_to: mlflow writes, such as http://mlflow.lab.edu:5000."
+    )
+    tracker_keys_dir: Path | None = Field(
+        None,
+        description="Folder with keys for trackers in files that only the daemon's user can read: user-NAME.env, "
+        "project-NAME.env, everybody.env, with lines such as WANDB_API_KEY=...",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
 
@@ -266,7 +309,16 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         missing = "tls_key" if settings.tls_key is None else "tls_cert"
         raise BadSetting(f"setting {missing}: a certificate and its key belong together; give both, or neither")
+    if "mlflow" in settings.trackers and not settings.mlflow_tracking_uri:
+        raise BadSetting("setting mlflow_tracking_uri: trackers has mlflow, which needs to know where to write")
     return settings
+
+
+def watchdog_limit_s() -> float:
+    """Return how long systemd waits for a sign of life of this process, before it restarts it; 0 where it does not."""
+    # As sd_watchdog_enabled(3): another process may have inherited the variables.
+    text, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    return int(text) / 1e6 if text.isdecimal() and pid == str(os.getpid()) else 0.0
 
 
 def quiet_libraries() -> None:

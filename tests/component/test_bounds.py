@@ -20,7 +20,8 @@ from tests.daemon_parts import DaemonParts
 
 from horizon_formats.formats import MAX_COLUMN_BYTES
 from horizon_proto.v1 import dataset_pb2, job_pb2
-from horizon_server.api.grpc.audited import _MAX_REPEATED, _MAX_VALUE_CHARS, described
+from horizon_server.api.audited import _MAX_REPEATED, _MAX_VALUE_CHARS
+from horizon_server.api.grpc.audited import asked_by
 from horizon_server.blobs.concurrency import MAX_SHARED_CALLS, SharedCalls
 from horizon_server.blobs.space import MAX_RESERVE_BYTES, RESERVE_FILE, Space
 from horizon_server.children.child import Limits
@@ -187,14 +188,13 @@ async def test_a_token_that_a_user_creates_has_a_longest_life(still: DaemonParts
 def test_what_is_audited_of_a_request_is_bounded() -> None:
     request = dataset_pb2.CreateDatasetRequest(name="chats", field_map={"messages": "x" * 5000})
     states = job_pb2.ListJobsRequest(states=[job_pb2.JOB_STATE_QUEUED] * 1000, page_token="x" * 5000)
-    resource, details = described(states, None)
-    assert resource == ""
-    assert json.loads(details) == {
+    assert asked_by(states).resource == ""
+    assert json.loads(asked_by(states).detail("")) == {
         "states": [int(job_pb2.JOB_STATE_QUEUED)] * _MAX_REPEATED,
         "page_token": "x" * _MAX_VALUE_CHARS,
     }
-    assert described(request, None)[0] == "chats"
-    assert max(len(described(made, None)[1]) for made in (request, states)) <= MAX_CHARS["detail"]
+    assert asked_by(request).resource == "chats"
+    assert max(len(asked_by(made).detail("")) for made in (request, states)) <= MAX_CHARS["detail"]
 
 
 async def test_a_deletion_is_bounded(still: DaemonParts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,22 @@ async def test_an_upload_that_was_given_up_goes_to_the_trash_and_then_for_good(
             assert (state / "trash" / date).exists() == expected
 
 
+async def test_a_model_that_was_fetched_in_part_stays_until_nothing_arrives_for_long(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    part = tmp_path / "state/hub/lab--tiny/1111/model.safetensors.partial"
+    async with make_daemon(tmp_path / "state", queue=False, upload_expiry_s=3600.0) as daemon:
+        part.parent.mkdir(parents=True)
+        part.write_bytes(b"half")
+        for path in (part.parent, part.parent.parent):
+            os.utime(path, (1, 1))
+        await swept(daemon)
+        assert part.read_bytes() == b"half"
+        os.utime(part, (1, 1))
+        await swept(daemon)
+        assert list((tmp_path / "state/hub").iterdir()) == []
+
+
 async def test_what_a_user_deletes_frees_its_space_at_once(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     state = tmp_path / "state"
     async with make_daemon(state, queue=False) as daemon:

@@ -232,7 +232,15 @@ def test_every_field_of_the_contract_is_carried() -> None:
     """A field that is added to the contract and forgotten here would be dropped in silence."""
     wire = to_wire(
         parse_job_spec(
-            {"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e", "init_from": "j@last"}
+            {
+                "name": "a",
+                "model": "m",
+                "dataset": "d",
+                "project": "p",
+                "eval_dataset": "e",
+                "init_from": "j@last",
+                "report_to": ["mlflow"],
+            }
         )
     )
     unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}

@@ -16,6 +16,8 @@ import pytest
 from tests.faults.raw_calls import RawCalls, folder_files
 from tests.support.node import Node, Shell
 
+from horizon_client.job_spec_types import JobSpec, TrainSpec
+
 WEIGHTS = "model.safetensors"
 
 
@@ -217,8 +219,8 @@ def test_nan_weights_fail_the_job_and_the_queue_goes_on(node: Node, shell: Shell
     files[WEIGHTS] = bytes(weights)
     raw.push_model("nan-model", files)
     with node.client() as client:
-        small = {"max_steps": 2, "sequence_length": 64, "tokens_per_step": 128}
-        spec = {"name": "nan", "model": "nan-model", "dataset": "demo-chats", "train": small}
+        small: TrainSpec = {"max_steps": 2, "sequence_length": 64, "tokens_per_step": 128}
+        spec: JobSpec = {"name": "nan", "model": "nan-model", "dataset": "demo-chats", "train": small}
         broken = client.jobs.submit(spec)
         good = client.jobs.submit({**spec, "name": "after-nan", "model": "demo-model"})
     done = shell.run("job", "watch", broken.job_id)
@@ -238,7 +240,7 @@ def test_a_job_that_only_skips_steps_fails_after_as_many_as_the_spec_allows(
     start = 8 + header_bytes
     files[WEIGHTS] = weights[:start] + b"\x7f\x7f" * ((len(weights) - start) // 2)  # the largest finite bfloat16
     raw.push_model("huge-model", files)
-    train = {"max_steps": 9, "sequence_length": 64, "tokens_per_step": 128, "max_skipped_steps": 2}
+    train: TrainSpec = {"max_steps": 9, "sequence_length": 64, "tokens_per_step": 128, "max_skipped_steps": 2}
     with node.client() as client:
         job = client.jobs.submit({"name": "huge", "model": "huge-model", "dataset": "demo-chats", "train": train})
         done = shell.run("job", "watch", job.job_id)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_client import Client
 from horizon_client.errors import InvalidSpec
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import Job, SampledText
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
@@ -44,7 +45,7 @@ def daemon(tmp_path: Path, pushed: PushedState) -> Iterator[DaemonProcess]:
         running.close()
 
 
-def succeeded(client: Client, spec: dict[str, Any]) -> Job:
+def succeeded(client: Client, spec: JobSpec) -> Job:
     done = wait_for_state(client, client.jobs.submit(spec).job_id, "SUCCEEDED", "FAILED")
     assert done.state == "SUCCEEDED", done.message
     return done
@@ -147,7 +148,7 @@ def test_after_training_on_fewer_bits_the_command_says_and_chooses_the_base(
         other = base / "config.json"
         other.write_text(json.dumps(json.loads(other.read_text()) | {"rms_norm_eps": 1e-4}))
         client.models.push(base, name="other-model")
-        spec = {**demo_spec("second", **LORA), "init_from": "nf4-adapter", "model": "other-model"}
+        spec: JobSpec = {**demo_spec("second", **LORA), "init_from": "nf4-adapter", "model": "other-model"}
         # Said before anything waits in the queue.
         with pytest.raises(InvalidSpec, match="is not the one that the adapter of init_from was trained on"):
             client.jobs.submit(spec)

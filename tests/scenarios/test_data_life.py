@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
 
 from horizon_client import Client
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import JobEvent
 
 TOO_LONG = {"prompt": "why? " * 400, "completion": "Because."}
@@ -73,7 +74,12 @@ def test_held_out_rows_are_evaluated_and_prepared_data_trains_alike(
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
         push(client, tmp_path, "rows", *ROWS)
-        spec = {**demo_spec("held", max_steps=4), "dataset": "rows", "eval_fraction": 0.25, "eval_every_steps": 2}
+        spec: JobSpec = {
+            **demo_spec("held", max_steps=4),
+            "dataset": "rows",
+            "eval_fraction": 0.25,
+            "eval_every_steps": 2,
+        }
         job = client.jobs.submit(spec)
         events = events_of(client, job.job_id)
         report = report_of(events)

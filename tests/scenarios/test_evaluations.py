@@ -18,6 +18,7 @@ from tests.support.daemon_process import DaemonProcess, wait_for_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_client import Client, InUse
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import EvalEvent, Job
 from horizon_server.demo.recipe import demo_chats, write_demo_model
 
@@ -174,7 +175,7 @@ def test_a_set_of_a_job_that_runs_is_not_deleted(client: Client, runs: tuple[lis
     job = client.jobs.submit({**spec, "train": {**spec["train"], "max_steps": 100_000}})
     try:
         with pytest.raises(InUse, match=job.job_id):
-            client.datasets.delete(spec["eval"]["sets"]["other"])
+            client.datasets.delete(str(spec["eval"]["sets"]["other"]))
     finally:
         client.jobs.cancel(job.job_id)
         wait_for_state(client, job.job_id, "CANCELLED")
@@ -192,7 +193,7 @@ def test_exact_match_on_gsm8k_before_and_after_is_reproducible_to_the_digit(
     chats = [
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in rows
     ]
-    spec = {
+    spec: JobSpec = {
         "name": "gsm8k",
         "model": str(TINY_BASE),
         "dataset": str(written(tmp_path / "train.jsonl", chats[16:])),

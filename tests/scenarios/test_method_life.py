@@ -17,6 +17,7 @@ from tests.support.further import further
 from tests.support.resting import references_done
 
 from horizon_client import Client, InvalidRequest
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import JobEvent
 
 Push = Callable[[Client], None]
@@ -60,7 +61,7 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
         push_demo(client)
         plain = demo_spec("whole", max_steps=24, learning_rate=1e-3, checkpoint={"every_steps": 4, "keep_last": 1})
         del plain["train"]["train_on"]
-        spec = {
+        spec: Any = {
             **plain,
             "dataset": push(client, tmp_path, method),
             "method": method,
@@ -81,7 +82,7 @@ def test_a_killed_job_of_a_method_ends_with_the_figures_of_one_that_was_not(
         assert any(text.startswith("reference log-probabilities: 100 %") for text in texts)
 
         daemon.resting.after(7)
-        cut = client.jobs.submit({**spec, "name": "cut"})
+        cut = client.jobs.submit(spec | {"name": "cut"})
         wait_for_step(client, cut.job_id, 7)
         # Gone as after a sweep: the next worker computes it from the weights that the job started with.
         for file in (daemon.state_dir).rglob("references-*.safetensors"):
@@ -124,7 +125,7 @@ def test_a_pass_over_the_data_that_is_killed_paused_and_drained_computes_only_wh
         ]
         rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         client.datasets.push([rows], name="many")
-        spec = {**demo_spec("cut", max_steps=2), "dataset": "many", "method": "dpo"}
+        spec: JobSpec = {**demo_spec("cut", max_steps=2), "dataset": "many", "method": "dpo"}
         del spec["train"]["train_on"]
         places = [0]
         daemon.resting.in_references(1)

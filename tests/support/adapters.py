@@ -18,6 +18,7 @@ from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
 from horizon_server.store.checkpoint_parts import Export, MergeBase
 from horizon_server.store.exported import ExportDtype
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_card import BaseFacts, ResultFacts
 from horizon_server.store.model_load import load_model
 
 RANK, ALPHA = 4, 12.0
@@ -58,7 +59,26 @@ def write_adapter_checkpoint(
         config=config, base_sha256=lambda: model_digest(model), export=export, merge_base=merge_base
     )
     store = store_of_adapters(model, base=base)
-    save_checkpoint(store, target, source=model, trainer_state={"last_eval": None}, dtype=dtype, adapter=adapter)
+    save_checkpoint(
+        store,
+        target,
+        source=model,
+        trainer_state={"last_eval": None},
+        dtype=dtype,
+        adapter=adapter,
+        facts=ResultFacts(
+            job_id="job_1",
+            job_name="adapted",
+            step=3,
+            num_steps=3,
+            num_parameters=100,
+            num_trained_parameters=10,
+            spec={"name": "adapted", "model": "tiny", "dataset": "chats"},
+            method="sft",
+            base=BaseFacts(name="tiny"),
+            data=[],
+        ),
+    )
     store.close()
     return target
 

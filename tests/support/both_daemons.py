@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import PushedState
 from tests.support.served_daemon import ServedDaemon
 
+from horizon_client.job_spec_types import JobSpec
 from horizon_server.demo.recipe import DEMO_SPEC
 
 AnyDaemon = DaemonProcess | ServedDaemon
@@ -35,9 +36,9 @@ def process_only(reason: str, fixture: str = "make_daemon") -> pytest.MarkDecora
     return pytest.mark.parametrize(fixture, ["process"], indirect=True)
 
 
-def demo_spec(name: str = "job", *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+def demo_spec(name: str = "job", *, checkpoint: dict[str, Any] | None = None, **train: Any) -> JobSpec:
     """A short job over the built-in model and dataset, with steps of a tenth of a second."""
-    return {
+    spec = {
         **DEMO_SPEC,
         "name": name,
         "model": "demo-model",
@@ -46,3 +47,4 @@ def demo_spec(name: str = "job", *, checkpoint: dict[str, Any] | None = None, **
         "train": {**DEMO_SPEC["train"], "max_steps": 6, "tokens_per_step": 256, "compile": "off", **train},
         "checkpoint": checkpoint or {"every_steps": 0},
     }
+    return cast("JobSpec", spec)

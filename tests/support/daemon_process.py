@@ -147,6 +147,7 @@ class DaemonProcess:
             text=True,
             check=False,
             timeout=240,
+            env=os.environ | self.environment,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

@@ -29,6 +29,7 @@ from horizon_proto.v1 import (
     model_pb2,
     node_pb2,
     sharing_pb2,
+    webhook_pb2,
 )
 
 _METHODS = {
@@ -43,6 +44,7 @@ _METHODS = {
         model_pb2,
         node_pb2,
         sharing_pb2,
+        webhook_pb2,
     )
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods

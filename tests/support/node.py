@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import PushedState
 
 from horizon_client import Client
+from horizon_client.job_spec_types import JobSpec
 
 HORIZON = [sys.executable, "-m", "horizon_client"]
 HORIZOND = [sys.executable, "-m", "horizon_server"]
@@ -96,9 +97,9 @@ def node_of(daemon: DaemonProcess, pushed: PushedState) -> Node:
     return Node(daemon.start(), pushed.token, pushed.model, pushed.dataset)
 
 
-def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: Any) -> JobSpec:
     """A job of two steps over what `node_of` has pushed."""
-    return {
+    spec = {
         "name": name,
         "model": "demo-model",
         "dataset": "demo-chats",
@@ -113,3 +114,4 @@ def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: 
         },
         "checkpoint": checkpoint or {"every_steps": 0},
     }
+    return cast("JobSpec", spec)

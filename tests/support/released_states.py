@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import platform
+import subprocess
+import sys
 import tarfile
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +19,7 @@ RELEASES = {file.name.removeprefix("state-").removesuffix(".tar.xz"): file for f
 """The archive of each release."""
 STATE, FACTS_FILE = "state", "facts.json"
 """In an archive: the state folder, and what no state folder says."""
+_PACKAGES = ("proto", "client", "server")
 SETTINGS: dict[str, float | str] = {"num_threads": 1}
 """Of the daemon that made the state, and of those that continue it: the number of threads decides the last bits."""
 
@@ -25,6 +30,41 @@ def unpack(release: str, folder: Path) -> dict[str, Any]:
         archive.extractall(folder, filter="data")
     facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_bytes())
     return facts
+
+
+def code_of(release: str, folder: Path) -> dict[str, str]:
+    """Unpack the code of a release, as it was when its daemon made the state folder, into `folder`. Return the
+    variables with which Python runs it; none where this checkout does not have that part of the history."""
+    commit = _git("log", "-1", "--format=%H", "--", str(RELEASES[release])).decode().strip()
+    packed = _git("archive", commit, *_PACKAGES) if commit else b""
+    if not packed:
+        return {}
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+    return {"PYTHONPATH": os.pathsep.join(str(folder / package) for package in _PACKAGES)}
+
+
+def _git(*arguments: str) -> bytes:
+    """What git answers; nothing where it fails, or is not there."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=DATA.parents[1], capture_output=True, check=False, timeout=240)
+    except FileNotFoundError:
+        return b""
+    return done.stdout if done.returncode == 0 else b""
+
+
+def schemas_of(environment: dict[str, str]) -> list[str]:
+    """The schemas that the code of a release knows."""
+    show = "from horizon_server.db.database_file import known_schemas; print(*known_schemas())"
+    done = subprocess.run(
+        [sys.executable, "-c", show],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    return done.stdout.split()
 
 
 def kind_of_machine() -> str:

@@ -35,6 +35,7 @@ class ServedDaemon:
         self.endpoints: dict[str, Any] = {}
         self.resting = Resting(state_dir)
         self._options = options
+        self._http_port = 0
         self._thread = LoopThread()
         self._stack: AsyncExitStack | None = None
         self._parts: DaemonParts | None = None
@@ -99,7 +100,9 @@ class ServedDaemon:
                 version=VERSION,
                 ready=lambda: "the daemon is shutting down" if parts.parts.lifecycle.draining else None,
             )
-            http_server = await start_http_server(app, "127.0.0.1", 0)
+            # At the address of before: an open page comes back to it.
+            http_server = await start_http_server(app, "127.0.0.1", self._http_port)
+            self._http_port = http_server.port
             stack.push_async_callback(http_server.stop)
             self._parts = parts
             self.endpoints = {"grpc": f"127.0.0.1:{grpc_server.port}", "http": f"127.0.0.1:{http_server.port}"}

@@ -29,6 +29,7 @@ from tests.support.daemon_process import DaemonProcess, wait_for
 from tests.support.processes import children_of, command_of, processes_of, processes_with
 from tests.support.unattended import Inputs, UnattendedUser
 
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import StepEvent
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 from horizon_server.store.manifest import read_manifest, record_file
@@ -39,7 +40,7 @@ CHECKS = ("horizon_server.services.model_check", "horizon_server.datasets.checki
 
 NUM_STEPS = 16
 SAVE_EVERY = 5
-SPEC: dict[str, Any] = {
+SPEC: JobSpec = {
     "name": "trial",
     "model": "demo-model",
     "dataset": "demo-chats",

@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from horizon_client import AsyncClient, Progress, Reporter
 from horizon_client.connection import STREAM_RETRY
 from horizon_client.errors import DiskFull
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import Job, JobEvent
 
 # A program that is to outlive a restart of the daemon gives unary calls as long as streams.
@@ -32,7 +33,7 @@ Result = TypeVar("Result")
 class Inputs:
     """What the program works with. Without a folder or file, the server has `demo-model` or `demo-chats` already."""
 
-    spec: dict[str, Any]
+    spec: JobSpec
     model: Path | None = None
     dataset: Path | None = None
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from horizon_server.errors import BadSetting
-from horizon_server.settings import child_environment, load_settings
+from horizon_server.main import feed_watchdog
+from horizon_server.settings import child_environment, load_settings, watchdog_limit_s
 
 
 def test_flags_come_before_the_environment_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +89,35 @@ def test_every_wrong_setting_is_named(tmp_path: Path) -> None:
         "setting num_threads",
         "setting grcp",
     ]
+
+
+async def test_systemd_gets_signs_of_life_where_it_wants_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert watchdog_limit_s() == 0.0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "30000")
+        monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() + 1))
+        assert watchdog_limit_s() == 0.0, "it is for another process"
+        monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+        assert watchdog_limit_s() == 0.03
+        feeding = asyncio.create_task(feed_watchdog())
+        for _ in range(3):
+            assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"WATCHDOG=1"
+        feeding.cancel()
+        await asyncio.wait([feeding])
+
+
+def test_networks_of_webhooks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORIZOND_WEBHOOK_NETWORKS", "10.1.0.0/16, fd00::/8")
+    assert load_settings().webhook_networks == ("10.1.0.0/16", "fd00::/8")
+    monkeypatch.setenv("HORIZOND_WEBHOOK_NETWORKS", "10.1.2.3/16")
+    with pytest.raises(
+        BadSetting, match=r"webhook_networks: .*has host bits set; write networks such as 10\.1\.0\.0/16"
+    ):
+        load_settings()
+    monkeypatch.delenv("HORIZOND_WEBHOOK_NETWORKS")
+    for url in ("gpubox", "ftp://gpubox", "https://gpubox/?a=1"):
+        with pytest.raises(BadSetting, match="public_url"):
+            load_settings(public_url=url)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from horizon_server import network
 from horizon_server.errors import BadSetting
 from horizon_server.network import ServerCertificate, given_certificate, own_certificate
 
@@ -56,6 +57,23 @@ def test_it_is_kept_and_made_again_for_new_names_by_the_same_authority(tmp_path:
     again = own_certificate(tmp_path, ("box.lab",))
     assert again.certificate.read_bytes() != server
     assert first.authority.read_bytes() == authority
+
+
+def test_it_is_made_again_before_it_ends_and_where_its_key_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "_SERVER_DAYS", network.RENEWED_DAYS - 1)
+    short = own_certificate(tmp_path, ())
+    assert short.authority is not None
+    before, authority, ends_s = short.stamp(), short.authority.read_bytes(), short.expires_s
+    monkeypatch.undo()
+    renewed = own_certificate(tmp_path, ())
+    assert renewed.stamp() != before and renewed.expires_s > ends_s
+    assert short.authority.read_bytes() == authority, "laptops need no other file"
+    made = renewed.stamp()
+    assert own_certificate(tmp_path, ()).stamp() == made
+    renewed.key.write_bytes(own_certificate(tmp_path / "other", ()).key.read_bytes())
+    own_certificate(tmp_path, ()).check()
 
 
 def test_keys_are_private(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import click
 
 from horizon_client.cli.output import View, clean, output_option, print_list, print_one
 from horizon_client.cli.root import Commands
+from horizon_client.cli.session import token_of
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import (
     SYSTEM_CA,
     Profile,
     ProfileFile,
     ProfileSummary,
-    read_token_file,
     resolve_endpoint,
 )
 
@@ -184,7 +184,7 @@ def _read_token(token_file: str | None) -> str:
     if token_file == "-":  # noqa: S105 - the usual name of stdin
         return sys.stdin.read().strip()
     if token_file is not None:
-        return read_token_file(Path(token_file).expanduser())
+        return token_of(Path(token_file).expanduser())
     if not sys.stdin.isatty():  # a prompt would block a script
         raise BadConfig("pass the file that contains your token with --token-file FILE")
     return str(click.prompt("token", hide_input=True)).strip()

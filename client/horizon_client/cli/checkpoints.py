@@ -63,7 +63,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull, merge, sample, chat with and delete the checkpoints of a job."""
+    """List, pull, merge, publish, sample, chat with and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -178,6 +178,61 @@ def merge(
     else:
         text = f"{place} has its merged model on the node; download it with --out DIR"
     print_result(result, output, names=[result.folder or place], page=lambda: text)
+
+
+@checkpoint.command(
+    epilog="""\b
+Example:
+  horizon checkpoint push JOB hf:my-lab/gsm8k-lora --private
+  horizon checkpoint push JOB@best hf:my-lab/gsm8k-8b --merged
+
+\b
+Weights, tokenizer, model card and job.yaml are published; the answers of the
+evaluation, which are texts of your data, only with --with-answers. After an
+interruption the same command continues with what is missing.
+Needs: pip install 'horizon-train[hub]'"""
+)
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.argument("target", metavar="hf:ORG/NAME")
+@click.option("--merged", is_flag=True, help="Have the node merge the adapter, and publish the merged model.")
+@click.option("--private/--public", default=None, help="Make a new repository so. Default: the account's setting.")
+@click.option(
+    "--hub-token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with a token of the hub. Default: the one of hf auth login, or HF_TOKEN.",
+)
+@click.option("--with-answers", is_flag=True, help="Publish answers.jsonl too.")
+@click.option(
+    "--to", type=click.Path(file_okay=False), metavar="DIR", help="Download into this folder first, and keep it."
+)
+@output_option
+@connected
+def push(
+    client: Client,
+    checkpoint: str,
+    target: str,
+    merged: bool,
+    private: bool | None,
+    hub_token_file: Path | None,
+    with_answers: bool,
+    to: str | None,
+    output: str,
+) -> None:
+    """Publish a checkpoint on the Hugging Face hub."""
+    job, at = _job_and_place(checkpoint, default="last")
+    with TransferReporter("interrupted; what is done is kept: the same command continues from there") as reporter:
+        result = client.checkpoints.push(
+            find_job(client, job).job_id,
+            target,
+            at=at,
+            merged=merged,
+            private=private,
+            token=None if hub_token_file is None else hub_token_file.read_text("utf-8").strip(),
+            with_answers=with_answers,
+            folder=to,
+            reporter=reporter,
+        )
+    print_result(result, output, names=[result.url], page=lambda: f"published as {result.repo}: {result.url}")
 
 
 _SAMPLING = (

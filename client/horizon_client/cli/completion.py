@@ -39,7 +39,7 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
 
         try:
             names = asyncio.run(asyncio.wait_for(ask(), _PATIENCE_S))
-        except (HorizonClientError, TimeoutError):
+        except (HorizonClientError, asyncio.TimeoutError):
             return []  # a message here would be written into the command line
         # Several jobs may have one name
         return [CompletionItem(name) for name in dict.fromkeys(names) if name.startswith(incomplete)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from fractions import Fraction
 from typing import IO, TYPE_CHECKING
 
@@ -216,7 +216,7 @@ def times_of(outlook: Outlook) -> list[tuple[str, str]]:
 
 def when_text(outlook: Outlook, now: datetime | None = None) -> str:
     """Return when a job starts and ends, in a sentence: starts now, ends in about 2 min (12:59:10), share 1/2."""
-    now = now or datetime.now(UTC)
+    now = now or datetime.now(timezone.utc)
     start, end = outlook.estimated_start_time, outlook.estimated_end_time
 
     def at(moment: datetime) -> str:
@@ -268,8 +268,8 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("message", job.message),
         *(fact for fact in outlook_facts(job) if fact[1] != "-"),
         ("priority", str(job.priority) if job.priority else ""),
-        ("model", str(job.spec.get("model", ""))),
-        ("dataset", str(job.spec.get("dataset", ""))),
+        ("model", job.model),
+        ("dataset", job.dataset),
         ("step", steps_text(job)),
         ("attempt", str(job.attempt) if job.attempt else ""),
         ("submitted", time_text(job.create_time)),
@@ -313,8 +313,8 @@ JOB_VIEW: View[Job] = View(
         ("ID", lambda j: j.job_id),
         ("NAME", lambda j: j.name),
         ("STATE", state_text),
-        ("MODEL", lambda j: str(j.spec.get("model") or "-")),
-        ("DATASET", lambda j: str(j.spec.get("dataset") or "-")),
+        ("MODEL", lambda j: j.model or "-"),
+        ("DATASET", lambda j: j.dataset or "-"),
         ("STEP", steps_text),
         ("LOSS", lambda j: f"{j.last_step.loss:.4f}" if j.last_step else "-"),
         ("ETA", lambda j: duration_text(j.eta) if not j.ended else "-"),
@@ -339,9 +339,10 @@ OUTLOOK_COLUMNS: list[tuple[str, Callable[[Job], str]]] = [
 class PlainView(Notices):
     """One line per event; of quick steps about one per second, and always the last."""
 
-    def __init__(self, stream: IO[str], *, on_device: bool = True) -> None:
+    def __init__(self, stream: IO[str], *, on_device: bool = True, head: str = "") -> None:
         self._stream = stream
         self._on_device = on_device
+        self._head = head
         self._held: StepEvent | None = None
         self._next_at = float("-inf")
 
@@ -366,7 +367,8 @@ class PlainView(Notices):
 
     def _print(self, event: JobEvent) -> None:
         # Flushed, because a pipe would keep minutes of events back
-        print(event_line(event, on_device=self._on_device), file=self._stream, flush=True)
+        line = event_line(event, on_device=self._on_device)
+        print(f"{self._head}{line}", file=self._stream, flush=True)
 
 
 class DataView(PlainView):

@@ -7,19 +7,29 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from horizon_client.choices import JOB_STATES
-from horizon_client.cli.completion import job_names, spec_keys
+from horizon_client.cli.compare import compare
+from horizon_client.cli.completion import job_names
 from horizon_client.cli.deletion import add_delete
+from horizon_client.cli.figures import metrics, plot
+from horizon_client.cli.importing import import_config
 from horizon_client.cli.job_file import SCHEMA_FILE, header_line, job_schema, template
+from horizon_client.cli.job_options import (
+    JOB_ARGUMENT,
+    JOBS_ARGUMENT,
+    NO_PUSH_OPTION,
+    SET_OPTION,
+    SPEC_ARGUMENT,
+    read_spec,
+)
 from horizon_client.cli.job_views import (
     JOB_VIEW,
     OUTLOOK_COLUMNS,
     DataView,
-    open_view,
     plan_page,
     speed_text,
     state_text,
@@ -36,25 +46,16 @@ from horizon_client.cli.output import (
 )
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
-from horizon_client.errors import BadFile, InvalidRequest
+from horizon_client.cli.trackers import NO_TRACKERS, Trackers, tracker_options
+from horizon_client.cli.watching import continues, watch_job, watch_several
+from horizon_client.errors import BadFile, WrongJobState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from horizon_client.job_spec_types import JobSpec
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
-
-_JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
-SPEC_ARGUMENT = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
-SET_OPTION = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="FIELD=VALUE",
-    shell_complete=spec_keys,
-    help="Change a field, such as train.learning_rate=1e-5 (repeatable).",
-)
-NO_PUSH_OPTION = click.option(
-    "--no-push", is_flag=True, help="Send model and dataset as written, even if local files have these names."
-)
 
 
 @click.group(cls=Commands)
@@ -105,6 +106,7 @@ for stdin. The same --request-id with the same spec gives the same job."""
 @SPEC_ARGUMENT
 @SET_OPTION
 @click.option("--watch", "then_watch", is_flag=True, help="Show progress until the job has ended.")
+@tracker_options
 @click.option("--request-id", metavar="UUID", help="Repeating a request with the same id does not create a second job.")
 @NO_PUSH_OPTION
 @output_option
@@ -114,11 +116,16 @@ def submit(
     spec: str,
     overrides: tuple[str, ...],
     then_watch: bool,
+    trackers: Trackers,
     request_id: str | None,
     no_push: bool,
     output: str,
 ) -> int:
     """Queue a job."""
+    if trackers.names and not then_watch:
+        raise click.UsageError(
+            "--to is for --watch: trackers follow while this command watches; or write report_to in the job file"
+        )
     interrupted = (
         "interrupted; what was uploaded is kept. 'horizon job list' shows whether the job was queued before that"
     )
@@ -126,26 +133,33 @@ def submit(
         queued = client.jobs.submit(
             read_spec(spec), overrides=overrides, request_id=request_id, push=not no_push, reporter=reporter
         )
-    speed = speed_text(queued.plan) if queued.plan else ""
-    predicted = f"; predicted {speed}" if speed else ""
-    for line in warning_lines(queued.plan) if queued.plan else ():
-        click.echo(line, err=True)
-    submitted = f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}"
-    print_one(queued, JOB_VIEW, output, message=submitted)
+    _print_submitted(queued, output)
     if not then_watch:
         return 0
     sys.stdout.flush()  # a program that reads the id need not wait for the job's end
-    return _watch(client, queued, output, sys.stderr if output == "name" else sys.stdout)
+    return watch_job(client, queued, output, sys.stderr if output == "name" else sys.stdout, trackers)
 
 
-@job.command(name="list", epilog="\b\nExample:\n  horizon job list --state running --state queued")
+@job.command(
+    name="list",
+    epilog="""\b
+Example:
+  horizon job list --state running --state queued
+  horizon job list --search qwen
+  horizon job list --owner ada --project lab""",
+)
 @state_option(JOB_STATES)
+@click.option("--owner", default="", metavar="USER", help="Only jobs of this user.")
+@click.option("--project", default="", metavar="NAME", help="Only jobs that this project is charged for.")
+@click.option("--search", default="", metavar="TEXT", help="Only jobs with this in name, id, owner, model or dataset.")
 @limit_option
 @output_option
 @connected
-def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) -> None:
-    """List your jobs, newest first."""
-    jobs = client.jobs.list(states=states, limit=limit)
+def list_jobs(
+    client: Client, states: tuple[str, ...], owner: str, project: str, search: str, limit: int, output: str
+) -> None:
+    """List your jobs and those of your projects, newest first."""
+    jobs = client.jobs.list(states=states, owner=owner, project=project, search=search, limit=limit)
     # An admin sees the jobs of all; for everybody else OWNER would be the same name in every row
     many_owners = len({job.owner for job in jobs}) > 1
     # The time to the end at full speed would contradict the end under sharing
@@ -156,7 +170,7 @@ def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) 
 
 
 @job.command(epilog="\b\nExample:\n  horizon job get JOB -o yaml")
-@_JOB
+@JOB_ARGUMENT
 @output_option
 @connected
 def get(client: Client, job_id: str, output: str) -> None:
@@ -169,17 +183,26 @@ def get(client: Client, job_id: str, output: str) -> None:
 Example:
   horizon job watch JOB
   horizon job watch JOB -o json | jq 'select(.event == "step") | .loss'
+  horizon job watch JOB --to wandb --to tensorboard
+  horizon job watch JOB OTHER
 
 \b
-Exit code 0 when the job has succeeded, 1 when it failed or was cancelled.
-Reconnects automatically. Ctrl-C leaves the job running."""
+Exit code 0 when every job has succeeded, 1 when one failed or was cancelled, 5
+when a tracker did not take everything. Reconnects automatically. Ctrl-C leaves
+the job running; the same command continues the same runs."""
 )
-@_JOB
+@JOBS_ARGUMENT
+@tracker_options
 @output_option
 @connected
-def watch(client: Client, job_id: str, output: str) -> int:
-    """Show the progress of a job until it has ended."""
-    return _watch(client, find_job(client, job_id), output, sys.stdout)
+def watch(client: Client, job_ids: tuple[str, ...], trackers: Trackers, output: str) -> int:
+    """Show the progress of a job, or of several in one view, until they have ended."""
+    jobs = [find_job(client, text) for text in job_ids]
+    if len(jobs) == 1:
+        return watch_job(client, jobs[0], output, sys.stdout, trackers)
+    if trackers.names:
+        raise click.UsageError("--to follows one job; run the command once for each")
+    return watch_several(client, jobs, output)
 
 
 @job.command(
@@ -192,7 +215,7 @@ Example:
 The log says in words what an attempt has done. -o json prints the job's events
 instead, of all attempts, one JSON object a line, with all figures and answers."""
 )
-@_JOB
+@JOB_ARGUMENT
 @click.option("--follow", "-f", is_flag=True, help="Wait for more until the attempt has ended.")
 @click.option(
     "--attempt", type=click.IntRange(min=0), default=0, metavar="N", help="Number of the attempt. Default: the newest."
@@ -222,7 +245,7 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int, output: str) -
             out.write(bytes(b for b in piece if (b >= 32 and b != 127) or b in b"\t\n\r") if is_terminal else piece)
             out.flush()
     except KeyboardInterrupt:
-        raise Interrupted(_continues(found.job_id, "logs")) from None
+        raise Interrupted(continues(found.job_id, "logs")) from None
 
 
 def _print_events(client: Client, job: Job, *, follow: bool) -> None:
@@ -236,11 +259,109 @@ def _print_events(client: Client, job: Job, *, follow: bool) -> None:
                 if event.sequence >= job.last_sequence and not follow:
                     return
     except KeyboardInterrupt:
-        raise Interrupted(_continues(job.job_id, "logs")) from None
+        raise Interrupted(continues(job.job_id, "logs")) from None
+
+
+@job.command(
+    epilog="""\b
+Example:
+  horizon job clone JOB --set train.learning_rate=2e-5 --watch
+  horizon job clone JOB --set name=second-try --edit
+  horizon job compare JOB second-try
+
+\b
+The clone has the spec that JOB was submitted with, defaults filled in, and
+starts from the beginning, in your name. --edit opens it in your editor
+(EDITOR) first, with the changes of --set."""
+)
+@JOB_ARGUMENT
+@SET_OPTION
+@click.option("--edit", is_flag=True, help="Change the spec in an editor before it is submitted.")
+@click.option("--watch", "then_watch", is_flag=True, help="Show progress until the new job has ended.")
+@NO_PUSH_OPTION
+@output_option
+@connected
+def clone(
+    client: Client, job_id: str, overrides: tuple[str, ...], edit: bool, then_watch: bool, no_push: bool, output: str
+) -> int:
+    """Submit a job again as a new one, with some fields changed."""
+    spec = find_job(client, job_id).spec
+    if edit:
+        spec, overrides = _edited(spec, overrides), ()
+    return _submit_again(client, spec, overrides, then_watch=then_watch, push=not no_push, output=output)
+
+
+@job.command(
+    epilog="""\b
+Example:
+  horizon job retry JOB
+  horizon job retry JOB --from-start
+
+\b
+A failed job continues from its newest checkpoint, as with 'job resume'; it
+stays the same job. A cancelled job cannot be continued, so its spec is
+submitted as a new job, which starts from the beginning; --from-start does that
+for a failed one too. For a job that has succeeded: job clone."""
+)
+@JOB_ARGUMENT
+@click.option("--from-start", is_flag=True, help="Submit a new job instead of continuing this one.")
+@click.option("--watch", "then_watch", is_flag=True, help="Show progress until the job has ended.")
+@output_option
+@connected
+def retry(client: Client, job_id: str, from_start: bool, then_watch: bool, output: str) -> int:
+    """Run a failed or cancelled job again."""
+    found = find_job(client, job_id)
+    if found.state not in ("FAILED", "CANCELLED"):
+        instead = "horizon job clone" if found.ended else "horizon job resume" if found.state == "PAUSED" else ""
+        hint = f"; see {instead}" if instead else "; it has not ended"
+        raise WrongJobState(f"job {found.job_id} is {found.state}; a failed or cancelled job can be retried{hint}")
+    if found.state == "CANCELLED" or from_start:
+        return _submit_again(client, found.spec, (), then_watch=then_watch, push=False, output=output)
+    resumed = client.jobs.resume(found.job_id)
+    where = f"after step {found.step}'s checkpoint or the newest before it" if found.step else "from its start"
+    message = f"{clean(resumed.name)} ({resumed.job_id}) continues {where}: {state_text(resumed)}"
+    print_one(resumed, JOB_VIEW, output, message=message)
+    return _watched(client, resumed, output) if then_watch else 0
+
+
+def _submit_again(
+    client: Client, spec: JobSpec, overrides: Sequence[str], *, then_watch: bool, push: bool, output: str
+) -> int:
+    with TransferReporter("interrupted; 'horizon job list' shows whether the job was queued before that") as reporter:
+        queued = client.jobs.submit(spec, overrides=overrides, push=push, reporter=reporter)
+    _print_submitted(queued, output)
+    return _watched(client, queued, output) if then_watch else 0
+
+
+def _watched(client: Client, queued: Job, output: str) -> int:
+    sys.stdout.flush()  # a program that reads the id need not wait for the job's end
+    return watch_job(client, queued, output, sys.stderr if output == "name" else sys.stdout, NO_TRACKERS)
+
+
+def _print_submitted(queued: Job, output: str) -> None:
+    speed = speed_text(queued.plan) if queued.plan else ""
+    predicted = f"; predicted {speed}" if speed else ""
+    for line in warning_lines(queued.plan) if queued.plan else ():
+        click.echo(line, err=True)
+    submitted = f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}"
+    print_one(queued, JOB_VIEW, output, message=submitted)
+
+
+def _edited(spec: JobSpec, overrides: Sequence[str]) -> JobSpec:
+    """Return a spec as it is after the user's editor."""
+    import yaml
+
+    from horizon_client.job_spec import parse_spec, with_overrides  # only here, because it loads grpc
+
+    text = yaml.safe_dump(with_overrides(spec, overrides), sort_keys=False, allow_unicode=True)
+    edited = click.edit(f"# Save and close to submit; an empty file submits nothing.\n{text}", extension=".yaml")
+    if edited is None or not edited.strip():
+        raise click.UsageError("the file was not saved, or is empty; nothing was submitted")
+    return cast("JobSpec", parse_spec(edited, name="the edited spec"))
 
 
 @job.command(epilog="\b\nExample:\n  horizon job cancel JOB")
-@_JOB
+@JOB_ARGUMENT
 @output_option
 @connected
 def cancel(client: Client, job_id: str, output: str) -> None:
@@ -255,7 +376,7 @@ def cancel(client: Client, job_id: str, output: str) -> None:
 
 
 @job.command(epilog="\b\nExample:\n  horizon job pause JOB")
-@_JOB
+@JOB_ARGUMENT
 @output_option
 @connected
 def pause(client: Client, job_id: str, output: str) -> None:
@@ -264,7 +385,7 @@ def pause(client: Client, job_id: str, output: str) -> None:
 
 
 @job.command(epilog="\b\nExample:\n  horizon job resume JOB")
-@_JOB
+@JOB_ARGUMENT
 @output_option
 @connected
 def resume(client: Client, job_id: str, output: str) -> None:
@@ -287,7 +408,7 @@ From -100 to 100, higher first. Priorities order the jobs of one user; whose
 turn it is among users depends on what they have used. Only admins may set more
 than 100, up to 1000: such a job is served before the jobs of all users.""",
 )
-@_JOB
+@JOB_ARGUMENT
 @click.argument("priority", type=int)
 @output_option
 @connected
@@ -305,7 +426,7 @@ Example:
 The checkpoints of ended jobs are deleted after checkpoint.keep_days, or where
 you keep more than an admin allows; 'job get' shows when. This takes it back."""
 )
-@_JOB
+@JOB_ARGUMENT
 @output_option
 @connected
 def keep(client: Client, job_id: str, output: str) -> None:
@@ -315,6 +436,10 @@ def keep(client: Client, job_id: str, output: str) -> None:
     print_one(kept, JOB_VIEW, output, message=message)
 
 
+job.add_command(import_config)
+job.add_command(metrics)
+job.add_command(plot)
+job.add_command(compare)
 add_delete(job, "job", job_names, "first-try job_3f2a9c")
 
 
@@ -322,42 +447,6 @@ def _print_changed(changed: Job, output: str) -> None:
     priority = f", priority {changed.priority}" if changed.priority else ""
     message = f"{clean(changed.name)} ({changed.job_id}): {state_text(changed)}{priority}"
     print_one(changed, JOB_VIEW, output, message=message)
-
-
-def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
-    """Show events until the job has ended; return 0 when it has succeeded, else 1."""
-    try:
-        with closing(open_view(job, output, stream)) as view:
-            for event in client.jobs.watch(job.job_id, reporter=view):
-                view.show(event)
-        ended = client.jobs.get(job.job_id)
-    except KeyboardInterrupt:
-        raise Interrupted(_continues(job.job_id, "watch")) from None
-    # With json or yaml the last event has said it, as data
-    if output == "table":
-        steps = f" after {ended.step} of {ended.num_steps} steps" if ended.num_steps else ""
-        why = f": {ended.message}" if ended.message else ""
-        click.echo(clean(f"{ended.name} ({ended.job_id}) {ended.state}{steps}{why}"), file=stream)
-    elif output == "name" and stream is sys.stdout:
-        click.echo(ended.job_id)
-    return 0 if ended.state == "SUCCEEDED" else 1
-
-
-def read_spec(text: str) -> str | dict[str, object]:
-    """Return the path, or the mapping on stdin."""
-    if text != "-":
-        return text
-    from horizon_client.job_spec import parse_spec  # only here, because it loads grpc
-
-    try:
-        # YAML, which JSON is a part of
-        return parse_spec(sys.stdin.read(), name="stdin")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("stdin is not UTF-8 text") from error
-
-
-def _continues(job_id: str, command: str) -> str:
-    return f"the job continues; to return to it: horizon job {command} {job_id}"
 
 
 @job.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")

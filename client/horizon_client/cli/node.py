@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 import click
@@ -153,7 +153,7 @@ def maintenance(
     if cancel and start is None and length is None:
         _print_set(client.node.cancel_maintenance(), output)
     elif not cancel and start is not None and length is not None:
-        if start + length <= datetime.now(UTC):
+        if start + length <= datetime.now(timezone.utc):
             raise click.UsageError(
                 f"--from {start:%Y-%m-%dT%H:%M} --for {length_text(length)} has ended already "
                 f"({start + length:%H:%M}); give a window that "

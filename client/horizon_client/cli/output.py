@@ -9,12 +9,13 @@ import dataclasses
 import io
 import json
 import math
+import os
 import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any, Generic, TypeVar
 
 import click
@@ -170,6 +171,11 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
 
 
+def uses_colour() -> bool:
+    """Whether colours help: on a terminal whose user has not set NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def _is_figure(text: str) -> bool:
     return text == "-" or text[:1].isdigit()
 
@@ -219,7 +225,7 @@ def age_text(moment: datetime | None, now: datetime | None = None) -> str:
     if moment is None:
         return "-"
     # The two machines' clocks may differ
-    seconds = max(((now or datetime.now(UTC)) - moment).total_seconds(), 0.0)
+    seconds = max(((now or datetime.now(timezone.utc)) - moment).total_seconds(), 0.0)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
             return f"{int(seconds // size)}{unit}"
@@ -232,7 +238,7 @@ def about_text(moment: datetime | None, now: datetime | None = None, *, seconds:
     if moment is None:
         return "-"
     local = moment.astimezone()
-    is_near = abs((moment - (now or datetime.now(UTC))).total_seconds()) < 12 * 3600
+    is_near = abs((moment - (now or datetime.now(timezone.utc))).total_seconds()) < 12 * 3600
     clock = "%H:%M:%S" if seconds else "%H:%M"
     return local.strftime(clock if is_near else f"%Y-%m-%d {clock}")
 

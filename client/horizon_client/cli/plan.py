@@ -77,7 +77,7 @@ def plan(
         raise click.UsageError(
             "give a job file or --model; for example: horizon plan --model NAME --gpu h100 --host-gbps 200"
         )
-    job: SpecLike = spec if spec is not None else {"name": "plan"}
+    job: SpecLike = spec if spec is not None else {"name": "plan", "model": model or "", "dataset": ""}
     given = {"model": model, "train.tokens_per_step": tokens_per_step, "train.sequence_length": sequence_length}
     settings = [f"{field}={value}" for field, value in given.items() if value is not None]
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:

@@ -4,7 +4,6 @@ side."""
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import sys
 import unicodedata
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.output import clean
+from horizon_client.cli.output import clean, uses_colour
 
 if TYPE_CHECKING:
     from horizon_client.resources import DatasetPreview, PreviewRow, PreviewSpan
@@ -28,7 +27,7 @@ _MARKS = ("[[", "]]")
 def preview_page(name: str, preview: DatasetPreview) -> str:
     """Return the rows of dataset `name`, with the trained part in colour, or between [[ and ]] without colour."""
     is_terminal = sys.stdout.isatty()
-    in_colour = is_terminal and not os.environ.get("NO_COLOR")
+    in_colour = uses_colour()
     width = shutil.get_terminal_size().columns if is_terminal else 0
     # Of answers and samples the same is trained whatever the options say.
     options = "" if preview.format in _SUPERVISED else f"method {preview.method}, train_on {preview.train_on}, "

@@ -34,11 +34,13 @@ _COMMANDS = {
     "queue": ("sharing:queue", "Show who waits for what, and simulate a job."),
     "usage": ("sharing:usage", "Show what you have used of the node."),
     "quota": ("sharing:quota", "Show your weight and quotas, and how much of them is used."),
+    "top": ("top:top", "Show the machine and its jobs, live."),
     "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
     "checkpoint": (
         "checkpoints:checkpoint",
         "List, pull, merge, sample, chat with and delete the checkpoints of a job.",
     ),
+    "webhook": ("webhooks:webhook", "Tell another program, or a chat, when the state of a job changes."),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),
     "version": ("node:version", "Print the versions of client and server."),
     "completion": ("completion:completion", "Print the completion script for your shell."),
@@ -163,6 +165,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 @click.group(
     cls=RootGroup,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Exit codes:
@@ -189,9 +192,14 @@ Example:
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
 )
-def horizon(**options: str | None) -> None:
+@click.pass_context
+def horizon(ctx: click.Context, /, **options: str | None) -> None:
     """Fine-tune language models on a shared machine.
 
     horizon sends your model and your data to a machine that runs horizond. That machine trains the model. You watch the
-    training from here and download the result.
+    training from here and download the result. Without a command, horizon shows your jobs and the machine.
     """
+    if ctx.invoked_subcommand is None:
+        from horizon_client.cli.home import show_home  # only here, so that `horizon --help` loads no view
+
+        show_home(ctx)

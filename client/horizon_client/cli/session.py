@@ -17,7 +17,7 @@ import click
 
 from horizon_client.cli.output import bytes_text, clean, duration_text
 from horizon_client.cli.root import Interrupted, connection_options
-from horizon_client.profiles import SYSTEM_CA, read_token_file
+from horizon_client.profiles import SYSTEM_CA, is_open_to_others, read_token_file
 from horizon_client.reporter import Progress, Reporter
 
 if TYPE_CHECKING:
@@ -83,10 +83,18 @@ def client_arguments(ctx: click.Context) -> dict[str, Any]:
     token_file, ca = chosen["token_file"], chosen["ca"]
     return {
         "server": chosen["server"],
-        "token": read_token_file(Path(token_file).expanduser()) if token_file else None,
+        "token": token_of(Path(token_file).expanduser(), quiet=ctx.resilient_parsing) if token_file else None,
         "ca_file": ca if ca in (None, SYSTEM_CA) else str(Path(ca).expanduser()),
         "profile": chosen["profile_name"],
     }
+
+
+def token_of(path: Path, *, quiet: bool = False) -> str:
+    """Return the token in a file, with a warning on stderr when other users can read it."""
+    token = read_token_file(path)
+    if not quiet and is_open_to_others(path):
+        click.echo(f"warning: other users of this machine can read your token; run: chmod 600 {path}", err=True)
+    return token
 
 
 class Notices(Reporter):

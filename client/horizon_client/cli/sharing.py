@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 import click
 
+from horizon_client.cli.job_options import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.job_views import share_text, steps_text, total_text, warning_lines, when_text
-from horizon_client.cli.jobs import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
 from horizon_client.cli.output import (
     View,
     about_text,
@@ -140,7 +140,7 @@ def usage(client: Client, since: timedelta, output: str) -> None:
     By project and user: your own; admins and viewers see everybody's. STORED is what a user stores now, in whatever
     project.
     """
-    print_list(client.sharing.usage(since=datetime.now(UTC) - since), _USAGE_VIEW, output)
+    print_list(client.sharing.usage(since=datetime.now(timezone.utc) - since), _USAGE_VIEW, output)
 
 
 @click.command(epilog="\b\nExample:\n  horizon quota -o yaml")

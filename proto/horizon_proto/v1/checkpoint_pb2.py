@@ -27,7 +27,7 @@ from horizon_proto.v1 import blob_pb2 as horizon__proto_dot_v1_dot_blob__pb2
 from horizon_proto.v1 import job_pb2 as horizon__proto_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!horizon_proto/v1/checkpoint.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bhorizon_proto/v1/blob.proto\x1a\x1ahorizon_proto/v1/job.proto\"\xdd\x01\n\nCheckpoint\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12*\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\teval_loss\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04last\x18\x07 \x01(\x08\x12\x0c\n\x04\x62\x65st\x18\x08 \x01(\x08\x42\x0c\n\n_eval_loss\"(\n\x16ListCheckpointsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"L\n\x17ListCheckpointsResponse\x12\x31\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.Checkpoint\"g\n\x19ReadCheckpointFileRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\x0e\n\x06length\x18\x05 \x01(\x03\":\n\x1aReadCheckpointFileResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"7\n\x17\x44\x65leteCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x1a\n\x18\x44\x65leteCheckpointResponse\"\xa3\x01\n\x16MergeCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x30\n\x05\x64type\x18\x03 \x01(\x0e\x32!.horizon_proto.v1.CheckpointDtype\x12\x0e\n\x06remove\x18\x04 \x01(\x08\x12)\n\x04\x62\x61se\x18\x05 \x01(\x0e\x32\x1b.horizon_proto.v1.MergeBase\"t\n\x17MergeCheckpointResponse\x12\x12\n\ndone_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\x12\x30\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x1c.horizon_proto.v1.Checkpoint\".\n\rSampleMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"b\n\x0cSamplePrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x31\n\x08messages\x18\x02 \x03(\x0b\x32\x1f.horizon_proto.v1.SampleMessage\x12\x11\n\tchat_json\x18\x03 \x01(\t\"\xd1\x01\n\x17SampleCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12/\n\x07prompts\x18\x03 \x03(\x0b\x32\x1e.horizon_proto.v1.SamplePrompt\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x42\r\n\x0b_max_tokensB\x08\n\x06_top_p\"N\n\x0bSampledText\x12\x0e\n\x06prompt\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\r\n\x05\x65nded\x18\x04 \x01(\t\"\x8e\x01\n\rSampleFigures\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x03\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07weights\x18\x06 \x01(\t\"y\n\x18SampleCheckpointResponse\x12+\n\x04text\x18\x01 \x01(\x0b\x32\x1d.horizon_proto.v1.SampledText\x12\x30\n\x07\x66igures\x18\x02 \x01(\x0b\x32\x1f.horizon_proto.v1.SampleFigures2\xb0\x04\n\x11\x43heckpointService\x12\x66\n\x0fListCheckpoints\x12(.horizon_proto.v1.ListCheckpointsRequest\x1a).horizon_proto.v1.ListCheckpointsResponse\x12q\n\x12ReadCheckpointFile\x12+.horizon_proto.v1.ReadCheckpointFileRequest\x1a,.horizon_proto.v1.ReadCheckpointFileResponse0\x01\x12k\n\x10SampleCheckpoint\x12).horizon_proto.v1.SampleCheckpointRequest\x1a*.horizon_proto.v1.SampleCheckpointResponse0\x01\x12h\n\x0fMergeCheckpoint\x12(.horizon_proto.v1.MergeCheckpointRequest\x1a).horizon_proto.v1.MergeCheckpointResponse0\x01\x12i\n\x10\x44\x65leteCheckpoint\x12).horizon_proto.v1.DeleteCheckpointRequest\x1a*.horizon_proto.v1.DeleteCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!horizon_proto/v1/checkpoint.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bhorizon_proto/v1/blob.proto\x1a\x1ahorizon_proto/v1/job.proto\"\xeb\x01\n\nCheckpoint\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12*\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\teval_loss\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04last\x18\x07 \x01(\x08\x12\x0c\n\x04\x62\x65st\x18\x08 \x01(\x08\x12\x0c\n\x04kept\x18\t \x01(\x08\x42\x0c\n\n_eval_loss\"(\n\x16ListCheckpointsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"L\n\x17ListCheckpointsResponse\x12\x31\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.Checkpoint\"g\n\x19ReadCheckpointFileRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\x0e\n\x06length\x18\x05 \x01(\x03\":\n\x1aReadCheckpointFileResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"7\n\x17\x44\x65leteCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x1a\n\x18\x44\x65leteCheckpointResponse\"\xa3\x01\n\x16MergeCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x30\n\x05\x64type\x18\x03 \x01(\x0e\x32!.horizon_proto.v1.CheckpointDtype\x12\x0e\n\x06remove\x18\x04 \x01(\x08\x12)\n\x04\x62\x61se\x18\x05 \x01(\x0e\x32\x1b.horizon_proto.v1.MergeBase\"t\n\x17MergeCheckpointResponse\x12\x12\n\ndone_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\x12\x30\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x1c.horizon_proto.v1.Checkpoint\".\n\rSampleMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"b\n\x0cSamplePrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x31\n\x08messages\x18\x02 \x03(\x0b\x32\x1f.horizon_proto.v1.SampleMessage\x12\x11\n\tchat_json\x18\x03 \x01(\t\"\xd1\x01\n\x17SampleCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12/\n\x07prompts\x18\x03 \x03(\x0b\x32\x1e.horizon_proto.v1.SamplePrompt\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x42\r\n\x0b_max_tokensB\x08\n\x06_top_p\"N\n\x0bSampledText\x12\x0e\n\x06prompt\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\r\n\x05\x65nded\x18\x04 \x01(\t\"\x8e\x01\n\rSampleFigures\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x03\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07weights\x18\x06 \x01(\t\"y\n\x18SampleCheckpointResponse\x12+\n\x04text\x18\x01 \x01(\x0b\x32\x1d.horizon_proto.v1.SampledText\x12\x30\n\x07\x66igures\x18\x02 \x01(\x0b\x32\x1f.horizon_proto.v1.SampleFigures\"C\n\x15KeepCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04kept\x18\x03 \x01(\x08\"J\n\x16KeepCheckpointResponse\x12\x30\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.Checkpoint2\x95\x05\n\x11\x43heckpointService\x12\x66\n\x0fListCheckpoints\x12(.horizon_proto.v1.ListCheckpointsRequest\x1a).horizon_proto.v1.ListCheckpointsResponse\x12q\n\x12ReadCheckpointFile\x12+.horizon_proto.v1.ReadCheckpointFileRequest\x1a,.horizon_proto.v1.ReadCheckpointFileResponse0\x01\x12k\n\x10SampleCheckpoint\x12).horizon_proto.v1.SampleCheckpointRequest\x1a*.horizon_proto.v1.SampleCheckpointResponse0\x01\x12h\n\x0fMergeCheckpoint\x12(.horizon_proto.v1.MergeCheckpointRequest\x1a).horizon_proto.v1.MergeCheckpointResponse0\x01\x12i\n\x10\x44\x65leteCheckpoint\x12).horizon_proto.v1.DeleteCheckpointRequest\x1a*.horizon_proto.v1.DeleteCheckpointResponse\x12\x63\n\x0eKeepCheckpoint\x12\'.horizon_proto.v1.KeepCheckpointRequest\x1a(.horizon_proto.v1.KeepCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'horizon_proto.v1.checkpoint
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHECKPOINT']._serialized_start=146
-  _globals['_CHECKPOINT']._serialized_end=367
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=369
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=409
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=411
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=487
-  _globals['_READCHECKPOINTFILEREQUEST']._serialized_start=489
-  _globals['_READCHECKPOINTFILEREQUEST']._serialized_end=592
-  _globals['_READCHECKPOINTFILERESPONSE']._serialized_start=594
-  _globals['_READCHECKPOINTFILERESPONSE']._serialized_end=652
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=654
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=709
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=711
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=737
-  _globals['_MERGECHECKPOINTREQUEST']._serialized_start=740
-  _globals['_MERGECHECKPOINTREQUEST']._serialized_end=903
-  _globals['_MERGECHECKPOINTRESPONSE']._serialized_start=905
-  _globals['_MERGECHECKPOINTRESPONSE']._serialized_end=1021
-  _globals['_SAMPLEMESSAGE']._serialized_start=1023
-  _globals['_SAMPLEMESSAGE']._serialized_end=1069
-  _globals['_SAMPLEPROMPT']._serialized_start=1071
-  _globals['_SAMPLEPROMPT']._serialized_end=1169
-  _globals['_SAMPLECHECKPOINTREQUEST']._serialized_start=1172
-  _globals['_SAMPLECHECKPOINTREQUEST']._serialized_end=1381
-  _globals['_SAMPLEDTEXT']._serialized_start=1383
-  _globals['_SAMPLEDTEXT']._serialized_end=1461
-  _globals['_SAMPLEFIGURES']._serialized_start=1464
-  _globals['_SAMPLEFIGURES']._serialized_end=1606
-  _globals['_SAMPLECHECKPOINTRESPONSE']._serialized_start=1608
-  _globals['_SAMPLECHECKPOINTRESPONSE']._serialized_end=1729
-  _globals['_CHECKPOINTSERVICE']._serialized_start=1732
-  _globals['_CHECKPOINTSERVICE']._serialized_end=2292
+  _globals['_CHECKPOINT']._serialized_end=381
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=383
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=423
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=425
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=501
+  _globals['_READCHECKPOINTFILEREQUEST']._serialized_start=503
+  _globals['_READCHECKPOINTFILEREQUEST']._serialized_end=606
+  _globals['_READCHECKPOINTFILERESPONSE']._serialized_start=608
+  _globals['_READCHECKPOINTFILERESPONSE']._serialized_end=666
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=668
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=723
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=725
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=751
+  _globals['_MERGECHECKPOINTREQUEST']._serialized_start=754
+  _globals['_MERGECHECKPOINTREQUEST']._serialized_end=917
+  _globals['_MERGECHECKPOINTRESPONSE']._serialized_start=919
+  _globals['_MERGECHECKPOINTRESPONSE']._serialized_end=1035
+  _globals['_SAMPLEMESSAGE']._serialized_start=1037
+  _globals['_SAMPLEMESSAGE']._serialized_end=1083
+  _globals['_SAMPLEPROMPT']._serialized_start=1085
+  _globals['_SAMPLEPROMPT']._serialized_end=1183
+  _globals['_SAMPLECHECKPOINTREQUEST']._serialized_start=1186
+  _globals['_SAMPLECHECKPOINTREQUEST']._serialized_end=1395
+  _globals['_SAMPLEDTEXT']._serialized_start=1397
+  _globals['_SAMPLEDTEXT']._serialized_end=1475
+  _globals['_SAMPLEFIGURES']._serialized_start=1478
+  _globals['_SAMPLEFIGURES']._serialized_end=1620
+  _globals['_SAMPLECHECKPOINTRESPONSE']._serialized_start=1622
+  _globals['_SAMPLECHECKPOINTRESPONSE']._serialized_end=1743
+  _globals['_KEEPCHECKPOINTREQUEST']._serialized_start=1745
+  _globals['_KEEPCHECKPOINTREQUEST']._serialized_end=1812
+  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_start=1814
+  _globals['_KEEPCHECKPOINTRESPONSE']._serialized_end=1888
+  _globals['_CHECKPOINTSERVICE']._serialized_start=1891
+  _globals['_CHECKPOINTSERVICE']._serialized_end=2552
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,7 @@ class Checkpoint(google.protobuf.message.Message):
     EVAL_LOSS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     BEST_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job that wrote it."""
     step: builtins.int
@@ -43,6 +44,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Whether it is the newest of its job."""
     best: builtins.bool
     """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
+    kept: builtins.bool
+    """Whether it is kept: it is not deleted automatically, whatever the spec's keep_last and keep_days say."""
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.FileEntry]:
         """Its files; those below trainer/ are only needed to resume."""
@@ -62,9 +65,10 @@ class Checkpoint(google.protobuf.message.Message):
         eval_loss: builtins.float | None = ...,
         last: builtins.bool = ...,
         best: builtins.bool = ...,
+        kept: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "create_time", b"create_time", "eval_loss", b"eval_loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "best", b"best", "create_time", b"create_time", "eval_loss", b"eval_loss", "files", b"files", "job_id", b"job_id", "last", b"last", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "best", b"best", "create_time", b"create_time", "eval_loss", b"eval_loss", "files", b"files", "job_id", b"job_id", "kept", b"kept", "last", b"last", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_eval_loss", b"_eval_loss"]) -> typing.Literal["eval_loss"] | None: ...
 
 global___Checkpoint = Checkpoint
@@ -455,3 +459,50 @@ class SampleCheckpointResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["figures", b"figures", "text", b"text"]) -> None: ...
 
 global___SampleCheckpointResponse = SampleCheckpointResponse
+
+@typing.final
+class KeepCheckpointRequest(google.protobuf.message.Message):
+    """KeepCheckpointRequest names a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    step: builtins.int
+    """The checkpoint's step."""
+    kept: builtins.bool
+    """Whether it is to be kept from now on."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        step: builtins.int = ...,
+        kept: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "kept", b"kept", "step", b"step"]) -> None: ...
+
+global___KeepCheckpointRequest = KeepCheckpointRequest
+
+@typing.final
+class KeepCheckpointResponse(google.protobuf.message.Message):
+    """KeepCheckpointResponse holds the checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoint(self) -> global___Checkpoint:
+        """As it is now."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: global___Checkpoint | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+
+global___KeepCheckpointResponse = KeepCheckpointResponse

@@ -60,6 +60,11 @@ class CheckpointServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointResponse.FromString,
                 _registered_method=True)
+        self.KeepCheckpoint = channel.unary_unary(
+                '/horizon_proto.v1.CheckpointService/KeepCheckpoint',
+                request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class CheckpointServiceServicer(object):
@@ -103,6 +108,13 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepCheckpoint(self, request, context):
+        """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CheckpointServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.DeleteCheckpoint,
                     request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointResponse.SerializeToString,
+            ),
+            'KeepCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepCheckpoint,
+                    request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +285,33 @@ class CheckpointService(object):
             '/horizon_proto.v1.CheckpointService/DeleteCheckpoint',
             horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.SerializeToString,
             horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/horizon_proto.v1.CheckpointService/KeepCheckpoint',
+            horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,12 @@ class CheckpointServiceStub:
     ]
     """DeleteCheckpoint removes one checkpoint."""
 
+    KeepCheckpoint: grpc.UnaryUnaryMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.KeepCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse,
+    ]
+    """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that."""
+
 class CheckpointServiceAsyncStub:
     """CheckpointService hands out what a job has written."""
 
@@ -91,6 +97,12 @@ class CheckpointServiceAsyncStub:
         horizon_proto.v1.checkpoint_pb2.DeleteCheckpointResponse,
     ]
     """DeleteCheckpoint removes one checkpoint."""
+
+    KeepCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.KeepCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse,
+    ]
+    """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that."""
 
 class CheckpointServiceServicer(metaclass=abc.ABCMeta):
     """CheckpointService hands out what a job has written."""
@@ -138,5 +150,13 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.checkpoint_pb2.DeleteCheckpointResponse, collections.abc.Awaitable[horizon_proto.v1.checkpoint_pb2.DeleteCheckpointResponse]]:
         """DeleteCheckpoint removes one checkpoint."""
+
+    @abc.abstractmethod
+    def KeepCheckpoint(
+        self,
+        request: horizon_proto.v1.checkpoint_pb2.KeepCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse, collections.abc.Awaitable[horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse]]:
+        """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that."""
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

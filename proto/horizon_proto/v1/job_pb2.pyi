@@ -560,6 +560,7 @@ class JobSpec(google.protobuf.message.Message):
     KTO_FIELD_NUMBER: builtins.int
     IPO_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    REPORT_TO_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -626,6 +627,10 @@ class JobSpec(google.protobuf.message.Message):
     def policy(self) -> global___PolicySpec:
         """Options of method policy."""
 
+    @property
+    def report_to(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Trackers that the node writes the job's figures to: tensorboard, mlflow, wandb, trackio; default none."""
+
     def __init__(
         self,
         *,
@@ -650,9 +655,10 @@ class JobSpec(google.protobuf.message.Message):
         kto: global___KtoSpec | None = ...,
         ipo: global___IpoSpec | None = ...,
         policy: global___PolicySpec | None = ...,
+        report_to: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -2452,6 +2458,11 @@ class PlanJobRequest(google.protobuf.message.Message):
 
     SPEC_FIELD_NUMBER: builtins.int
     MACHINE_FIELD_NUMBER: builtins.int
+    MODEL_CONFIG_FIELD_NUMBER: builtins.int
+    model_config: builtins.bytes
+    """The content of the model's config.json, at most 1 MiB: the job is planned from it alone, whatever the spec names as its model, and
+    neither model nor data need to be on the node. Empty: the model of the spec.
+    """
     @property
     def spec(self) -> global___JobSpec:
         """What would be submitted."""
@@ -2465,9 +2476,10 @@ class PlanJobRequest(google.protobuf.message.Message):
         *,
         spec: global___JobSpec | None = ...,
         machine: global___PlannedMachine | None = ...,
+        model_config: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["machine", b"machine", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["machine", b"machine", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["machine", b"machine", "model_config", b"model_config", "spec", b"spec"]) -> None: ...
 
 global___PlanJobRequest = PlanJobRequest
 
@@ -2581,10 +2593,19 @@ class ListJobsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    PROJECT_FIELD_NUMBER: builtins.int
+    SEARCH_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """Maximum number to list; default 100, at most 1000."""
     page_token: builtins.str
     """From an earlier answer."""
+    owner: builtins.str
+    """Only jobs of this user; empty for all."""
+    project: builtins.str
+    """Only jobs of this project; empty for all."""
+    search: builtins.str
+    """Only jobs with this in their name, id, owner, model or dataset, in whatever case; empty for all."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___JobState.ValueType]:
         """Only jobs in these states; empty for all."""
@@ -2595,8 +2616,11 @@ class ListJobsRequest(google.protobuf.message.Message):
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         states: collections.abc.Iterable[global___JobState.ValueType] | None = ...,
+        owner: builtins.str = ...,
+        project: builtins.str = ...,
+        search: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "project", b"project", "search", b"search", "states", b"states"]) -> None: ...
 
 global___ListJobsRequest = ListJobsRequest
 
@@ -2828,6 +2852,98 @@ class WatchJobResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["event", b"event"]) -> None: ...
 
 global___WatchJobResponse = WatchJobResponse
+
+@typing.final
+class GetJobMetricsRequest(google.protobuf.message.Message):
+    """GetJobMetricsRequest asks for figures."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    after_sequence: builtins.int
+    """Only figures of events with a greater number; 0 for all."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        after_sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "job_id", b"job_id"]) -> None: ...
+
+global___GetJobMetricsRequest = GetJobMetricsRequest
+
+@typing.final
+class GetJobMetricsResponse(google.protobuf.message.Message):
+    """GetJobMetricsResponse is the figures of some events, a row for each, in the order in which they happened: a step that was done again
+    after a restart has another row.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAST_SEQUENCE_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    TIMES_S_FIELD_NUMBER: builtins.int
+    ARE_EVALS_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    last_sequence: builtins.int
+    """Number of the last of the events."""
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The step of each row."""
+
+    @property
+    def times_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """When each happened, in Unix seconds."""
+
+    @property
+    def are_evals(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """Whether each is an evaluation after that step."""
+
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetricColumn]:
+        """The figures."""
+
+    def __init__(
+        self,
+        *,
+        last_sequence: builtins.int = ...,
+        steps: collections.abc.Iterable[builtins.int] | None = ...,
+        times_s: collections.abc.Iterable[builtins.float] | None = ...,
+        are_evals: collections.abc.Iterable[builtins.bool] | None = ...,
+        columns: collections.abc.Iterable[global___MetricColumn] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["are_evals", b"are_evals", "columns", b"columns", "last_sequence", b"last_sequence", "steps", b"steps", "times_s", b"times_s"]) -> None: ...
+
+global___GetJobMetricsResponse = GetJobMetricsResponse
+
+@typing.final
+class MetricColumn(google.protobuf.message.Message):
+    """MetricColumn is one figure of all rows of a part."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name: loss, grad_norm, learning_rate, epoch, tokens_per_second, ..., method/NAME for what the job's method reports; of
+    evaluations eval_loss, and SET/loss, SET/perplexity, SET/accuracy, SET/exact_match.
+    """
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Its value in each row; NaN where there is none."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "values", b"values"]) -> None: ...
+
+global___MetricColumn = MetricColumn
 
 @typing.final
 class GetJobLogsRequest(google.protobuf.message.Message):

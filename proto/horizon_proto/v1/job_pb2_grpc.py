@@ -80,6 +80,11 @@ class JobServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_job__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_job__pb2.WatchJobResponse.FromString,
                 _registered_method=True)
+        self.GetJobMetrics = channel.unary_stream(
+                '/horizon_proto.v1.JobService/GetJobMetrics',
+                request_serializer=horizon__proto_dot_v1_dot_job__pb2.GetJobMetricsRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_job__pb2.GetJobMetricsResponse.FromString,
+                _registered_method=True)
         self.GetJobLogs = channel.unary_stream(
                 '/horizon_proto.v1.JobService/GetJobLogs',
                 request_serializer=horizon__proto_dot_v1_dot_job__pb2.GetJobLogsRequest.SerializeToString,
@@ -155,6 +160,13 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetJobMetrics(self, request, context):
+        """GetJobMetrics streams the figures of a job's steps and evaluations up to now, as columns, in parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetJobLogs(self, request, context):
         """GetJobLogs streams the log of a job's worker.
         """
@@ -209,6 +221,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.WatchJob,
                     request_deserializer=horizon__proto_dot_v1_dot_job__pb2.WatchJobRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_job__pb2.WatchJobResponse.SerializeToString,
+            ),
+            'GetJobMetrics': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetJobMetrics,
+                    request_deserializer=horizon__proto_dot_v1_dot_job__pb2.GetJobMetricsRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_job__pb2.GetJobMetricsResponse.SerializeToString,
             ),
             'GetJobLogs': grpc.unary_stream_rpc_method_handler(
                     servicer.GetJobLogs,
@@ -460,6 +477,33 @@ class JobService(object):
             '/horizon_proto.v1.JobService/WatchJob',
             horizon__proto_dot_v1_dot_job__pb2.WatchJobRequest.SerializeToString,
             horizon__proto_dot_v1_dot_job__pb2.WatchJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJobMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/horizon_proto.v1.JobService/GetJobMetrics',
+            horizon__proto_dot_v1_dot_job__pb2.GetJobMetricsRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_job__pb2.GetJobMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -77,6 +77,12 @@ class JobServiceStub:
     ]
     """WatchJob streams a job's events from a sequence number on, and ends when the job has ended."""
 
+    GetJobMetrics: grpc.UnaryStreamMultiCallable[
+        horizon_proto.v1.job_pb2.GetJobMetricsRequest,
+        horizon_proto.v1.job_pb2.GetJobMetricsResponse,
+    ]
+    """GetJobMetrics streams the figures of a job's steps and evaluations up to now, as columns, in parts."""
+
     GetJobLogs: grpc.UnaryStreamMultiCallable[
         horizon_proto.v1.job_pb2.GetJobLogsRequest,
         horizon_proto.v1.job_pb2.GetJobLogsResponse,
@@ -141,6 +147,12 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.WatchJobResponse,
     ]
     """WatchJob streams a job's events from a sequence number on, and ends when the job has ended."""
+
+    GetJobMetrics: grpc.aio.UnaryStreamMultiCallable[
+        horizon_proto.v1.job_pb2.GetJobMetricsRequest,
+        horizon_proto.v1.job_pb2.GetJobMetricsResponse,
+    ]
+    """GetJobMetrics streams the figures of a job's steps and evaluations up to now, as columns, in parts."""
 
     GetJobLogs: grpc.aio.UnaryStreamMultiCallable[
         horizon_proto.v1.job_pb2.GetJobLogsRequest,
@@ -224,6 +236,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.job_pb2.WatchJobResponse], collections.abc.AsyncIterator[horizon_proto.v1.job_pb2.WatchJobResponse]]:
         """WatchJob streams a job's events from a sequence number on, and ends when the job has ended."""
+
+    @abc.abstractmethod
+    def GetJobMetrics(
+        self,
+        request: horizon_proto.v1.job_pb2.GetJobMetricsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.job_pb2.GetJobMetricsResponse], collections.abc.AsyncIterator[horizon_proto.v1.job_pb2.GetJobMetricsResponse]]:
+        """GetJobMetrics streams the figures of a job's steps and evaluations up to now, as columns, in parts."""
 
     @abc.abstractmethod
     def GetJobLogs(

@@ -280,20 +280,24 @@ class DeviceStatus(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     NUM_RESIDENTS_FIELD_NUMBER: builtins.int
+    HOLDER_NAME_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name: host, cuda:0 and so on."""
     holder: builtins.str
     """The job whose turn it is; empty while no job uses it."""
     num_residents: builtins.int
     """Resident jobs that share it."""
+    holder_name: builtins.str
+    """The name of the job whose turn it is; empty where the caller may not see it."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         holder: builtins.str = ...,
         num_residents: builtins.int = ...,
+        holder_name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["holder", b"holder", "name", b"name", "num_residents", b"num_residents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "holder_name", b"holder_name", "name", b"name", "num_residents", b"num_residents"]) -> None: ...
 
 global___DeviceStatus = DeviceStatus
 

@@ -25,6 +25,7 @@ from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.sampling import Samples
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
+from horizon_server.services.webhooks.hooks import Webhooks
 
 CHECK_TOKENS_EVERY_S = 2.0
 
@@ -49,6 +50,7 @@ class Services:
     deletions: Deletions
     retention: Retention
     identity: IdentityService
+    webhooks: Webhooks
 
 
 class OpenStreams:

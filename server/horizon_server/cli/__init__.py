@@ -13,6 +13,7 @@ from horizon_server.cli.audit import audit
 from horizon_server.cli.doctor import doctor
 from horizon_server.cli.housekeeping import gc
 from horizon_server.cli.maintenance import backup_command, check_command, restore_command
+from horizon_server.cli.models import model_group
 from horizon_server.cli.options import Commands, with_settings_options
 from horizon_server.cli.plan import plan
 from horizon_server.errors import HorizonError, NotAllowed, NotFound, Unauthenticated
@@ -90,6 +91,7 @@ _COMMANDS = (
     user_group,
     project_group,
     token_group,
+    model_group,
     audit,
     gc,
     plan,

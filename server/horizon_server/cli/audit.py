@@ -41,7 +41,7 @@ def audit(
 ) -> None:
     """Show the audit log: who changed what, when, from where, and how it ended. The newest entry is last.
 
-    It has every change through gRPC and by horizond commands, refused ones too, and failed logins. Contents of uploads
+    It has every change by gRPC, REST and horizond commands, refused ones too, and failed logins. Contents of uploads
     are left out. An entry is written before the change. Its outcome is UNKNOWN until the change has ended, and stays so
     where the daemon was killed meanwhile: look whether the change was made.
 

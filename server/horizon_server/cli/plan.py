@@ -6,16 +6,20 @@ import asyncio
 import dataclasses
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
 
+from horizon_formats.model_files import CONFIG_FILE, is_hub_id
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.planning.machine import Machine, RateBook, find_accelerators, usable_accelerators
+from horizon_server.planning.outline import config_outline, has_weights
 from horizon_server.planning.planner import Planner
+from horizon_server.records.plan import Plan
 from horizon_server.settings import child_environment, load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import available_cpus
@@ -35,21 +39,22 @@ _SHOWN = (
 def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | None, state_dir: Path | None) -> int:
     """Show how much memory a job needs and whether it fits.
 
-    Also how fast it is expected to be on this machine.
+    Also how fast it is expected to be on this machine. The model is a folder, of which config.json alone is enough, or
+    the id of a model of the Hugging Face hub (Qwen/Qwen3-8B), of which only config.json and the headers of the weights
+    are read.
 
     The prediction needs the machine's speed, which 'horizond doctor' or a running daemon has measured. Exit code 1 when
     it does not fit.
     """
     settings = load_settings(config, state_dir=state_dir)
-    spec, folder = _spec_and_folder(spec_file, model_dir)
-    if not (folder / "config.json").is_file():
-        raise NotFound(f"{folder} contains no config.json; name the model's folder with --model-dir")
+    spec, model = _spec_and_model(spec_file, model_dir)
     accelerators = asyncio.run(
         usable_accelerators(asyncio.run(find_accelerators()), child_environment(), wanted=settings.gpu)
     )
     machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
-    job_plan = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators).plan(spec, folder)
-    mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}
+    planner = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators)
+    job_plan = asyncio.run(_planned(planner, spec, model))
+    mapping: dict[str, Any] = {"model": str(model)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
     mapping["references"] = None if job_plan.references is None else dataclasses.asdict(job_plan.references)
@@ -65,24 +70,48 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     return 0 if job_plan.fits else 1
 
 
-def _spec_and_folder(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, Path]:
-    """Return the job's spec and the model's folder; like the client, accept local paths in place of names."""
+def _spec_and_model(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, Path | str]:
+    """Return the job's spec, and the model's folder or its id on the hub; like the client, accept local paths in place
+    of names.
+
+    Raises:
+        NotFound: the spec names a pushed model, or a folder without a config.json.
+    """
     written = _read_spec(spec_file)
     if not isinstance(written, dict):
         return parse_job_spec(written), Path()  # refused
-    model = written.get("model")
-    folder = model_dir or next((f for f in (spec_file.parent / str(model), Path(str(model))) if f.is_dir()), None)
+    named = written.get("model")
+    folder = model_dir or next((f for f in (spec_file.parent / str(named), Path(str(named))) if f.is_dir()), None)
     # The memory does not depend on the data, and of the model only the folder counts.
     names: dict[str, Any] = {key: "local" for key in ("dataset", "eval_dataset") if _is_text(written.get(key))}
     evaluation = written.get("eval")
     if isinstance(evaluation, dict) and isinstance(evaluation.get("sets"), dict):
         names["eval"] = {**evaluation, "sets": dict.fromkeys(evaluation["sets"], "local")}
-    if _is_text(model) and (folder is not None or "/" in str(model)):
+    if _is_text(named) and (folder is not None or "/" in str(named)):
         names["model"] = "local"
     # The columns of local data are the client's own.
-    return parse_job_spec({**{key: value for key, value in written.items() if key != "map"}, **names}), folder or Path(
-        str(model)
-    )
+    spec = parse_job_spec({**{key: value for key, value in written.items() if key != "map"}, **names})
+    if folder is None and is_hub_id(str(named)):
+        return spec, str(named)
+    folder = folder or Path(str(named))
+    if not (folder / CONFIG_FILE).is_file():
+        raise NotFound(f"{folder} contains no {CONFIG_FILE}; name the model's folder with --model-dir")
+    return spec, folder
+
+
+async def _planned(planner: Planner, spec: JobSpec, model: Path | str) -> Plan:
+    """Plan with what is known of the model: its weights' headers, here or on the hub, or its config.json alone."""
+    if isinstance(model, str):
+        # Only here: the other plans need no hub.
+        from horizon_server.hub import find_model, write_model_outline
+
+        with tempfile.TemporaryDirectory(prefix="horizond-plan-") as name:
+            folder = await asyncio.to_thread(lambda: write_model_outline(find_model(model, None), Path(name)))
+            return await asyncio.to_thread(planner.plan, spec, folder)
+    if not has_weights(model):
+        async with config_outline((model / CONFIG_FILE).read_bytes(), environment=child_environment()) as folder:
+            return await asyncio.to_thread(planner.plan, spec, folder)
+    return await asyncio.to_thread(planner.plan, spec, model)
 
 
 def _is_text(value: object) -> bool:

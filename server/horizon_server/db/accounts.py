@@ -10,7 +10,18 @@ from sqlalchemy import Connection, bindparam, delete, exists, func, select, unio
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database, parts
-from horizon_server.db.tables import AllowanceRow, DatasetRow, GrantRow, JobRow, MemberRow, ModelRow, TokenRow, UserRow
+from horizon_server.db.tables import (
+    AllowanceRow,
+    DatasetRow,
+    GrantRow,
+    JobRow,
+    MemberRow,
+    ModelRow,
+    TokenRow,
+    UserRow,
+    WebhookRow,
+)
+from horizon_server.db.webhooks import delete_webhooks
 from horizon_server.errors import AlreadyExists, NotFound, QuotaExceeded
 from horizon_server.records.account import Owned, Principal, ProjectMember, Token, User
 from horizon_server.records.job import ENDED
@@ -72,8 +83,8 @@ class AccountStore:
             return _record(User, row)
 
     async def remove_user(self, name: str) -> int:
-        """Remove a user with their tokens, memberships and allowance; what they own stays. Return how many tokens they
-        had.
+        """Remove a user with their tokens, memberships, webhooks and allowance; what they own stays. Return how many
+        tokens they had.
 
         Raises NotFound.
         """
@@ -82,6 +93,7 @@ class AccountStore:
             tokens = await session.execute(delete(TokenRow).where(TokenRow.user == name).returning(TokenRow.token_id))
             # Or another person who gets the name later would have them.
             await session.execute(delete(MemberRow).where(MemberRow.user == name))
+            await delete_webhooks(session, WebhookRow.owner == name)
             allowance = (AllowanceRow.holder == "user", AllowanceRow.name == name)
             await session.execute(delete(AllowanceRow).where(*allowance))
             await session.delete(row)

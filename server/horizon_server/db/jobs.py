@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -15,10 +14,10 @@ from sqlalchemy import (
     Connection,
     Text,
     bindparam,
-    case,
     delete,
     func,
     insert,
+    not_,
     or_,
     select,
     type_coerce,
@@ -27,16 +26,18 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from horizon_server.codec import parsed
 from horizon_server.db.database import Database, parts
 from horizon_server.db.job_rows import STORED_FIELDS, EndedRecords, Records, columns_of, evaluations_after, record_of
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
+from horizon_server.db.webhooks import queue_deliveries
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, StopRequest
+from horizon_server.records.job import ANY_JOB, ENDED, MOVES, JobFilter, JobRecord, JobState, StopRequest
 from horizon_server.spec import parse_job_spec
 
-Figures = tuple[int, str, dict[str, Any]]
-"""Number of an event, kind (step or eval), and figures by name."""
+VisitEvent = Callable[[int, float, dict[str, Any]], None]
+"""Gets the number of an event, its time, and its payload as plain data with the key `kind`."""
 
 AdmitJob = Callable[[Sequence[str], Sequence[str]], None]
 """Gets the ids of the owner's jobs, and of the project's, that are in the queue before a new one; what it raises
@@ -54,6 +55,23 @@ _JOBS = select(*_STORED)
 _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
 _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
 _COUNTS = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
+# In whatever case, and without wildcards. The model and the dataset are in the spec.
+_SEARCHED = func.lower(
+    JobRow.job_id
+    + "\n"
+    + JobRow.name
+    + "\n"
+    + JobRow.owner
+    + "\n"
+    + func.ifnull(func.json_extract(JobRow.spec, "$.model"), "")
+    + "\n"
+    + func.ifnull(func.json_extract(JobRow.spec, "$.dataset"), "")
+)
+_FILTERS = {
+    "owner": JobRow.owner == bindparam("only_owner"),
+    "project": JobRow.project == bindparam("only_project"),
+    "search": func.instr(_SEARCHED, func.lower(bindparam("only_search"))) > 0,
+}
 # Jobs of a page that is read on the event loop: about a millisecond. The service asks for one more than are shown.
 _LOOKED_UP = 101
 _BY_NUMBERS = _JOBS.where(JobRow.number.in_(bindparam("numbers", expanding=True)))
@@ -107,7 +125,8 @@ class JobStore:
             _set(row, {name: getattr(job, name) for name in STORED_FIELDS})
             session.add(row)
             await session.flush()
-            _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
+            event = _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
+            await queue_deliveries(session, row, event.time_s)
             return await self._stored(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -143,17 +162,19 @@ class JobStore:
         owner: str | None,
         projects: Collection[str] = (),
         states: Sequence[JobState],
+        only: JobFilter = ANY_JOB,
         before: int,
         limit: int,
     ) -> list[tuple[int, JobRecord]]:
         """Return jobs newest first with their submission numbers, below `before` where that is not 0.
 
-        Those of `owner` and all in `projects`; all jobs where `owner` is None.
+        Those of `owner` and all in `projects`; all jobs where `owner` is None. Of these, those that `only` lets pass.
         """
 
-        named = sorted(projects)
-        query = _newest(owner is None, len(named), tuple(state.value for state in states), bool(before))
+        named, wanted = sorted(projects), only.given()
+        query = _newest(owner is None, len(named), tuple(state.value for state in states), bool(before), tuple(wanted))
         whose_ids = {} if owner is None else {"owner": owner, **{f"project_{i}": name for i, name in enumerate(named)}}
+        whose_ids |= {f"only_{name}": value for name, value in wanted.items()}
 
         def read(connection: Connection) -> list[tuple[int, JobRecord]]:
             rows = connection.execute(query, {**whose_ids, "before": before, "most": limit}).all()
@@ -170,10 +191,10 @@ class JobStore:
             return [(row.number, found[row.number]) for row in rows if row.number in found]
 
         # The newest jobs are what everybody looks at. What is further back may have to come from the disk.
-        if before or limit > _LOOKED_UP:
+        if before or limit > _LOOKED_UP or only.search:
             return await self._database.read(read)
         whose = () if owner is None else (owner, *sorted(projects))  # all who see everything share an answer
-        return await self._database.look_up(("page", whose, tuple(states), limit), read)
+        return await self._database.look_up(("page", whose, tuple(states), only, limit), read)
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
@@ -316,6 +337,7 @@ class JobStore:
                 row.queue_order = await _end_of_queue(session)
             _set(row, fields)
             event = _add_event(session, row, change)
+            await queue_deliveries(session, row, event.time_s)
             return await self._stored(session, row), before, event
 
     async def append(self, job_id: str, payload: Payload, **fields: Any) -> tuple[JobRecord, JobEvent]:
@@ -364,26 +386,65 @@ class JobStore:
 
         return await self._database.read(read)
 
-    async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
-        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in
-        order."""
-        body = EventRow.body
-        # SQLite takes the figures out of the stored events: a tenth of the work of reading those whole.
-        taken_out = func.json_extract(body, "$.kind", *(f"$.{name}" for name in names))
-        query = (
-            select(EventRow.sequence, case((func.json_valid(body) == 1, taken_out), else_=body))
-            .where(EventRow.job_id == job_id, EventRow.sequence > sequence)
-            .where(or_(body.startswith('{"kind":"step"'), body.startswith('{"kind":"eval"')))
-        )
+    async def last_times(self, job_id: str) -> dict[str, float]:
+        """Return when a job's present attempt began (`attempt`) and when its last step, evaluation and checkpoint were
+        done, by the kind of their events; what has not happened is left out."""
+        begins = {kind: f'{{"kind":"{kind}"' for kind in ("step", "eval", "checkpoint")}
+        begins["attempt"] = f'{{"kind":"state","job_state":"{JobState.PREPARING.value}"'
 
-        def read(connection: Connection) -> list[Figures]:
-            found: list[Figures] = []
-            for number, text in connection.execute(query.order_by(EventRow.sequence).limit(limit)):
-                taken = json.loads(text)
-                # A whole event comes where SQLite could not read it: NaN is not JSON to it.
-                plain = taken if isinstance(taken, dict) else dict(zip(("kind", *names), taken, strict=True))
-                found.append((number, plain["kind"], {name: plain.get(name) for name in names}))
+        def read(connection: Connection) -> dict[str, float]:
+            found: dict[str, float] = {}
+            for name, start in begins.items():
+                query = select(EventRow.time_s).where(EventRow.job_id == job_id, EventRow.body.startswith(start))
+                time_s = connection.scalar(query.order_by(EventRow.sequence.desc()).limit(1))
+                if time_s is not None:
+                    found[name] = time_s
             return found
+
+        return await self._database.read(read)
+
+    async def newest_ended(self, limit: int) -> list[JobRecord]:
+        """Return the jobs that ended last, the first that ended first."""
+        query = _JOBS.where(JobRow.job_state.in_(_ENDED)).order_by(JobRow.ended_s.desc()).limit(limit)
+
+        def read(connection: Connection) -> list[JobRecord]:
+            return [record_of(row) for row in reversed(connection.execute(query).all())]
+
+        return await self._database.read(read)
+
+    async def visit_events(
+        self, job_id: str, sequence: int, limit: int, kinds: Sequence[str], visit: VisitEvent, every: int = 1
+    ) -> int:
+        """Give events of these kinds with a greater number to `visit`, in order and in a thread; return how many.
+
+        Args:
+            every: of steps, about one in so many is given.
+        """
+        # One by one, as plain data: of a hundred thousand, records take ten times as long to make, and to keep them all
+        # twice as long.
+        is_wanted = or_(*(EventRow.body.startswith(f'{{"kind":"{kind}"') for kind in kinds))
+        query = select(EventRow.sequence, EventRow.time_s, EventRow.body)
+        query = query.where(EventRow.job_id == job_id, EventRow.sequence > sequence, is_wanted)
+        if every > 1:
+            is_step = EventRow.body.startswith('{"kind":"step"')
+            query = query.where(or_(EventRow.sequence % every == 0, not_(is_step)))
+
+        def read(connection: Connection) -> int:
+            rows = 0
+            for number, time_s, body in connection.execute(query.order_by(EventRow.sequence).limit(limit)):
+                visit(number, time_s, parsed(body))
+                rows += 1
+            return rows
+
+        return await self._database.read(read)
+
+    async def evaluations(self, job_id: str, *, limit: int) -> list[EvalDone]:
+        """Return the last evaluations of a job, oldest first."""
+        query = select(EventRow.body).where(EventRow.job_id == job_id, EventRow.body.startswith('{"kind":"eval"'))
+        query = query.order_by(EventRow.sequence.desc()).limit(limit)
+
+        def read(connection: Connection) -> list[EvalDone]:
+            return [decode(body) for body in reversed(connection.scalars(query).all())]
 
         return await self._database.read(read)
 
@@ -398,15 +459,17 @@ class JobStore:
 
 
 @functools.lru_cache(maxsize=256)
-def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after: bool) -> Any:
+def _newest(everyone: bool, num_projects: int, states: tuple[str, ...], is_after: bool, only: tuple[str, ...]) -> Any:
     """Return the query of the newest jobs: their numbers and what tells whether they have changed. It takes owner and
-    projects by name."""
+    projects by name, and what `only` names of a `JobFilter`."""
     columns = [getattr(JobRow, name) for name in ("number", "queue_order", *EndedRecords.STAMP)]
+    conditions = [_FILTERS[name] for name in only]
+    if states:
+        conditions.append(JobRow.job_state.in_(states))
 
     def of(which: Any) -> Any:
-        query = select(*columns).order_by(JobRow.number.desc()).limit(bindparam("most"))
-        for condition in (which, JobRow.job_state.in_(states) if states else None):
-            query = query if condition is None else query.where(condition)
+        query = select(*columns).where(*conditions).order_by(JobRow.number.desc()).limit(bindparam("most"))
+        query = query if which is None else query.where(which)
         return query.where(JobRow.number < bindparam("before")) if is_after else query
 
     if everyone:

@@ -321,3 +321,51 @@ class NodeConditionRow(Table):
     message: Mapped[str] = mapped_column(Text)
     window_start_s: Mapped[float | None] = mapped_column(Float)
     window_end_s: Mapped[float | None] = mapped_column(Float)
+
+
+class WebhookRow(Table):
+    """An address that is told of changes of the states of a project's jobs or, without a project, of its owner's."""
+
+    __tablename__ = "webhooks"
+    __table_args__ = (Index("webhooks_by_owner", "owner"), Index("webhooks_by_project", "project"))
+    webhook_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(63))
+    project: Mapped[str] = mapped_column(String(63))
+    url: Mapped[str] = mapped_column(Text)
+    events: Mapped[list[str]] = mapped_column(JSON)
+    format: Mapped[str] = mapped_column(String(16))
+    # As it is: whoever signs needs the key itself (docs/security.md).
+    secret: Mapped[str] = mapped_column(Text)
+    created_s: Mapped[float] = mapped_column(Float)
+    disabled_s: Mapped[float | None] = mapped_column(Float)
+    disable_reason: Mapped[str] = mapped_column(Text)
+    last_attempt_s: Mapped[float | None] = mapped_column(Float)
+    last_result: Mapped[str] = mapped_column(Text)
+    # Deliveries in a row that were given up.
+    num_given_up: Mapped[int] = mapped_column(Integer)
+
+
+class WebhookDeliveryRow(Table):
+    """What a webhook is told, until long after it was: the outbox, and what `horizon webhook deliveries` shows."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        Index("webhook_deliveries_by_time", "outcome", "next_attempt_s"),
+        Index("webhook_deliveries_by_webhook", "webhook_id", "number"),
+    )
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    # The header webhook-id of every attempt.
+    delivery_id: Mapped[str] = mapped_column(String(32), unique=True)
+    webhook_id: Mapped[str] = mapped_column(String(32))
+    event: Mapped[str] = mapped_column(String(32))
+    job_id: Mapped[str] = mapped_column(String(32))
+    # What is said of the job, as a JSON object.
+    facts: Mapped[str] = mapped_column(Text)
+    outcome: Mapped[str] = mapped_column(String(16))
+    created_s: Mapped[float] = mapped_column(Float)
+    num_attempts: Mapped[int] = mapped_column(Integer)
+    status_code: Mapped[int] = mapped_column(Integer)
+    error: Mapped[str] = mapped_column(Text)
+    last_attempt_s: Mapped[float | None] = mapped_column(Float)
+    # Null once it has ended.
+    next_attempt_s: Mapped[float | None] = mapped_column(Float)

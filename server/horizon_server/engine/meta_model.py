@@ -117,6 +117,22 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
+def tensors_of_config(folder: Path) -> list[tuple[str, str, list[int]]]:
+    """Return name, format and shape of each tensor that a checkpoint of a config.json has; the weights need not be
+    there. The format is the one that the config names, bf16 where it names none.
+
+    Raises:
+        InvalidModel: as `load_config` and `build_meta_model` do.
+    """
+    config = load_config(folder)
+    dtype = {torch.float32: "F32", torch.float16: "F16"}.get(config.dtype, "BF16")
+    # One name for tensors that are tied: a folder holds them once.
+    once = {
+        id(tensor): (name, tensor) for name, tensor in reversed(checkpoint_tensors(build_meta_model(config)).items())
+    }
+    return [(name, dtype, list(tensor.shape)) for name, tensor in reversed(once.values())]
+
+
 def max_positions(config: PretrainedConfig) -> int | None:
     """The longest document that a config allows, in tokens, or None where it sets no limit."""
     text = config.get_text_config()

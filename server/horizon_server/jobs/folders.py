@@ -134,21 +134,25 @@ class JobFolders:
         """Return the checkpoints that hold a merged model, or what is left of one. Blocking."""
         return sorted({path.parent for path in self._jobs.glob(f"[!.]*/checkpoints/step-*/*{MERGED_FOLDER}*")})
 
-    def checkpoint_bytes(self) -> dict[str, int]:
-        """Return the bytes of the checkpoints of every job that has any, by job id. Blocking."""
+    def checkpoint_bytes(self, *, kept_only: bool = False) -> dict[str, int]:
+        """Return the bytes of the checkpoints of every job that has any, by job id; or of those alone that are kept.
+        Blocking."""
         found: dict[str, int] = {}
         for folder in self._jobs.glob("[!.]*/checkpoints/step-*"):
             with contextlib.suppress(InvalidModel, OSError):  # not complete, or just deleted
                 written_ns = (folder / MANIFEST_FILE).stat().st_mtime_ns
                 job_id = folder.parent.parent.name
-                found[job_id] = found.get(job_id, 0) + _manifest_bytes(folder, written_ns)
+                size_bytes, is_kept = _manifest_facts(folder, written_ns)
+                if is_kept or not kept_only:
+                    found[job_id] = found.get(job_id, 0) + size_bytes
         return found
 
 
 @functools.lru_cache(maxsize=65536)
-def _manifest_bytes(folder: Path, _written_ns: int) -> int:
+def _manifest_facts(folder: Path, _written_ns: int) -> tuple[int, bool]:
     # A checkpoint never changes, and the manifests of all of them take long to read.
-    return read_manifest(folder).size_bytes
+    manifest = read_manifest(folder)
+    return manifest.size_bytes, manifest.kept
 
 
 class CheckpointFolder:
@@ -265,18 +269,26 @@ class CheckpointFolder:
             self._write_manifest(folder, replace(manifest, files=kept))
         shutil.rmtree(folder / MERGED_FOLDER, ignore_errors=True)
 
+    def set_kept(self, step: int, *, kept: bool) -> CheckpointRecord:
+        """Keep a checkpoint from being deleted automatically, or end that; return it as it is now. Blocking. Raises
+        NotFound."""
+        with self.reading(step):
+            folder = self.of_step(step)
+            self._write_manifest(folder, replace(read_manifest(folder), kept=kept))
+        return next(record for record in self.all() if record.step == step)
+
     def delete(self, step: int) -> None:
         """Remove one checkpoint. Raises NotFound when there is no such one, InUse while it is being downloaded."""
         self._require(step)
         self._remove(step)
 
     def useless_optimizer_files(self) -> dict[int, int]:
-        """Return the bytes of the trainer state of all checkpoints but the newest and the best, by step; those without
-        are left out."""
+        """Return the bytes of the trainer state of all checkpoints but the newest, the best and those that are kept, by
+        step; those without are left out."""
         found: dict[int, int] = {}
         for record in self.all():
             size = sum(file.size_bytes for file in record.files if _is_trainer_state(file.path))
-            if size and not (record.last or record.best):
+            if size and not (record.last or record.best or record.kept):
                 found[record.step] = size
         return found
 
@@ -292,7 +304,8 @@ class CheckpointFolder:
                 path.unlink()
 
     def apply_retention(self, *, keep_last: int, keep_best: bool) -> None:
-        """Remove complete checkpoints that are neither among the newest `keep_last` nor the best by eval loss."""
+        """Remove complete checkpoints that are neither among the newest `keep_last`, nor the best by eval loss, nor
+        kept by a user."""
         assert keep_last >= 1, "the newest is what a job resumes from"
         records = self.all()
         kept = {record.step for record in records[-keep_last:]}
@@ -300,7 +313,7 @@ class CheckpointFolder:
         for record in records:
             if record.step not in kept:
                 with contextlib.suppress(InUse):  # it is removed after one of the next checkpoints
-                    self._remove(record.step)
+                    self._remove(record.step, unless_kept=True)
         for leftover in self.path.glob(f"{_DELETED}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -326,15 +339,16 @@ class CheckpointFolder:
 
     def _record(self, step: int) -> CheckpointRecord:
         folder = self.of_step(step)
-        last_eval = self._last_eval(step)
+        last_eval, manifest = self._last_eval(step), read_manifest(folder)
         return CheckpointRecord(
             job_id=self._job_id,
             step=step,
             files=tuple(
                 CheckpointFile(path=path, sha256=record.sha256, size_bytes=record.size_bytes)
-                for path, record in sorted(read_manifest(folder).files.items())
+                for path, record in sorted(manifest.files.items())
             ),
             created_s=(folder / MANIFEST_FILE).stat().st_mtime,
+            kept=manifest.kept,
             # The newest evaluation may be of an earlier step, with other weights.
             eval_loss=float(last_eval[1]) if last_eval and last_eval[0] == step else None,
         )
@@ -345,9 +359,11 @@ class CheckpointFolder:
             listed = ", ".join(map(str, steps)) or "none"
             raise NotFound(f"job {self._job_id} has no checkpoint of step {step}; it has: {listed}")
 
-    def _remove(self, step: int) -> None:
+    def _remove(self, step: int, *, unless_kept: bool = False) -> None:
         folder = self.of_step(step)
         with _locked(folder, fcntl.LOCK_EX):
+            if unless_kept and read_manifest(folder).kept:
+                return
             # First its name, so that a cut leaves nothing that looks complete.
             gone = folder.rename(folder.with_name(f"{_DELETED}{folder.name}"))
         # The daemon's sweep may have removed it at the same time.
@@ -387,6 +403,28 @@ def _locked(folder: Path, mode: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def read_log_part(path: Path, *, offset: int | None, limit: int) -> tuple[int, int, bytes]:
+    """Return the size of a log, and a part of it from an offset on, or to its end: where that begins, and its bytes.
+    Blocking.
+
+    It is of whole lines, but for a line that is longer than the limit or not ended yet.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - limit) if offset is None else min(offset, size)
+            file.seek(start)
+            content = file.read(limit)
+    except FileNotFoundError:
+        return 0, 0, b""
+    if offset is None and start:
+        first = content.find(b"\n") + 1
+        start, content = start + first, content[first:]
+    elif start + len(content) < size and (end := content.rfind(b"\n") + 1):
+        content = content[:end]
+    return size, start, content
 
 
 async def read_log(

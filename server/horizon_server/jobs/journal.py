@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
@@ -98,12 +99,14 @@ class Journal:
         self._lifecycle = lifecycle
         self._retry_s = retry_s
         self._watched: dict[str, _Watched] = {}
+        self._told: set[asyncio.Event] = set()
 
     async def create(self, job: JobRecord, *, request_id: str, admit: AdmitJob | None = None) -> JobRecord:
         """Store a new job, or return the one that the same earlier request made. `admit` may refuse a new one."""
         record, is_new = await self.store.create(job, request_id=request_id, admit=admit)
         if is_new:
             self._metrics.on_job_state(record, None)
+            self._tell()
         return record
 
     async def move(
@@ -148,17 +151,13 @@ class Journal:
         """Yield events with a greater number as they come, to the last one of an ended job. Raises Draining on
         shutdown."""
         news = asyncio.Event()
-        watched = self._watched.setdefault(job_id, _Watched())
-        watched.news.add(news)
         may_have_ended = True
-        try:
+        with self.watching(job_id, news):
             while True:
                 # Both before the read, so that what is stored during it is read in the next turn.
                 news.clear()
                 is_closed = self._lifecycle.closed
-                events = watched.after(after)
-                if events is None:
-                    events = await self.store.events_after(job_id, after, _BATCH)
+                events = await self.after(job_id, after)
                 for event in events:
                     yield event
                     after = event.sequence
@@ -174,20 +173,50 @@ class Journal:
                 if is_closed:
                     raise Draining("the daemon is shutting down; the job continues when it is back", retry_after_s=2.0)
                 await news.wait()
+
+    @contextmanager
+    def watching(self, job_id: str, news: asyncio.Event) -> Iterator[None]:
+        """Set `news` at each event of a job, until the end of the block."""
+        watched = self._watched.setdefault(job_id, _Watched())
+        watched.news.add(news)
+        try:
+            yield
         finally:
             watched.news.discard(news)
             if not watched.news:
                 del self._watched[job_id]
 
-    def forget(self, counts: Mapping[str, int]) -> None:
-        """Show the number of jobs by state after some were deleted."""
+    async def after(self, job_id: str, sequence: int) -> Sequence[JobEvent]:
+        """Return the next events with a greater number: not read for each of those who are `watching` the job."""
+        watched = self._watched.get(job_id)
+        at_hand = watched.after(sequence) if watched is not None else None
+        return await self.store.events_after(job_id, sequence, _BATCH) if at_hand is None else at_hand
+
+    @contextmanager
+    def told(self, news: asyncio.Event) -> Iterator[None]:
+        """Set `news` whenever something of any job was stored, until the end of the block."""
+        self._told.add(news)
+        try:
+            yield
+        finally:
+            self._told.discard(news)
+
+    def forget(self, job_id: str, counts: Mapping[str, int]) -> None:
+        """Show nothing more of a job that was deleted, and the number of jobs by state without it."""
+        self._metrics.forget(job_id)
         self._metrics.set_jobs(counts)
+        self._tell()
 
     def end_watches(self) -> None:
         """End every watch with Draining, once each has what is stored. Call it after `Lifecycle.close`."""
         for watched in self._watched.values():
             watched.wake()
 
+    def _tell(self) -> None:
+        for news in self._told:
+            news.set()
+
     def _pass_on(self, event: JobEvent) -> None:
+        self._tell()
         if (watched := self._watched.get(event.job_id)) is not None:
             watched.add(event)

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -194,7 +195,9 @@ class Scheduler:
             situation.held,
         )
         await self._act(situation, decision, queued)
+        window = situation.node.window
         self.runtime.metrics.set_node_open(situation.node.is_open)
+        self.runtime.metrics.set_maintenance(*((window.start_s, window.end_s) if window else (0.0, 0.0)))
         self.runtime.metrics.set_residents(
             {name: len(turns.participants) for name, turns in self.turns.items()},
             self.promised_bytes() + self.held_bytes(),
@@ -306,23 +309,16 @@ class Scheduler:
     async def recover(self) -> None:
         """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
-            for job in await self.runtime.journal.retry_until_stored(
-                lambda: self.runtime.journal.store.in_states(sorted(RESIDENT))
-            ):
+            store, retry = self.runtime.journal.store, self.runtime.journal.retry_until_stored
+            for job in await retry(lambda: store.in_states(sorted(RESIDENT))):
+                times_s = await retry(partial(store.last_times, job.job_id))
                 # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
-                self.runtime.metrics.take_over(job, checkpoint_s=await self._newest_checkpoint_s(job.job_id))
+                self.runtime.metrics.take_over(job, times_s)
                 name = job.plan.device if job.plan is not None else ""
                 turns = self.turns.get(name) or next(iter(self.turns.values()))
                 self._start(job, turns.device, adopt=True)
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not taken over; the next daemon does it")
-
-    async def _newest_checkpoint_s(self, job_id: str) -> float | None:
-        """Return when the newest checkpoint of a job was written; None where there is none that can be read."""
-        with contextlib.suppress(OSError, ValueError, HorizonError):
-            found = await asyncio.to_thread(self.runtime.folders.checkpoints(job_id).all)
-            return found[-1].created_s if found else None
-        return None
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next

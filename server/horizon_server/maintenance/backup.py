@@ -170,7 +170,7 @@ class _Making:
         for _ in range(_MAX_ROUNDS):
             try:
                 for record in checkpoints.all():
-                    if which == "all" or record.last or record.best:
+                    if which == "all" or record.last or record.best or record.kept:
                         self._link_checkpoint(checkpoints, record.step)
                 return
             except (NotFound, InvalidModel, FileNotFoundError):

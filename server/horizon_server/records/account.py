@@ -33,6 +33,10 @@ class Principal:
         return self.role in ("admin", "viewer")
 
 
+NODE = Principal(name="horizond", role="admin", project="horizond")
+"""Owns what an administrator adds for everybody with `horizond model add`. Not a user, and no user has its name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Owned:
     """What a user owns, which stays when the user is removed."""

@@ -208,6 +208,40 @@ class JobRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogPart:
+    """A part of the log of an attempt."""
+
+    attempt: int
+    """0 before the first one."""
+    attempts: tuple[int, ...]
+    """All that have a log, oldest first."""
+    offset: int
+    """Of its first byte."""
+    next_offset: int
+    """Where the next part begins."""
+    text: str
+    complete: bool
+    """Whether this is the end, and nothing will follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFilter:
+    """Which jobs of a list are wanted; what is empty lets all pass."""
+
+    owner: str = ""
+    project: str = ""
+    search: str = ""
+    """Part of the name, the id, the owner, the model or the dataset, in whatever case."""
+
+    def given(self) -> dict[str, str]:
+        """Return what is not empty, by name."""
+        return {name: value for name, value in vars(self).items() if value}
+
+
+ANY_JOB = JobFilter()
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
     """One file of a checkpoint: its relative path, sha256 (hexadecimal) and size in bytes."""
 
@@ -227,6 +261,8 @@ class CheckpointRecord:
     eval_loss: float | None = None
     last: bool = False
     best: bool = False
+    kept: bool = False
+    """Whether it is not deleted automatically, whatever `keep_last` and `keep_days` of the spec say."""
 
     @property
     def size_bytes(self) -> int:

@@ -16,6 +16,7 @@ _VERBS = {
     "added": "add",
     "expires": "expire",
     "revoked": "revoke",
+    "disabled": "disable",
     "last_used": "last_use",
 }
 _PARTICIPLES = {verb: participle for participle, verb in _VERBS.items()}

@@ -68,6 +68,11 @@ def require_sample(principal: Principal, owner: str, what: str, *, project: str 
     require_create(principal)
 
 
+def may_change(principal: Principal) -> bool:
+    """Whether a caller may change anything at all."""
+    return "change" in _ALLOWED_BY_SCOPE.get(principal.scope, ()) and principal.role != "viewer"
+
+
 def require_create(principal: Principal) -> None:
     """Allow creating something. Raises NotAllowed for viewers, and for tokens that allow no changes."""
     require_scope(principal, "change")
@@ -125,6 +130,26 @@ def require_members_change(principal: Principal, project: str) -> None:
     require_create(principal)
     if principal.role != "admin" and not is_project_admin(principal, project):
         raise NotAllowed(f"only an admin of project {project}, or of the node, may change its members")
+
+
+def require_webhook(principal: Principal, project: str) -> None:
+    """Allow a webhook that is told of the caller's own jobs or, with a project, of all jobs of that.
+
+    Raises NotFound when the caller is not in the project, NotAllowed when they are not an admin of it.
+    """
+    if project and not principal.sees_all and project not in principal.memberships:
+        raise NotFound(f"project {project} does not exist, or you are not a member of it")
+    require_create(principal)
+    if not may_listen(principal, project):
+        raise NotAllowed(
+            f"only an admin of project {project}, or of the node, may create a webhook of all its jobs; without a "
+            "project a webhook is told of your own"
+        )
+
+
+def may_listen(owner: Principal, project: str) -> bool:
+    """Whether a webhook of `owner` is told of jobs: of their own, or of all jobs of a project, as its admin."""
+    return not project or owner.role == "admin" or is_project_admin(owner, project)
 
 
 def has_lost_rights(before: Principal, now: Principal) -> bool:

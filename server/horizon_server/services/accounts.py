@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.errors import BadSetting, DatabaseUnavailable, DiskFull, NotFound, TooManyCalls, Unauthenticated
-from horizon_server.records.account import PROJECT_ROLES, ROLES, SCOPES, Principal, ProjectMember, Token, User
+from horizon_server.records.account import NODE, PROJECT_ROLES, ROLES, SCOPES, Principal, ProjectMember, Token, User
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
 
 TOKEN_PREFIX = "hzn_"  # noqa: S105  # a recognisable start lets secret scanners find leaked tokens
@@ -48,6 +48,8 @@ class Accounts(AccountStore):
         AlreadyExists."""
         _check_name("user name", name)
         _check_name("project", project or name)
+        if name == NODE.name:
+            raise BadSetting(f"user name {name!r} is not allowed: it is the node's own; choose another")
         _check_choice("role", role, ROLES)
         user = User(name=name, role=role, project=project or name, created_s=self._clock())
         await self.insert_user(user)

@@ -16,23 +16,27 @@ from operator import attrgetter
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import in_thread
-from horizon_server.db.jobs import Figures
+from horizon_server.db.jobs import VisitEvent
 from horizon_server.errors import Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
-from horizon_server.events import JobEvent, Message
-from horizon_server.jobs.folders import JobFolders, read_log
+from horizon_server.events import EvalDone, JobEvent, Message
+from horizon_server.jobs.folders import LOG_PIECE_BYTES, JobFolders, read_log, read_log_part
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.leases import ReadLeases
 from horizon_server.jobs.recovery import FORGOTTEN
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
+from horizon_server.jobs.tracking import Tracking
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
+    ANY_JOB,
     BEING_DELETED,
     ENDED,
     RESIDENT,
     CheckpointRecord,
+    JobFilter,
     JobRecord,
     JobState,
+    LogPart,
     StopRequest,
 )
 from horizon_server.records.plan import Plan, PlannedMachine
@@ -51,7 +55,12 @@ _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
 MAX_PRIORITY = 100  # the largest that a spec may have
 MAX_URGENT_PRIORITY = 1000
+MAX_SEARCH = 200
 _MAX_OFFSET = 2**62  # no file is as long
+MAX_EVALUATIONS = 50
+"""Of those whose answers are shown."""
+# What a terminal or page could take for more than text.
+_NO_CONTROL = dict.fromkeys([*(code for code in range(32) if chr(code) not in "\t\n\r"), 127])
 # Where a job's record keeps itself with its outlook: as its owner reads it, and as others do.
 _SHOWN = "shown with its outlook"
 # Spelled here, as `list` is a method of the service.
@@ -71,6 +80,7 @@ class JobService:
     folders: JobFolders
     turns: UserLocks
     quotas: Quotas
+    tracking: Tracking
     leases: ReadLeases = field(default_factory=ReadLeases)
     proposals: Proposals = field(init=False)
 
@@ -80,6 +90,7 @@ class JobService:
             planner=self.planner,
             folders=self.folders,
             quotas=self.quotas,
+            trackers=self.tracking.trackers,
             turns=self.turns,
             find_job=self.get,
         )
@@ -115,6 +126,7 @@ class JobService:
             )
             create = partial(self.journal.create, job, request_id=request_id, admit=proposal.admit)
             stored = await (create() if proposal.start is None else self._created_from(proposal.start, job, create))
+        self.tracking.follow(stored)
         self.scheduler.wake()
         return stored
 
@@ -124,13 +136,15 @@ class JobService:
             raise Draining("the daemon is shutting down and takes no new jobs; try again in a moment", retry_after_s=5)
 
     async def plan(
-        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
+        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None, *, config: bytes = b""
     ) -> tuple[JobSpec, Plan]:
         """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is
-        asked about.
+        asked about. With the `config` of the model, its config.json, neither model nor data need to be here.
 
-        Raises what `Proposals.of` does.
+        Raises what `Proposals.of` and `Proposals.plan_config` do.
         """
+        if config:
+            return await self.proposals.plan_config(principal, spec, config, machine)
         async with self.proposals.of(principal, spec, machine) as proposal:
             return proposal.spec, await proposal.warned(self.quotas, principal.name)
 
@@ -166,11 +180,19 @@ class JobService:
             return self._with_outlook(principal, found[0])
 
     async def list(
-        self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
+        self,
+        principal: Principal,
+        *,
+        page_size: int = 100,
+        page_token: str = "",
+        states: Collection[JobState] = (),
+        only: JobFilter = ANY_JOB,
     ) -> tuple[Jobs, str]:
         """Return a page of the jobs that the caller may see, newest first, and the token of the next page (empty on the
         last)."""
         size = page_limit(page_size)
+        if len(only.search) > MAX_SEARCH:
+            raise InvalidSpec.of("search", f"search has {len(only.search)} characters; the maximum is {MAX_SEARCH}")
         owner = None if principal.sees_all else principal.name
         before = 0
         if page_token:
@@ -182,7 +204,12 @@ class JobService:
                 )
         async with self.turns.of(principal.name):
             rows = await self.journal.store.page(
-                owner=owner, projects=principal.memberships, states=sorted(states), before=before, limit=size + 1
+                owner=owner,
+                projects=principal.memberships,
+                states=sorted(states),
+                only=only,
+                before=before,
+                limit=size + 1,
             )
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
@@ -236,6 +263,7 @@ class JobService:
         job = await self.journal.move(
             job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True, **FORGOTTEN
         )
+        self.tracking.follow(job)
         self.scheduler.wake()
         return job
 
@@ -274,9 +302,11 @@ class JobService:
         async for event in self.journal.follow(job.job_id, after_sequence):
             yield event
 
-    async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> Sequence[Figures]:
-        """Return named figures of the steps and evaluations of a job that the caller was allowed to get."""
-        return await self.journal.store.figures_after(job.job_id, after, names, limit)
+    async def visit_events(
+        self, job: JobRecord, *, kinds: Sequence[str], after: int, limit: int, visit: VisitEvent, every: int = 1
+    ) -> int:
+        """Give events of a job that the caller was allowed to get to `visit`, as `JobStore.visit_events` does."""
+        return await self.journal.store.visit_events(job.job_id, after, limit, kinds, visit, every)
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
@@ -295,6 +325,32 @@ class JobService:
         path = self.folders.log(job.job_id, attempt or job.attempt)
         async for piece in read_log(path, offset=offset, grows=grows if follow else None):
             yield piece
+
+    async def log_part(
+        self, principal: Principal, key: str, *, attempt: int = 0, offset: int | None = 0, limit: int = LOG_PIECE_BYTES
+    ) -> LogPart:
+        """Return a part of an attempt's log in whole lines, from an offset on or, for None, to its end; of the last
+        attempt, unless one is named."""
+        job = await self.get(principal, key)
+        number = attempt or job.attempt
+        size, start, content = await asyncio.to_thread(
+            read_log_part, self.folders.log(job.job_id, number), offset=offset, limit=limit
+        )
+        grows = number == job.attempt and job.job_state in RESIDENT
+        return LogPart(
+            attempt=number,
+            attempts=tuple(await asyncio.to_thread(self.folders.attempts, job.job_id)),
+            offset=start,
+            next_offset=start + len(content),
+            text=content.decode("utf-8", "replace").translate(_NO_CONTROL),
+            complete=not grows and start + len(content) >= size,
+        )
+
+    async def evaluations(self, principal: Principal, key: str) -> Sequence[EvalDone]:
+        """Return a job's last evaluations with their answers, oldest first; of those of one step the last one."""
+        job = await self.get(principal, key)
+        found = await self.journal.store.evaluations(job.job_id, limit=MAX_EVALUATIONS)
+        return sorted({one.step: one for one in found}.values(), key=attrgetter("step"))
 
     async def checkpoints(self, principal: Principal, key: str) -> Checkpoints:
         """Return a job's complete checkpoints, oldest first."""
@@ -387,7 +443,7 @@ class JobService:
             await self.journal.store.end_deletion(job_id)
             raise
         await self.journal.store.delete(job_id)
-        self.journal.forget(await self.journal.store.counts())
+        self.journal.forget(job_id, await self.journal.store.counts())
 
     async def _created_from(
         self, start: Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]

@@ -22,6 +22,7 @@ from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.base_digest import DigestBook, check_base
 from horizon_server.store.generation_config import listed_ends, text_with_ends
 from horizon_server.store.merging import MergeOrigin, base_format, merged_bytes, write_merged
+from horizon_server.store.model_card import read_facts, write_card
 from horizon_server.store.safetensors_files import read_safetensors_headers
 
 # Training on the same node has the processors first.
@@ -82,6 +83,8 @@ def _merged(request: MergeRequest, events: EventWriter) -> dict[str, Any]:
             # The job that trained the adapter has found where its answers end.
             generation_config=text_with_ends(base, listed_ends(request.adapter)),
         )
+        if (facts := read_facts(request.target.parent)) is not None:
+            files |= write_card(folder, facts, "merged")
     return {name: dataclasses.asdict(record) for name, record in files.items()}
 
 

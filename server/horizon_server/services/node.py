@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.db.jobs import JobStore
 from horizon_server.jobs.journal import Lifecycle
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.planning.machine import Accelerator, HostMemory, host_memory
 from horizon_server.records.account import Principal
-from horizon_server.records.job import RESIDENT
+from horizon_server.records.job import RESIDENT, JobRecord
 from horizon_server.records.sharing import NodeCondition, NodeMode, ShareUse
+from horizon_server.services.access import may_see
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
@@ -30,6 +33,8 @@ class DeviceStatus:
     holder: str
     """Id of the job whose turn it is; empty while no job uses it."""
     num_residents: int
+    holder_name: str = ""
+    """The name of that job; empty where the caller may not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class NodeFacts:
         self._scheduler = scheduler
         self._share_half_life_s = share_half_life_s
         self._state_dir = state_dir
-        self._accelerators = accelerators
+        self.accelerators = accelerators
         self._machine: _MachineFigures | None = None
 
     async def describe(self, principal: Principal) -> NodeStatus:
@@ -98,7 +103,7 @@ class NodeFacts:
             host_memory_limit_bytes=machine.memory.limit_bytes,
             host_memory_available_bytes=machine.memory.available_bytes,
             num_cpus=machine.num_cpus,
-            accelerators=self._accelerators,
+            accelerators=self.accelerators,
             disk_free_bytes=machine.disk_free_bytes,
             num_jobs=await self._store.counts(),
             draining=self._lifecycle.draining,
@@ -108,14 +113,7 @@ class NodeFacts:
             mode=condition.at(now_s),
             time_slice_s=scheduler.runtime.view.rules.time_slice_s,
             share_half_life_s=self._share_half_life_s,
-            devices=tuple(
-                DeviceStatus(
-                    name=name,
-                    holder=turns.holder.job.job_id if turns.holder else "",
-                    num_residents=len(turns.participants),
-                )
-                for name, turns in scheduler.turns.items()
-            ),
+            devices=tuple(_device_status(principal, name, turns, residents) for name, turns in scheduler.turns.items()),
             share_uses=tuple(scheduler.runtime.view.shares.uses(now_s)),
             host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan)
             + scheduler.held_bytes(),
@@ -133,3 +131,15 @@ class NodeFacts:
                 disk_free_bytes=shutil.disk_usage(self._state_dir).free,
             )
         return self._machine
+
+
+def _device_status(principal: Principal, name: str, turns: DeviceTurns, residents: Sequence[JobRecord]) -> DeviceStatus:
+    holder = turns.holder.job.job_id if turns.holder else ""
+    job = next((job for job in residents if job.job_id == holder), None)
+    is_visible = job is not None and may_see(principal, job.owner, project=job.project)
+    return DeviceStatus(
+        name=name,
+        holder=holder,
+        num_residents=len(turns.participants),
+        holder_name=job.spec.name if job is not None and is_visible else "",
+    )

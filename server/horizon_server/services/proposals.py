@@ -14,10 +14,12 @@ from pathlib import Path
 
 from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.db.jobs import AdmitJob
-from horizon_server.errors import DoesNotFit, InvalidModel, InvalidSpec, NotFound, QuotaExceeded
+from horizon_server.errors import DoesNotFit, InvalidModel, InvalidSpec, NotFound, QuotaExceeded, TooLarge
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, known_size
+from horizon_server.jobs.tracking import NodeTrackers
 from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.outline import config_outline
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord
@@ -25,10 +27,14 @@ from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.services.access import require_project
 from horizon_server.services.accounts import UserLocks
 from horizon_server.services.inputs import Inputs
+from horizon_server.services.model_check import check_config
+from horizon_server.services.pushed import MAX_ANNOUNCED_CONFIG_BYTES
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
+from horizon_server.settings import child_environment
 from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
 from horizon_server.store.base_digest import INIT_ADAPTER, check_base
+from horizon_server.store.model_files import parse_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,7 @@ class Proposals:
     planner: Planner
     folders: JobFolders
     quotas: Quotas
+    trackers: NodeTrackers
     turns: UserLocks
     find_job: Callable[[Principal, str], Awaitable[JobRecord]]
 
@@ -99,12 +106,15 @@ class Proposals:
             NotAllowed: when the project is not the caller's.
             NotFound: when model or datasets do not exist for the caller, or the checkpoint that `init_from` names.
             InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method
-                does not learn from data of such a kind; and what the model or the machine cannot do.
+                does not learn from data of such a kind; and what the model or the machine cannot do, or a tracker of
+                `report_to` that this node does not write to.
             QuotaExceeded: when the job alone needs more memory than a quota allows.
             InUse: while the digest of a model is made that an adapter is compared with.
         """
         spec = spec if spec.project else spec.in_project(principal.project)
         require_project(principal, spec.project)
+        if machine is None:
+            await asyncio.to_thread(self.trackers.check, spec, owner=principal.name, project=spec.project)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
         start = await self._start(principal, spec, model_id, folder)
@@ -128,6 +138,33 @@ class Proposals:
                 # That it does not fit the node says more than that a quota is smaller.
                 admit=await self.quotas.admit_job(principal.name, spec.project, plan) if plan.fits else None,
             )
+
+    async def plan_config(
+        self, principal: Principal, spec: JobSpec, config: bytes, machine: PlannedMachine | None = None
+    ) -> tuple[JobSpec, Plan]:
+        """Return the spec with its project and the plan of a job whose model is known by its config.json alone; neither
+        the model's weights nor the data need to be here.
+
+        Raises:
+            NotAllowed: when the project is not the caller's.
+            InvalidModel: when the config is not one of a model that can be trained.
+            InvalidSpec: when the job starts from another job's result; and what the model or the machine cannot do.
+        """
+        spec = spec if spec.project else spec.in_project(principal.project)
+        require_project(principal, spec.project)
+        if spec.init_from is not None:
+            raise InvalidSpec.of(
+                "init_from", "init_from is a result on the node, and the model is not there; leave init_from out"
+            )
+        if len(config) > MAX_ANNOUNCED_CONFIG_BYTES:
+            raise TooLarge(
+                f"config.json has {len(config)} bytes; at most {MAX_ANNOUNCED_CONFIG_BYTES} are planned from"
+            )
+        check_config(parse_config(config))
+        async with self.turns.of(principal.name), config_outline(config, environment=child_environment()) as folder:
+            if machine is None:
+                return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
+            return spec, await asyncio.to_thread(self.planner.plan_elsewhere, spec, folder, machine)
 
     async def _plan_elsewhere(self, principal: Principal, spec: JobSpec, folder: Path, machine: PlannedMachine) -> Plan:
         try:

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from horizon_formats.formats import check_field_map, parse_format
+from horizon_formats.model_files import is_hub_id
 from horizon_server.blobs.concurrency import SharedCalls, in_thread
 from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.blobs.store import link_folder, remove_folder, remove_unreferenced
@@ -36,7 +37,7 @@ from horizon_server.errors import (
     InvalidSpec,
     NotFound,
 )
-from horizon_server.records.account import EVERYONE, Principal
+from horizon_server.records.account import EVERYONE, NODE, Principal
 from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
 from horizon_server.services.access import may_see, require_change, require_create
 from horizon_server.services.model_check import check_config, check_names
@@ -251,12 +252,17 @@ class PushedService(ABC, Generic[RecordT]):
 
     def _require_announcement(self, principal: Principal, name: str) -> None:
         require_create(principal)
-        if not NAME_PATTERN.fullmatch(name):
+        # Only what the node itself has fetched may have the name that it has on the hub.
+        is_from_hub = principal == NODE and is_hub_id(name)
+        if not is_from_hub and not NAME_PATTERN.fullmatch(name):
             raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
 
     async def _announce(self, principal: Principal, announced: RecordT, *, request_id: str) -> RecordT:
         check_files(announced.files, what=self._kind, max_bytes=self._max_bytes)
-        admit, members = await self._quotas.admit_push(principal, announced.size_bytes)
+        # What everybody uses is charged to nobody.
+        admit, members = (
+            (None, ()) if principal == NODE else await self._quotas.admit_push(principal, announced.size_bytes)
+        )
         record, replaced = await self._store.create(announced, request_id=request_id, admit=admit, members=members)
         if replaced is not None:
             await self._drop_contents(replaced, keep=record.files)
@@ -451,6 +457,19 @@ class ModelService(PushedService[ModelRecord]):
             created_s=time.time(),
         )
         return await self._announce(principal, announced, request_id=request_id)
+
+    async def get(self, principal: Principal, key: str) -> ModelRecord:
+        """Return what `key` means to the caller, as for every kind; of a model of the hub that is not here, the error
+        says who can add it."""
+        try:
+            return await super().get(principal, key)
+        except NotFound:
+            if not is_hub_id(key):
+                raise
+            raise NotFound(
+                f"model {key} is not on this node, and jobs fetch nothing; an administrator adds it there for "
+                f"everybody: horizond model add {key}"
+            ) from None
 
     def folder(self, model_id: str) -> Path:
         """Return where the folder of a READY model is."""

@@ -8,9 +8,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from horizon_formats.model_files import HUB_ID
+from horizon_formats.trackers.known import TRACKERS
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
-from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
+from horizon_server.spec.fields import (
+    MAX_STEPS,
+    NAME,
+    NAME_RULE,
+    Name,
+    Section,
+    WrongField,
+    absent_as_empty,
+    list_as_tuple,
+    text_as_list,
+)
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -24,6 +36,9 @@ from horizon_server.spec.objective import (
 )
 from horizon_server.spec.training import LORA, TrainSpec
 from horizon_server.spec.words import RULE, problem_with
+
+# The names of `TRACKERS`.
+Tracker = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 
 
 class CheckpointSpec(Section):
@@ -93,9 +108,13 @@ class JobSpec(Section):
 
     name: Name = Field(description="A name for people.")
     model: str = Field(
-        pattern=rf"^(/[^\x00]{{0,4095}}|{NAME})$",
-        description="A pushed model, or an absolute folder on the node that an admin has allowed (model_roots).",
-        json_schema_extra={RULE: f"the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"},
+        pattern=rf"^(/[^\x00]{{0,4095}}|{NAME}|{HUB_ID})$",
+        description="A pushed model; a model of the Hugging Face hub that an admin has added (horizond model add), by "
+        "its id, such as Qwen/Qwen3-8B; or an absolute folder on the node that an admin has allowed (model_roots).",
+        json_schema_extra={
+            RULE: f"the name of a pushed model ({NAME_RULE}), the id of a model of the hub (Qwen/Qwen3-8B) or an "
+            "absolute folder on the node"
+        },
     )
     init_from: str | None = Field(
         default=None,
@@ -142,6 +161,14 @@ class JobSpec(Section):
         ge=0,
         lt=1,
         description="Share of the dataset's rows held out for evaluation, chosen by each row's hash.",
+    )
+
+    report_to: Annotated[tuple[Tracker, ...], list_as_tuple, text_as_list] = Field(
+        default=(),
+        max_length=len(TRACKERS),
+        description="Trackers that the node writes the job's figures to, of those that an admin has allowed. From your "
+        "own machine: horizon job watch JOB --to TRACKER.",
+        json_schema_extra={RULE: f"a list of trackers: {', '.join(TRACKERS)}"},
     )
 
     eval: Annotated[EvalSpec, absent_as_empty] = EvalSpec()

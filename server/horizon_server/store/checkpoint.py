@@ -45,7 +45,14 @@ from horizon_server.store.adapter_files import (
 )
 from horizon_server.store.adapter_load import rounding_of, weight_change
 from horizon_server.store.base_digest import check_base
-from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, MergeBase, adapter_part
+from horizon_server.store.checkpoint_parts import (
+    ADAPTER_PREFIX,
+    MERGED_FOLDER,
+    MERGED_PREFIX,
+    Export,
+    MergeBase,
+    adapter_part,
+)
 from horizon_server.store.exported import (
     CONFIG_DTYPES,
     DTYPE_OF_EXPORT,
@@ -73,6 +80,8 @@ from horizon_server.store.merging import (
     merged_bytes,
     write_merged,
 )
+from horizon_server.store.model_card import Holds, ResultFacts, write_card, write_facts
+from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.model_load import load_model
 from horizon_server.store.safetensors_files import (
     DEFAULT_SHARD_BYTES,
@@ -128,6 +137,7 @@ def save_checkpoint(
     adapter: AdapterExport | None = None,
     on_overflow: Callable[[str], None] | None = None,
     answer_ends: Collection[int] = (),
+    facts: ResultFacts | None = None,
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
 
@@ -135,8 +145,8 @@ def save_checkpoint(
     update the store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk. `adapter`
     is needed where the store has adapters; the model that they are merged into is then `source`. `answer_ends` are
     tokens that end answers besides those that the source's generation_config.json lists; the checkpoint's lists them
-    too. `on_overflow` gets the name of each tensor that holds numbers which are infinite in fp16, once; trainer/ has
-    them as they are.
+    too. `facts` are what the folder says of itself; without them it has the card of `source`. `on_overflow` gets the
+    name of each tensor that holds numbers which are infinite in fp16, once; trainer/ has them as they are.
 
     Raises:
         AlreadyExists: `target` is there already.
@@ -207,6 +217,13 @@ def save_checkpoint(
                 ),
             )
             files |= _below(prefix, found)
+        if facts is not None:
+            # In the place of the source's own card.
+            whole: Holds = "model" if adapter is None else "merged"
+            files |= write_facts(folder, facts, whole if CONFIG_FILE in files else "adapter")
+            prefix = f"{MERGED_FOLDER}/"
+            if f"{prefix}{CONFIG_FILE}" in files:
+                files |= _below(prefix, write_card(folder / prefix, facts, "merged"))
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")
         versions = {"horizon": VERSION, "torch": torch.__version__, "python": platform.python_version()}
         manifest = Manifest(files=dict(sorted(files.items())), versions=versions, base=base)

@@ -42,12 +42,14 @@ class BaseModel:
 class Manifest:
     """Files by their path relative to the checkpoint, and the versions of the software that wrote them.
 
-    `base` is set where the checkpoint holds adapters and not the model that they are for.
+    `base` is set where the checkpoint holds adapters and not the model that they are for. One that is `kept` is not
+    deleted automatically.
     """
 
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
     base: BaseModel | None = None
+    kept: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -85,6 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
         versions = {str(name): str(version) for name, version in document["versions"].items()}
         named = document["base"]
         base = None if named is None else BaseModel(model=str(named["model"]), sha256=str(named["sha256"]))
+        kept = document.get("kept", False) is True  # release 0.1 wrote none
     except InvalidModel:
         raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -94,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
     # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise InvalidModel(f"names {outside[0]}, which is outside the checkpoint; use another checkpoint", file=file)
-    return Manifest(files=files, versions=versions, base=base)
+    return Manifest(files=files, versions=versions, base=base, kept=kept)
 
 
 def is_complete(folder: Path) -> bool:

@@ -323,6 +323,24 @@ def file_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> byt
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
+def write_outline(file: Path, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
+    """Write a file that has tensors, given as (name, dtype, shape), in its header, and takes no space for their bytes,
+    which are all zero: from it a job is planned, as from the weights themselves.
+
+    Raises:
+        InvalidModel: a dtype is not one that is read.
+    """
+    described = []
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPE_BYTES:
+            raise InvalidModel(f": {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}", file=file)
+        described.append((name, dtype, tuple(shape), math.prod(shape) * DTYPE_BYTES[dtype]))
+    header = file_header(described)
+    with file.open("wb") as stream:
+        stream.write(header)
+        stream.truncate(len(header) + sum(size_bytes for *_, size_bytes in described))
+
+
 def _write_file(file: Path, tensors: Sequence[TensorBytes]) -> FileRecord:
     header = file_header([(tensor.name, tensor.dtype, tensor.shape, tensor.size_bytes) for tensor in tensors])
     digest = hashlib.sha256(header)

@@ -1,7 +1,7 @@
 """The daemon's metrics: fed with events, states and calls, rendered for Prometheus.
 
-A figure of a step, an evaluation or a checkpoint declares its own metric, where it is defined; all others are in the
-table below. Names, labels and units are the contract in docs/metrics.md.
+A figure of a step, an evaluation, a checkpoint or a GPU declares its own metric, where it is defined; all others are in
+`telemetry.families`. Names, labels and units are the contract in docs/metrics.md.
 
 Thread: called on the daemon's event loop.
 """
@@ -9,8 +9,9 @@ Thread: called on the daemon's event loop.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter as Tally
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from prometheus_client import (
@@ -20,129 +21,23 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
-from prometheus_client.metrics_core import Metric as Family
 
-from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone
+from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone, kind_of
 from horizon_server.figures import EvalSetFigures, Metric, QueueFigures, TransferFigures, overlap_ratio
-from horizon_server.records.job import RESIDENT, JobRecord, JobState
+from horizon_server.records.job import ENDED, RESIDENT, JobRecord, JobState
 from horizon_server.records.sharing import Allowance, Holder, ShareUse
+from horizon_server.telemetry.exposition import CONTENT_TYPE, exposition
+from horizon_server.telemetry.families import FAMILIES, NEWEST_ENDED, OVERLAP_WINDOW_STEPS
+from horizon_server.telemetry.gpus import GpuFigures
 from horizon_server.version import VERSION
 
 Shows = Callable[[Mapping[str, str], Mapping[str, tuple[str, str]]], bool]
 """Whether a series is shown: gets its labels, and owner and project of the resident jobs by id."""
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OVERLAP_WINDOW_STEPS = 20
-"""The overlap ratio is taken over a job's last steps, at most this number."""
 DISPLACED = "DISPLACED"
 """Reason of a job that was unloaded to make room for another, and queued again."""
 
 _LOADING = (JobState.PREPARING, JobState.STARTING)
-_WAIT_BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 3 * 86400.0)
-# A turn lasts a time slice, or one step where a job leaves the device idle; the ageing bound is ten slices for each job
-# that shares it.
-_TURN_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 1800.0, 3600.0)
-_HANDOVER_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
-_CALL_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 120.0)
-_FAMILIES = (
-    Metric("horizon_build_info", "1; the label says which version runs.", ("version",)),
-    Metric("horizon_jobs", "Jobs by state.", ("state",)),
-    Metric("horizon_job_transitions_total", "Changes of a job's state.", ("to", "reason")),
-    Metric("horizon_job_queue_wait_seconds", "Time from queued to the start of an attempt.", buckets=_WAIT_BUCKETS_S),
-    Metric("horizon_worker_restarts_total", "Workers that were started again for a job.", ("reason",)),
-    Metric(
-        "horizon_job_info",
-        "1; the labels say what the job_id of the other series stands for.",
-        ("job_id", "name", "owner", "project", "model", "dataset"),
-    ),
-    Metric(
-        "horizon_job_loading_since_timestamp_seconds",
-        "Unix time since which a job is in this state before its first turn on the device.",
-        ("job_id", "state"),
-    ),
-    Metric("horizon_job_progress_ratio", "Steps done of steps in all, 0 to 1.", ("job_id",)),
-    Metric(
-        "horizon_model_flops_utilization_ratio",
-        "The model's own FLOPs per second in the last step, of what the device's matrix products were measured to "
-        "reach.",
-        ("job_id",),
-    ),
-    Metric(
-        "horizon_transfer_overlap_ratio",
-        f"Share of the transfer time hidden by compute over the last {OVERLAP_WINDOW_STEPS} steps; 1 is fully hidden.",
-        ("job_id", "direction"),
-    ),
-    Metric(
-        "horizon_host_memory_planned_bytes",
-        "Host memory the plan gives a running job, by component.",
-        ("job_id", "component"),
-    ),
-    Metric(
-        "horizon_device_memory_planned_bytes",
-        "Device memory the plan gives a running job, by component.",
-        ("job_id", "device", "component"),
-    ),
-    Metric(
-        "horizon_checkpoint_last_success_timestamp_seconds",
-        "Unix time of the job's newest complete checkpoint.",
-        ("job_id",),
-    ),
-    Metric(
-        "horizon_device_seconds_total", "Seconds of turns on a device, by who used them.", ("project", "user", "device")
-    ),
-    Metric("horizon_device_turns_total", "Turns that ended.", ("device",)),
-    Metric(
-        "horizon_device_turn_wait_seconds",
-        "Time from a job's request for the device to its turn.",
-        ("device",),
-        _TURN_BUCKETS_S,
-    ),
-    Metric(
-        "horizon_device_handover_seconds",
-        "Time from the end of one job's work on the device to the start of the next job's.",
-        ("device",),
-        _HANDOVER_BUCKETS_S,
-    ),
-    Metric("horizon_resident_jobs", "Jobs in host memory that share a device.", ("device",)),
-    Metric("horizon_job_share_ratio", "Part of its device's time that a resident job has, 0 to 1.", ("job_id",)),
-    Metric("horizon_share_use_seconds", "Decayed device seconds that decide whose turn is next.", ("project", "user")),
-    Metric("horizon_project_weight", "Weight of a project that has used the device lately.", ("project",)),
-    Metric("horizon_user_weight", "Weight of a user who has used the device lately.", ("user",)),
-    Metric("horizon_turn_overruns_total", "Turns that a worker did not give back in time."),
-    Metric("horizon_jobs_displaced_total", "Resident jobs that were unloaded to make room for a waiting one."),
-    Metric(
-        "horizon_oldest_queued_timestamp_seconds",
-        "Unix time since which the job that has waited longest is queued; 0 while none is.",
-    ),
-    Metric("horizon_node_open", "1 while jobs may start; 0 while an admin has cordoned or drained the node."),
-    Metric(
-        "horizon_host_memory_promised_bytes",
-        "Planned host memory of all resident jobs together, and of the model that answers prompts.",
-    ),
-    Metric("horizon_gpu_seconds_total", "Seconds of steps and evaluations that ran on a GPU.", ("project", "user")),
-    Metric("horizon_host_memory_limit_bytes", "Host memory of the machine, or of the control group where lower."),
-    Metric("horizon_host_memory_available_bytes", "Host memory that is free for jobs now."),
-    Metric("horizon_disk_total_bytes", "Size of the disk of the state folder."),
-    Metric("horizon_disk_free_bytes", "Free bytes on the disk of the state folder."),
-    Metric(
-        "horizon_tls_certificate_expiry_timestamp_seconds", "Unix time when the TLS certificate ends; 0 without TLS."
-    ),
-    Metric("horizon_upload_bytes_total", "Bytes of upload calls by result.", ("result",)),
-    Metric("grpc_server_handled_total", "Finished gRPC calls.", ("grpc_service", "grpc_method", "grpc_code")),
-    Metric(
-        "grpc_server_handling_seconds",
-        "Duration of gRPC calls; of a stream, until it ended.",
-        ("grpc_service", "grpc_method"),
-        _CALL_BUCKETS_S,
-    ),
-    Metric(
-        "http_request_duration_seconds",
-        "Duration of HTTP requests; of an event stream, until it ended.",
-        ("method", "route", "code"),
-        _CALL_BUCKETS_S,
-    ),
-)
 _SHOWN = {
     kind: {
         name: one
@@ -150,9 +45,15 @@ _SHOWN = {
         for one in get_args(hint)[1:]
         if isinstance(one, Metric)
     }
-    for kind in (TransferFigures, StepDone, EvalSetFigures, EvalDone, CheckpointWritten)
+    for kind in (TransferFigures, StepDone, EvalSetFigures, EvalDone, CheckpointWritten, GpuFigures)
 }
 """Of the records that name metrics: field to metric."""
+LAST_TIMES = {
+    "step": "horizon_job_last_step_timestamp_seconds",
+    "eval": "horizon_job_last_evaluation_timestamp_seconds",
+    "checkpoint": "horizon_checkpoint_last_success_timestamp_seconds",
+}
+"""Metrics that say when something was done last, by the kind of its event."""
 _HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -174,7 +75,7 @@ class Metrics:
         # counting.
         self._grpc_series: dict[tuple[str, str, str], tuple[Any, Any]] = {}
         # Each once, though a step and an evaluation share the figures of the queues.
-        self.families = tuple(dict.fromkeys([m for shown in _SHOWN.values() for m in shown.values()] + [*_FAMILIES]))
+        self.families = tuple(dict.fromkeys([m for shown in _SHOWN.values() for m in shown.values()] + [*FAMILIES]))
         for metric in self.families:
             kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
             more = {"buckets": metric.buckets} if metric.buckets else {}
@@ -183,18 +84,23 @@ class Metrics:
             )
         ProcessCollector(registry=self.registry)
         self._clock = clock
-        self._queued_s: dict[str, float] = {}
+        self._queued: dict[str, JobRecord] = {}
+        self._queued_of: Tally[tuple[str, str]] = Tally()
+        self._ended: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._owners: dict[str, tuple[str, str]] = {}
         self._last_steps: dict[str, deque[StepDone]] = {}
         self._series("horizon_build_info", version=version).set(1)
         for result in ("stored", "partial", "refused", "cut"):
             # A rate sees the first bytes only when the series was there before them.
             self._series("horizon_upload_bytes_total", result=result)
+        for outcome in ("delivered", "retried", "failed", "dropped"):
+            self._series("horizon_webhook_deliveries_total", outcome=outcome)
         self._series("horizon_oldest_queued_timestamp_seconds").set_function(
-            lambda: min(self._queued_s.values(), default=0.0)
+            lambda: min((job.queued_s for job in self._queued.values()), default=0.0)
         )
         self.set_jobs({})
         self.set_node_open(True)
+        self.set_maintenance(0.0, 0.0)
 
     def on_payload(self, job: JobRecord, payload: Payload) -> None:
         """Take one stored event of a job in; `job` as it is after the event."""
@@ -210,17 +116,24 @@ class Metrics:
             self._series("horizon_gpu_seconds_total", project=project, user=job.owner).inc(gpu_s)
         if shown and isinstance(payload, StepDone):
             self._show_step(job, payload)
-        elif shown and isinstance(payload, CheckpointWritten):
-            series = self._series("horizon_checkpoint_last_success_timestamp_seconds", job_id=job.job_id)
-            series.set(self._clock())
+        if shown and (last := LAST_TIMES.get(kind_of(payload))):
+            self._series(last, job_id=job.job_id).set(self._clock())
 
-    def take_over(self, job: JobRecord, *, checkpoint_s: float | None = None) -> None:
-        """Show a resident job of an earlier daemon as that one did. `checkpoint_s` is when its newest checkpoint was
-        written.
+    def take_over(self, job: JobRecord, times_s: Mapping[str, float]) -> None:
+        """Show a resident job of an earlier daemon as that one did.
 
         Its counters begin with what is reported from now on.
+
+        Args:
+            times_s: when its attempt began (`attempt`), and when its last step, evaluation and checkpoint were done, by
+                the kinds of `LAST_TIMES`; what is not known is left out.
         """
         self._show_resident(job)
+        if (began_s := times_s.get("attempt")) is not None:
+            self._show_attempt(job, began_s)
+        for kind, metric in LAST_TIMES.items():
+            if kind in times_s:
+                self._series(metric, job_id=job.job_id).set(times_s[kind])
         labels = {"device": _device_of(job), "project": _project_of(job), "job_id": job.job_id}
         if job.last_eval is not None:
             self._take(job.last_eval, labels, only_gauges=True)
@@ -228,8 +141,6 @@ class Metrics:
         if job.last_step is not None:
             self._take(job.last_step, labels, only_gauges=True)
             self._show_step(job, job.last_step)
-        if checkpoint_s is not None:
-            self._series("horizon_checkpoint_last_success_timestamp_seconds", job_id=job.job_id).set(checkpoint_s)
 
     def on_job_state(self, job: JobRecord, old: str | None) -> None:
         """Take a change of state in; `old` is None for a job just submitted, and `job` holds the new state."""
@@ -238,16 +149,23 @@ class Metrics:
         if old is not None:
             self._series("horizon_jobs", state=old).dec()
         self._series("horizon_jobs", state=state.value).inc()
+        self._leave_queue(job.job_id)
+        self._forget_end(job.job_id)
         if state is JobState.QUEUED:
-            self._queued_s[job.job_id] = job.queued_s
+            self._enter_queue(job)
             if job.reason == DISPLACED:
                 self._series("horizon_jobs_displaced_total").inc()
-        elif old == JobState.QUEUED:
-            self._queued_s.pop(job.job_id, None)
-            if state in RESIDENT:
-                self._series("horizon_job_queue_wait_seconds").observe(max(0.0, self._clock() - job.queued_s))
+        elif old == JobState.QUEUED and state in RESIDENT:
+            self._series("horizon_job_queue_wait_seconds").observe(max(0.0, self._clock() - job.queued_s))
+        if state in ENDED:
+            self._ended_of(job)[state].inc()
+            self._show_end(job)
         if state in RESIDENT:
             self._show_resident(job)
+            if state is JobState.PREPARING:
+                self._show_attempt(job, self._clock())
+            elif state is JobState.RUNNING:
+                self._series(LAST_TIMES["step"], job_id=job.job_id).set(self._clock())
         else:
             # Prometheus would otherwise keep one more set of series for every job that ever ran.
             for metric in self.families:
@@ -266,9 +184,20 @@ class Metrics:
         for state in JobState:
             self._series("horizon_jobs", state=state.value).set(counts.get(state.value, 0))
 
-    def set_queued(self, since_s: Mapping[str, float]) -> None:
-        """Take over the jobs that are queued when the daemon starts: job_id to when each was queued."""
-        self._queued_s.update(since_s)
+    def set_queued(self, jobs: Iterable[JobRecord]) -> None:
+        """Take over the jobs that are queued when the daemon starts."""
+        for job in jobs:
+            self._enter_queue(job)
+
+    def set_ended(self, jobs: Iterable[JobRecord]) -> None:
+        """Take over the jobs that have ended last when the daemon starts, the first that ended first."""
+        for job in jobs:
+            self._ended_of(job)
+            self._show_end(job)
+
+    def forget(self, job_id: str) -> None:
+        """Show nothing more of a job that was deleted."""
+        self._forget_end(job_id)
 
     def on_device_use(self, device: str, *, project: str, user: str, device_s: float) -> None:
         """Count seconds of a turn, which may not have ended."""
@@ -299,6 +228,11 @@ class Metrics:
         """Show whether jobs may start."""
         self._series("horizon_node_open").set(is_open)
 
+    def set_maintenance(self, start_s: float, end_s: float) -> None:
+        """Show the maintenance window that has not ended yet; 0 where there is none."""
+        self._series("horizon_maintenance_start_timestamp_seconds").set(start_s)
+        self._series("horizon_maintenance_end_timestamp_seconds").set(end_s)
+
     def set_share_uses(
         self,
         uses: Iterable[ShareUse],
@@ -323,6 +257,27 @@ class Metrics:
         """Show when the TLS certificate ends; 0 without TLS."""
         self._series("horizon_tls_certificate_expiry_timestamp_seconds").set(expires_s)
 
+    def set_stored(self, stored_bytes: Mapping[str, int]) -> None:
+        """Show how much each user stores."""
+        self._replace("horizon_stored_bytes", {(user,): size for user, size in stored_bytes.items()})
+
+    def set_page_url(self, url: str) -> None:
+        """Show where the web page is."""
+        self._replace("horizon_web_page_info", {(url,): 1})
+
+    def set_gpus(self, gpus: Sequence[GpuFigures]) -> None:
+        """Show what the driver says of the GPUs."""
+        self._replace("horizon_gpu_info", {(gpu.device, gpu.name): 1 for gpu in gpus})
+        for field, metric in _SHOWN[GpuFigures].items():
+            values: dict[tuple[str, ...], float] = {}
+            for gpu in gpus:
+                value = getattr(gpu, field)
+                if isinstance(value, Mapping):
+                    values |= {(gpu.device, component): one for component, one in value.items()}
+                elif value is not None:
+                    values[(gpu.device,)] = value
+            self._replace(metric.name, values)
+
     def set_host_memory(self, limit_bytes: int, available_bytes: int) -> None:
         """Show the node's memory: the limit of machine or control group, and what is free now."""
         self._series("horizon_host_memory_limit_bytes").set(limit_bytes)
@@ -335,6 +290,10 @@ class Metrics:
     def on_upload(self, num_bytes: int, result: str) -> None:
         """Count the bytes of an upload call under its result."""
         self._series("horizon_upload_bytes_total", result=result).inc(num_bytes)
+
+    def on_webhook(self, outcome: str) -> None:
+        """Count an attempt to deliver a webhook."""
+        self._series("horizon_webhook_deliveries_total", outcome=outcome).inc()
 
     def on_grpc(self, service: str, method: str, code: str, seconds: float) -> None:
         """Count one finished gRPC call; `code` is the status name, such as OK."""
@@ -354,7 +313,44 @@ class Metrics:
 
     def render(self, shows: Shows = lambda _labels, _owners: True) -> tuple[bytes, str]:
         """Return the exposition of the series that `shows` is true for, and its content type."""
-        return generate_latest(_Shown(self.registry, lambda labels: shows(labels, self._owners))), CONTENT_TYPE
+        return exposition(self.registry, lambda labels: shows(labels, self._owners)), CONTENT_TYPE
+
+    def _enter_queue(self, job: JobRecord) -> None:
+        self._ended_of(job)
+        self._queued[job.job_id] = job
+        self._count_queued(job, 1)
+
+    def _leave_queue(self, job_id: str) -> None:
+        if (job := self._queued.pop(job_id, None)) is not None:
+            self._count_queued(job, -1)
+
+    def _count_queued(self, job: JobRecord, more: int) -> None:
+        whose = (_project_of(job), job.owner)
+        self._queued_of[whose] += more
+        # At 0, not gone: a curve that ends looks as if nothing were known.
+        self._series("horizon_queued_jobs", project=whose[0], user=whose[1]).set(self._queued_of[whose])
+
+    def _ended_of(self, job: JobRecord) -> dict[JobState, Any]:
+        """The counters of how this user's jobs in this project ended. A rate sees the first end only when its series
+        was there before, at 0."""
+        whose = {"project": _project_of(job), "user": job.owner}
+        return {state: self._series("horizon_jobs_ended_total", **whose, state=state.value) for state in sorted(ENDED)}
+
+    def _show_end(self, job: JobRecord) -> None:
+        labels = (job.job_id, job.spec.name, job.owner, _project_of(job), job.job_state.value, job.reason)
+        self._collectors["horizon_ended_job_timestamp_seconds"].labels(*labels).set(job.ended_s or self._clock())
+        self._ended[job.job_id] = labels
+        if len(self._ended) > NEWEST_ENDED:
+            self._forget_end(next(iter(self._ended)))
+
+    def _forget_end(self, job_id: str) -> None:
+        if (labels := self._ended.pop(job_id, None)) is not None:
+            self._collectors["horizon_ended_job_timestamp_seconds"].remove(*labels)
+
+    def _show_attempt(self, job: JobRecord, began_s: float) -> None:
+        name, own = "horizon_job_attempt_start_timestamp_seconds", {"job_id": job.job_id}
+        self._collectors[name].remove_by_labels(own)
+        self._series(name, **own, attempt=str(job.attempt)).set(began_s)
 
     def _show_resident(self, job: JobRecord) -> None:
         """Show what a job is, whose, how far, and since when it is being loaded."""
@@ -364,6 +360,8 @@ class Metrics:
             self._series("horizon_job_loading_since_timestamp_seconds", **loading).set(self._clock())
         names = {"name": job.spec.name, "model": job.spec.model, "dataset": job.spec.dataset}
         project = _project_of(job)
+        self._ended_of(job)
+        self._count_queued(job, 0)
         self._owners[job.job_id] = (job.owner, project)
         self._series("horizon_job_info", job_id=job.job_id, owner=job.owner, project=project, **names).set(1)
         self._show_progress(job, job.step, job.num_steps)
@@ -440,21 +438,6 @@ class Metrics:
     def _series(self, metric: str, /, **labels: str) -> Any:
         collector = self._collectors[metric]
         return collector.labels(**labels) if labels else collector
-
-
-class _Shown:
-    """A registry of which some series are left out."""
-
-    def __init__(self, registry: CollectorRegistry, shows: Callable[[Mapping[str, str]], bool]) -> None:
-        self._registry = registry
-        self._shows = shows
-
-    def collect(self) -> Iterator[Family]:
-        """Yield the families; one without series still has its help."""
-        for family in self._registry.collect():
-            shown = Family(family.name, family.documentation, family.type, family.unit)
-            shown.samples = [sample for sample in family.samples if self._shows(sample.labels)]
-            yield shown
 
 
 def _device_of(job: JobRecord) -> str:

@@ -71,6 +71,8 @@ class Evaluation:
             name: MethodData(request.evaluations[name], self._spec, is_evaluated=True) for name in self._spec.eval_sets
         }
         generate = self._spec.eval.generate
+        self.answers: Sequence[EvalAnswer] = ()
+        """All answers of the newest evaluation, whole."""
         self._answers = None
         if generate is not None:
             dataset = self.sets[generate.set].dataset
@@ -85,6 +87,7 @@ class Evaluation:
         parts: list[EvalFigures] = []
         figures: dict[str, EvalSetFigures] = {}
         answers: Sequence[EvalAnswer] = ()
+        self.answers = ()
         try:
             for name in self.sets:
                 measured = self.figures_of(name, trainer)
@@ -96,6 +99,7 @@ class Evaluation:
                 figures[name] = self._answers.counted(figures[name], answers)
         except _Interrupted:
             return None
+        self.answers = answers
         total = total_evaluation(parts)
         of_first = {field: getattr(parts[0], field) for field in _OF_FIRST_SET}
         return EvalDone(

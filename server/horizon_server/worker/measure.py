@@ -18,13 +18,20 @@ from horizon_server.worker import let_launchers_run
 
 def work(request: Any, _: EventWriter) -> Any:
     """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder
-    keep; nothing of a folder whose model can be trained, which raises InvalidModel otherwise; or the UUIDs of the GPUs.
+    keep; the tensors that its config.json alone asks for; nothing of a folder whose model can be trained, which raises
+    InvalidModel otherwise; or the UUIDs of the GPUs.
     """
     let_launchers_run()
     if "layers_of" in request:
         from horizon_server.engine.layer_memory import measure_layer_memory
 
         return to_plain(measure_layer_memory(Path(request["layers_of"])))
+    if "tensors_of" in request:
+        from horizon_server.engine.meta_model import tensors_of_config
+
+        folder = Path(request["tensors_of"])
+        with naming({folder: ""}):
+            return tensors_of_config(folder)
     if "try" in request:
         return _tried(Path(request["try"]))
     if "gpus" in request:

@@ -17,6 +17,7 @@ from horizon_server.records.job import StopRequest
 from horizon_server.spec import CheckpointSpec
 from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_card import ResultFacts
 from horizon_server.worker_link.orders import Orders
 
 MAX_WRITING_SHARE = 0.05
@@ -45,13 +46,14 @@ class CheckpointWriter:
         min_free_bytes: int | None = None,
         adapter: AdapterExport | None = None,
         answer_ends: Collection[int] = (),
+        facts_of: Callable[[int], ResultFacts] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved = 0
         self._folder, self._spec, self._source = folder, spec, source
         self._events, self._orders, self._clock = events, orders, clock
         self._min_free_bytes, self._retry_s, self._adapter = min_free_bytes, RETRY_S, adapter
-        self._answer_ends = answer_ends
+        self._answer_ends, self._facts_of = answer_ends, facts_of
         self._not_before_s = float("-inf")
         self._ended_s, self._duration_s = clock(), 0.0
 
@@ -116,6 +118,7 @@ class CheckpointWriter:
             adapter=self._adapter,
             on_overflow=infinite.append,
             answer_ends=self._answer_ends,
+            facts=None if self._facts_of is None else self._facts_of(step),
         )
         self._ended_s = self._clock()
         self._duration_s = self._ended_s - started_s

@@ -27,12 +27,14 @@ from horizon_server.records.job import StopRequest
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import is_input_table, is_output_projection
+from horizon_server.store.model_card import ResultFacts
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
+from horizon_server.worker.result_facts import ResultRecorder
 from horizon_server.worker.saving import CheckpointWriter
 from horizon_server.worker.set_up import SetUp
 from horizon_server.worker_link.orders import Orders
@@ -92,6 +94,7 @@ class Training:
             min_free_bytes=request.min_free_bytes,
             adapter=self._set_up.adapter,
             answer_ends=answer_ends,
+            facts_of=self._facts_of,
         )
         self._continued = self._set_up.load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
         if self._continued.refusal:
@@ -113,6 +116,9 @@ class Training:
             ),
             answer_ends=answer_ends,
         )
+
+        evaluated = {name: data.dataset for name, data in self._evaluation.sets.items()}
+        self._results = ResultRecorder(request, self._set_up.data.dataset, evaluated)
 
     @property
     def _plan(self) -> StepPlan:
@@ -364,6 +370,9 @@ class Training:
     def _eval_loss_of(self, step: int) -> float | None:
         return self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
 
+    def _facts_of(self, step: int) -> ResultFacts:
+        return self._results.facts(step, num_steps=self._ending.last_step, num_tokens=self._num_input_tokens_seen)
+
     def _evaluate(self, step: int) -> bool:
         """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before that
         was complete."""
@@ -375,6 +384,7 @@ class Training:
         self._last_eval = (step, done.eval_loss, done.judged, self._spec.eval.prefers_high)
         if done.judged is not None:
             self._ending.observe(done.judged)
+        self._results.evaluated(done, self._evaluation.answers)
         self._events.send(done)
         self._keep()
         return True
@@ -445,6 +455,7 @@ class Training:
             self._events.send(Message(level="warning", text=text))
 
     def _report(self, figures: StepFigures) -> None:
+        self._results.stepped(figures)
         self._pace.append(figures.duration_s)
         remaining = self._ending.last_step - figures.step
         used = host_components(figures, device=self._device.name, process_bytes=process_bytes())

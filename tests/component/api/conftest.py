@@ -95,7 +95,10 @@ def state(state_of_users: tuple[Path, dict[str, str]]) -> tuple[Path, dict[str, 
 @pytest_asyncio.fixture
 async def base_world(state: tuple[Path, dict[str, str]], tmp_path: Path, model_folder: Path) -> AsyncIterator[World]:
     shutil.copytree(state[0], tmp_path / "state")
-    async with daemon_parts(tmp_path / "state", model_folder=model_folder, queue=False) as daemon:
+    networks = ("127.0.0.0/8",)  # for webhooks
+    async with daemon_parts(
+        tmp_path / "state", model_folder=model_folder, queue=False, webhook_networks=networks
+    ) as daemon:
         yield World(daemon, state[1])
 
 

@@ -6,6 +6,7 @@ The cases say what each caller is answered; the callers and what the outcomes me
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from horizon_proto.v1 import (
     model_pb2,
     node_pb2,
     sharing_pb2,
+    webhook_pb2,
 )
+from horizon_server.api.effects import EFFECTS
 from horizon_server.api.grpc.calls import CALLS, SERVICES
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.server import start_grpc_server
@@ -68,6 +71,8 @@ MEMBERS = row("      -    0      -      -      y       0      -     y     y     
 # A refusal of one thing among many is in the answer.
 DELETE_JOB = row("   -    0      -      -      y       0      -     y     y     -")
 DELETE_PUSHED = row("-    0      0      0      0       -      -     y     y     -")
+CHANGE_OWN = row("   -    0      0      0      0       0      -     y     y     -")
+SEE_OWN = row("      y    0      0      0      0       0      y     y     y     y")
 METRICS_TOKEN = row("-    -      -      -      -       -      y     y     -     -")
 
 
@@ -133,6 +138,28 @@ async def _member_to_remove(scene: Scene) -> Any:
     return account_pb2.RemoveMemberRequest(project="ann", user="extra")
 
 
+async def _webhook(scene: Scene, project: str = "ann") -> str:
+    """The only webhook, of all jobs of ann's project, at an address where nobody listens."""
+    ann, webhooks = scene.world.principal("ann"), scene.services.webhooks
+    for earlier in await webhooks.store.all():
+        await webhooks.store.delete(earlier.webhook_id)
+    caller = dataclasses.replace(ann, memberships={"ann": "admin"})
+    made, _ = await webhooks.create(caller, url=_NOBODY, project=project, events=(), format="", secret="")
+    return str(made.webhook_id)
+
+
+async def _own_webhook(scene: Scene) -> str:
+    return await _webhook(scene, project="")
+
+
+def _new_webhook(project: str) -> Make:
+    async def make(scene: Scene) -> Any:
+        await _webhook(scene)
+        return webhook_pb2.CreateWebhookRequest(url=_NOBODY, project=project)
+
+    return make
+
+
 async def _unshare(scene: Scene) -> Any:
     await scene.services.datasets.unshare(scene.world.principal("ann"), "chats", "ann")
     await scene.grant("dataset", "chats")
@@ -189,6 +216,7 @@ async def _model_files(_: Scene) -> Any:
 
 
 _CONTENT = chat_rows(2)
+_NOBODY = "http://127.0.0.1:1/"
 _REF = to_message(blob_file("a", _CONTENT).ref, blob_pb2.BlobRef)
 CASES: Mapping[str, tuple[Case, ...]] = {
     "JobService/SubmitJob": (Case(SUBMIT, _of(job_pb2.SubmitJobRequest, request_id=_uuid, spec=_spec)),),
@@ -204,6 +232,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         Case(CHANGE_JOB, _of(lambda job_id: job_pb2.UpdateJobRequest(job_id=job_id, priority=5), job_id=_job)),
     ),
     "JobService/WatchJob": (Case(SEE_JOB, _of(job_pb2.WatchJobRequest, job_id=_known)),),
+    "JobService/GetJobMetrics": (Case(SEE_JOB, _of(job_pb2.GetJobMetricsRequest, job_id=_known)),),
     "JobService/GetJobLogs": (Case(SEE_JOB, _of(job_pb2.GetJobLogsRequest, job_id=_known)),),
     "CheckpointService/ListCheckpoints": (Case(SEE_JOB, _of(checkpoint_pb2.ListCheckpointsRequest, job_id=_known)),),
     "CheckpointService/ReadCheckpointFile": (
@@ -239,6 +268,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         ),
     ),
     "CheckpointService/DeleteCheckpoint": (Case(CHANGE_JOB, _checkpoint_to_delete),),
+    "CheckpointService/KeepCheckpoint": (
+        Case(
+            CHANGE_JOB,
+            _of(lambda job_id: checkpoint_pb2.KeepCheckpointRequest(job_id=job_id, step=3, kept=True), job_id=_known),
+        ),
+    ),
     "BlobService/FindMissingBlobs": (Case(CREATE, _is(blob_pb2.FindMissingBlobsRequest(blobs=[_REF]))),),
     "BlobService/WriteBlob": (
         Case(CREATE, _is(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=_REF, data=_CONTENT)))),
@@ -317,6 +352,20 @@ CASES: Mapping[str, tuple[Case, ...]] = {
             CHANGE_PUSHED, _shared_only_as_at_first(account_pb2.UnshareRequest(kind="model", name="tiny", project="*"))
         ),
     ),
+    "WebhookService/CreateWebhook": (
+        Case(CREATE, _new_webhook("")),
+        Case(MEMBERS, _new_webhook("ann")),
+    ),
+    "WebhookService/ListWebhooks": (Case(ALL, _is(webhook_pb2.ListWebhooksRequest())),),
+    "WebhookService/DeleteWebhook": (
+        Case(CHANGE_JOB, _of(webhook_pb2.DeleteWebhookRequest, webhook_id=_webhook)),
+        Case(CHANGE_OWN, _of(webhook_pb2.DeleteWebhookRequest, webhook_id=_own_webhook)),
+    ),
+    "WebhookService/TestWebhook": (Case(CHANGE_JOB, _of(webhook_pb2.TestWebhookRequest, webhook_id=_webhook)),),
+    "WebhookService/ListWebhookDeliveries": (
+        Case(SEE_JOB, _of(webhook_pb2.ListWebhookDeliveriesRequest, webhook_id=_webhook)),
+        Case(SEE_OWN, _of(webhook_pb2.ListWebhookDeliveriesRequest, webhook_id=_own_webhook)),
+    ),
 }
 
 
@@ -326,11 +375,17 @@ def test_tokens_that_allow_no_changes_are_refused_where_a_call_is_declared_to_ch
     for name, cases in CASES.items():
         for case in cases:
             outcomes = {case.outcomes[read], case.outcomes[admin_read]}
-            assert (outcomes == {"PERMISSION_DENIED"}) == (CALLS[name].effect.need == "change"), name
+            assert (outcomes == {"PERMISSION_DENIED"}) == (EFFECTS[name].need == "change"), name
 
 
 OPEN_ROUTES = ("/", "/version", "/openapi.json", "/healthz", "/readyz")
 ROUTES: Mapping[str, Row] = {
+    "/horizon/v1/me": ALL,
+    "/horizon/v1/job-schema": ALL,
+    "/horizon/v1/stream": SEE_JOB,
+    "/horizon/v1/jobs/{job_id}/series": SEE_JOB,
+    "/horizon/v1/jobs/{job_id}/log": SEE_JOB,
+    "/horizon/v1/jobs/{job_id}/answers": SEE_JOB,
     "/horizon/v1/node": ALL,
     "/horizon/v1/queue": ALL,
     "/horizon/v1/usage": ALL,
@@ -345,7 +400,32 @@ ROUTES: Mapping[str, Row] = {
     "/horizon/v1/datasets/{name}/preview": SEE_PUSHED,
     "/horizon/v1/models": ALL,
 }
-_HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404}
+# Each answers whom the call of gRPC answers.
+CHANGES: Mapping[tuple[str, str], tuple[str, Callable[[Any, Scene], Any]]] = {
+    ("POST", "/horizon/v1/jobs"): (
+        "JobService/SubmitJob",
+        lambda r, scene: {**_spec_body(scene), "request_id": r.request_id},
+    ),
+    ("POST", "/horizon/v1/jobs/plan"): ("JobService/PlanJob", lambda _, scene: _spec_body(scene)),
+    ("POST", "/horizon/v1/jobs/{job_id}/pause"): ("JobService/PauseJob", lambda *_: None),
+    ("POST", "/horizon/v1/jobs/{job_id}/resume"): ("JobService/ResumeJob", lambda *_: None),
+    ("POST", "/horizon/v1/jobs/{job_id}/cancel"): ("JobService/CancelJob", lambda *_: None),
+    ("POST", "/horizon/v1/jobs/{job_id}/keep"): ("HousekeepingService/KeepJob", lambda *_: None),
+    ("PATCH", "/horizon/v1/jobs/{job_id}"): ("JobService/UpdateJob", lambda r, _: {"priority": r.priority}),
+    ("DELETE", "/horizon/v1/jobs/{job_id}/checkpoints/{step}"): (
+        "CheckpointService/DeleteCheckpoint",
+        lambda *_: None,
+    ),
+    ("POST", "/horizon/v1/jobs/{job_id}/checkpoints/{step}/keep"): (
+        "CheckpointService/KeepCheckpoint",
+        lambda r, _: {"kept": r.kept},
+    ),
+}
+_HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "FAILED_PRECONDITION": 409}
+
+
+def _spec_body(scene: Scene) -> dict[str, Any]:
+    return {"spec": scene.daemon.spec("theirs", dataset="public", project="ann").to_mapping()}
 
 
 def expected(outcomes: Row, caller: str) -> str:
@@ -396,9 +476,10 @@ async def _call(channel: grpc.aio.Channel, service: Any, method: Any, request: A
 
 async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> None:
     app = make_app(scene.services, scene.world.metrics, metrics_open=False, ready=lambda: None)
-    routes = {route.path: route for route in _routes_of(app)}
-    assert routes.keys() == {*ROUTES, *OPEN_ROUTES, "/metrics"}, "every route needs a case"
-    assert all((route.methods or set()) <= {"GET", "HEAD"} for route in routes.values()), "REST only reads"
+    app.state.streams.end()  # so that they end at once for those who may open one
+    served = {(method, route.path) for route in _routes_of(app) for method in route.methods or ()}
+    routes = {path for method, path in served if method == "GET"}
+    assert routes == {*ROUTES, *OPEN_ROUTES, "/metrics"}, "every route needs a case"
     wrong = []
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://node") as client:
         for template in routes:
@@ -407,6 +488,7 @@ async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> No
                 token = scene.tokens[caller]
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
                 query = {"model": "tiny"} if path.endswith("/preview") else {}
+                query = {"jobs": scene.job.job_id} if path.endswith("/stream") else query
                 code = (await client.get(path, headers=headers, params=query)).status_code
                 if template == "/metrics":
                     should = 401 if caller in REFUSED else 200
@@ -416,6 +498,26 @@ async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> No
                     should = 401 if caller in REFUSED else _HTTP[expected(ROUTES[template], caller)]
                 if code != should:
                     wrong.append(f"{template} {caller}: {code}, not {should}")
+    assert not wrong, "\n".join(wrong)
+
+
+async def test_every_change_by_rest_answers_every_caller_as_that_by_grpc(scene: Scene) -> None:
+    app = make_app(scene.services, scene.world.metrics, metrics_open=False, ready=lambda: None)
+    served = {(method, route.path) for route in _routes_of(app) for method in route.methods or ()}
+    assert {one for one in served if one[0] not in ("GET", "HEAD")} == CHANGES.keys(), "every change needs a case"
+    wrong = []
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://node") as client:
+        for (method, template), (call, body) in CHANGES.items():
+            for caller in CALLERS:
+                case = CASES[call][0]
+                request = await case.make(scene)
+                path = template.format(job_id=getattr(request, "job_id", ""), step=getattr(request, "step", 0))
+                headers = {"Authorization": f"Bearer {scene.tokens[caller]}"} if scene.tokens[caller] else {}
+                answer = await client.request(method, path, headers=headers, json=body(request, scene))
+                outcome = expected(case.outcomes, caller)
+                should = 401 if caller in REFUSED else _HTTP[case.instead if outcome == "OK" else outcome]
+                if answer.status_code != should and not (should == 200 and answer.status_code == 204):
+                    wrong.append(f"{method} {template} {caller}: {answer.status_code}, not {should}: {answer.text}")
     assert not wrong, "\n".join(wrong)
 
 

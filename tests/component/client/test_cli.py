@@ -50,7 +50,8 @@ EVERY_COMMAND = dict(_commands(horizon))
 def test_the_promised_commands_are_there() -> None:
     promised = """login; profile list; profile use; version; dataset push; dataset list; dataset get; dataset delete;
         dataset preview; model push; model list; model get; model delete; job plan; job submit; job list;
-        job get; job watch; job logs; job cancel; job pause; job resume; job set-priority; queue
+        job get; job watch; job metrics; job plot;
+        job compare; job clone; job retry; top; job logs; job cancel; job pause; job resume; job set-priority; queue
         simulate; usage; quota; node cordon; node drain; node uncordon; node maintenance; plan; checkpoint
         list; checkpoint pull; checkpoint delete; node status"""
     assert {tuple(command.split()) for command in promised.split(";")} <= set(EVERY_COMMAND)
@@ -64,7 +65,13 @@ def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
     has_output = any(p.name == "output" for p in EVERY_COMMAND[path].params)
     # These print what a log or a model says.
     streams = {("job", "logs"), ("checkpoint", "sample"), ("checkpoint", "chat")}
-    assert has_output or path in streams | {("login",), ("completion",), ("job", "init"), ("job", "schema")}
+    assert has_output or path in streams | {
+        ("login",),
+        ("completion",),
+        ("job", "init"),
+        ("job", "schema"),
+        ("job", "import"),
+    }
 
 
 def test_login_checks_remembers_and_says_who(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +272,10 @@ def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows:
     )
     again = run("job", "submit", "-", stdin=text)
     assert again.exit_code == 0 and daemon.jobs()[0].spec.dataset == "qa", "it is the same dataset"
+    texts = "name: texts\nmodel: tiny-base\ndataset: ./notes.jsonl\nformat: text\nmap: {text: note}\n"
+    Path("notes.jsonl").write_text('{"note": "a", "prompt": "p", "completion": "c"}\n' * 3)
+    assert run("job", "submit", "-", stdin=texts).exit_code == 0
+    assert json.loads(run("dataset", "get", "notes", "-o", "json").stdout)["format"] == "text"
     for change, words in (
         (
             ("--set", "dataset=gsm8k"),
@@ -275,6 +286,7 @@ def test_a_job_file_says_the_columns_of_its_data(run: Run, daemon: Daemon, rows:
             "map is for data files that are pushed, and nothing is pushed here (--no-push, in Python push=False): "
             "leave map out",
         ),
+        (("--set", "format=csv"), "format is 'csv'; it must be one of auto, messages, prompt-completion"),
         (("--set", "map=[1]"), "map is [1]; it must name a column for each field, such as {prompt: question}"),
     ):
         refused = run("job", "submit", "-", *change, stdin=text)

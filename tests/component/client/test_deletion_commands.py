@@ -11,7 +11,7 @@ from click.testing import Result
 from tests.component.client.conftest import Daemon
 
 from horizon_client import Client
-from horizon_client.errors import InvalidRequest, NotFound
+from horizon_client.errors import InUse, InvalidRequest, NotFound
 from horizon_server.records.job import JobRecord, JobState
 
 Run = Callable[..., Result]
@@ -107,6 +107,15 @@ def test_an_announced_deletion_is_shown_and_taken_back(run: Run, daemon: Daemon,
     shown = json.loads(run("job", "get", job.job_id, "-o", "json").stdout)
     assert (shown["deletion_time"], shown["keep_files"]) == (None, True)
     assert run("job", "keep", "running").exit_code == 2
+
+
+def test_one_job_is_deleted_where_jobs_are(client: Client, jobs: list[JobRecord]) -> None:
+    succeeded = client.jobs.get("succeeded").job_id
+    client.jobs.delete("succeeded")
+    with pytest.raises(NotFound):
+        client.jobs.get(succeeded)
+    with pytest.raises(InUse, match="is RUNNING; only a job that has ended can be deleted"):
+        client.jobs.delete("running")
 
 
 def test_the_library_yields_each_result(client: Client, jobs: list[JobRecord]) -> None:

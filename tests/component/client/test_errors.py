@@ -26,6 +26,7 @@ from horizon_client import (
     connection,
 )
 from horizon_client.connection import Backoff, RetryPolicy
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.reporter import Reporter
 from horizon_server.records.job import JobState
 
@@ -43,7 +44,7 @@ class Said(Reporter):
         self.notices.append(message)
 
 
-SPEC = {"name": "n", "model": "tiny-base", "dataset": "gsm8k"}
+SPEC: JobSpec = {"name": "n", "model": "tiny-base", "dataset": "gsm8k"}
 
 
 @pytest.mark.parametrize(

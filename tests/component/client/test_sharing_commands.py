@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import Result
 
 from horizon_client import Client
 from horizon_client.cli.output import about_text
+from horizon_client.job_spec_types import JobSpec
 from horizon_proto.v1 import job_pb2, node_pb2, sharing_pb2
 from horizon_server.db.sharing import SharingStore
 from horizon_server.records.job import JobState
@@ -234,7 +235,7 @@ def test_a_client_method_for_every_command(daemon: Daemon, client: Client) -> No
     assert [one.holder for one in client.sharing.quota()] == ["user", "project"]
     job = daemon.add_job("first")
     assert client.jobs.set_priority(job.job_id, 4).priority == 4
-    spec: dict[str, Any] = {"name": "x", "model": "tiny-base", "dataset": "gsm8k"}
+    spec: JobSpec = {"name": "x", "model": "tiny-base", "dataset": "gsm8k"}
     assert client.jobs.simulate(spec).outlook.why
     request = daemon.line.requests[-1]
     assert isinstance(request[1], sharing_pb2.SimulateJobRequest) and isinstance(request[1].spec, job_pb2.JobSpec)

@@ -11,7 +11,7 @@ import pytest
 from tests.component.housekeeping.conftest import ended_job
 from tests.daemon_parts import DaemonParts
 
-from horizon_server.errors import InUse, NotAllowed, QuotaExceeded, WrongJobState
+from horizon_server.errors import InUse, NotAllowed, NotFound, QuotaExceeded, WrongJobState
 from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CHECKPOINTS_BEING_DELETED, JobRecord, JobState
@@ -114,6 +114,41 @@ async def test_only_what_an_ended_job_of_ones_own_has_written_can_be_kept(daemon
         await daemon.services.retention.keep(eve, done.job_id)
 
 
+async def test_a_checkpoint_that_is_kept_outlives_the_others_of_its_job(daemon: DaemonParts, ada: Principal) -> None:
+    job = await ended_job(daemon, ada, steps=(5, 10), checkpoint={"keep_days": 1})
+    kept = await daemon.services.retention.keep_checkpoint(ada, job.job_id, 5, kept=True)
+    assert (kept.step, kept.kept) == (5, True)
+    assert "the checkpoint of step 5 is kept, by ada" in (await messages(daemon, job))[-1]
+    await daemon.parts.sweep.run()
+    await due_now(daemon, job)
+    found, _ = await daemon.parts.sweep.run(dry_run=True)
+    assert [one.size_bytes for one in found] == [300]
+    await daemon.parts.sweep.run()
+    assert steps(daemon, job) == [5]
+    await daemon.parts.sweep.run()
+    assert (await daemon.job(job.job_id)).deletion_s is None, "there is nothing more to delete"
+    await daemon.services.retention.keep_checkpoint(ada, job.job_id, 5, kept=False)
+    await daemon.parts.sweep.run()
+    assert (await daemon.job(job.job_id)).deletion_s is not None
+
+
+async def test_checkpoints_that_are_kept_count_as_what_a_user_keeps(daemon: DaemonParts, ada: Principal) -> None:
+    job = await ended_job(daemon, ada, steps=(5, 10))
+    other = await ended_job(daemon, ada, "other")
+    await daemon.allow("user", "ada", retained_bytes=500)
+    keep = daemon.services.retention.keep_checkpoint
+    await keep(ada, job.job_id, 5, kept=True)
+    with pytest.raises(QuotaExceeded, match="with the checkpoint of step 10, the jobs that ada keeps take"):
+        await keep(ada, job.job_id, 10, kept=True)
+    with pytest.raises(QuotaExceeded, match="the jobs that ada keeps take"):
+        await daemon.services.retention.keep(ada, other.job_id)
+    with pytest.raises(NotFound, match="no checkpoint of step 7"):
+        await keep(ada, job.job_id, 7, kept=True)
+    bob = await daemon.user("bob")
+    with pytest.raises(NotFound):
+        await keep(bob, job.job_id, 5, kept=False)
+
+
 async def test_a_job_that_runs_again_loses_nothing(daemon: DaemonParts, ada: Principal) -> None:
     """Nor at its next end without another warning."""
     job = await ended_job(daemon, ada, state=S.FAILED, checkpoint={"keep_days": 1})
@@ -201,10 +236,10 @@ async def test_what_is_due_is_decided_from_days_limits_and_order(daemon: DaemonP
 
     jobs = [job("a", 3), job("b", 2, keep_files=True), job("c", 1), job("d", 0.5, owner="bob")]
     sizes = {"a": 10, "b": 100, "c": 10, "d": 1000}
-    due = due_deletions(jobs, sizes, {"ada": 110}, now_s=now, notice_s=7 * DAY)
+    due = due_deletions(jobs, sizes, {"ada": 110}, kept_bytes={}, now_s=now, notice_s=7 * DAY)
     assert {name: one.at_s for name, one in due.items()} == {"a": now + 7 * DAY}
-    due = due_deletions(jobs, sizes, {"ada": 5}, now_s=now, notice_s=7 * DAY)
+    due = due_deletions(jobs, sizes, {"ada": 5}, kept_bytes={}, now_s=now, notice_s=7 * DAY)
     assert set(due) == {"a", "c"}, "what is kept stays, even where it alone is too much"
     marked = [dataclasses.replace(jobs[0], deletion_s=now + DAY), *jobs[1:]]
-    assert due_deletions(marked, sizes, {"ada": 110}, now_s=now, notice_s=7 * DAY)["a"].at_s == now + DAY
-    assert due_deletions(jobs, sizes, {}, now_s=now, notice_s=7 * DAY) == {}
+    assert due_deletions(marked, sizes, {"ada": 110}, kept_bytes={}, now_s=now, notice_s=7 * DAY)["a"].at_s == now + DAY
+    assert due_deletions(jobs, sizes, {}, kept_bytes={}, now_s=now, notice_s=7 * DAY) == {}

@@ -288,7 +288,13 @@ async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Prin
     assert {name for name in checkpoints.manifest(3).files if name not in before.files} >= {
         "merged/model.safetensors",
         "merged/config.json",
+        "merged/job.yaml",
     }
+    cards = [(folder / part / "README.md").read_text() for part in ("", "merged")]
+    assert [f"library_name: {name}\n" in card for name, card in zip(("peft", "transformers"), cards, strict=True)] == [
+        True,
+        True,
+    ]
     assert daemon.services.jobs.folders.checkpoint_bytes()[source.job_id] == checkpoints.manifest(3).size_bytes
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert model.dtype == torch.float32

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.support.orders import STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of
 
@@ -18,6 +19,7 @@ from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.demo.recipe import demo_chats, write_demo_model
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import CheckpointWritten, EvalAnswer, EvalDone, StepDone, TurnEnded, TurnWanted
+from horizon_server.spec import parse_job_spec
 from horizon_server.worker import evaluation
 from horizon_server.worker.ending import Outcome
 from horizon_server.worker.evaluation import MAX_SHOWN_ANSWERS, MAX_SHOWN_CHARACTERS
@@ -87,6 +89,29 @@ def test_few_answers_are_shown_and_long_ones_are_cut(folders: Callable[[str], Pa
         MAX_SHOWN_CHARACTERS
     }
     assert shown.prompt.startswith("...") and shown.answer.endswith("...")
+
+
+def test_a_checkpoint_says_what_it_is_and_has_the_whole_answers_of_its_step(folders: Callable[[str], Path]) -> None:
+    daemon, folder = Daemon(always), folders("job")
+    run(folder, daemon)
+    done = daemon.said(EvalDone)[-1]
+    checkpoint = folder / "checkpoints/step-00000004"
+    result(folder, 4)  # complete, with these files
+    answers = [json.loads(line) for line in (checkpoint / "answers.jsonl").read_bytes().splitlines()]
+    assert len(answers) == 10 and answers[0]["answer"] == done.answers[0].answer
+    evaluation_of_step = json.loads((checkpoint / "evaluation.json").read_bytes())
+    assert (evaluation_of_step["step"], evaluation_of_step["sets"][0]["loss"]) == (4, done.sets[0].loss)
+    # It can be submitted again as it is.
+    assert parse_job_spec(yaml.safe_load((checkpoint / "job.yaml").read_bytes())) == spec_of(4, **JOB, eval=ASKED)
+    card = (checkpoint / "README.md").read_text()
+    for shown in (
+        "library_name: transformers\n",
+        f"Loss of the last step: {daemon.said(StepDone)[-1].loss:.4f}",
+        f"| chats | {done.sets[0].loss:.4f} |",
+        "| d | training | 40 | 40 |",
+        "| d | evaluation (chats) | 40 | 40 |",
+    ):
+        assert shown in card
 
 
 def test_batches_of_prompts_give_the_same_answers(

@@ -29,6 +29,7 @@ from horizon_proto.v1 import (
     model_pb2,
     node_pb2,
     sharing_pb2,
+    webhook_pb2,
 )
 from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
@@ -45,6 +46,7 @@ from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook, ShareUse, Usage
 from horizon_server.records.times import is_time
+from horizon_server.records.webhook import Delivery, Webhook
 from horizon_server.services.node import DeviceStatus, NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -72,6 +74,8 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     ShareUse: node_pb2.ShareUse,
     Token: account_pb2.Token,
     Usage: sharing_pb2.Usage,
+    Delivery: webhook_pb2.WebhookDelivery,
+    Webhook: webhook_pb2.Webhook,
     PreviewRow: dataset_pb2.PreviewRow,
     PreviewSpan: dataset_pb2.PreviewSpan,
     Residency: job_pb2.KeptMemory,
@@ -127,6 +131,8 @@ RESOURCES: dict[type[Any], type[Any]] = {
     ShareUse: resources.ShareUse,
     Token: resources.Token,
     Usage: resources.Usage,
+    Delivery: resources.WebhookDelivery,
+    Webhook: resources.Webhook,
     PreviewRow: resources.PreviewRow,
     PreviewSpan: resources.PreviewSpan,
     Residency: resources.KeptMemory,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import yaml
+from tests.support.hub import used_hub
 
 from horizon_server.cli import exit_code, horizond, run
 from horizon_server.cli.accounts import parse_lifetime
@@ -259,6 +262,31 @@ def test_a_plan_adds_up(command: Command, tmp_path: Path) -> None:
     shown = command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))[1]
     assert "2,623,424" in shown
     assert "MiB" in shown
+
+
+def test_a_plan_needs_no_weights(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = write_demo_model(tmp_path / "model"), tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(model / "config.json", alone)
+    (tmp_path / "job.yaml").write_text(SPEC)
+
+    def planned(*arguments: str) -> dict[str, Any]:
+        code, out, told = command("plan", str(tmp_path / "job.yaml"), *arguments, "-o", "json")
+        assert code == 0, told
+        plan: dict[str, Any] = json.loads(out)
+        return {**plan, "model": ""}
+
+    wanted = planned("--model-dir", str(model))
+    assert planned("--model-dir", str(alone)) == wanted
+    # Of the hub, the headers of the weights.
+    (tmp_path / "job.yaml").write_text(SPEC.replace("demo", "lab/demo"))
+    with used_hub(monkeypatch, tmp_path / "cache") as hub:
+        hub.add_folder("lab/demo", model)
+        assert planned() == wanted
+        assert hub.sent_bytes["model.safetensors"] <= 100_001
+        hub.repositories.clear()
+        code, _, told = command("plan", str(tmp_path / "job.yaml"))
+        assert code == 4 and "the hub has no model lab/demo" in told
 
 
 def test_a_plan_on_the_host_has_one_column_and_warns_of_a_warmup_without_end(command: Command, tmp_path: Path) -> None:

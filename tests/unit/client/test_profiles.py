@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from horizon_client import BadConfig, NotFound
+from horizon_client.cli.session import token_of
 from horizon_client.profiles import Endpoint, Profile, ProfileFile, normal_address, read_token_file, resolve_endpoint
 
 PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
@@ -172,3 +173,16 @@ def test_a_server_is_found_among_the_profiles(tmp_path: Path, monkeypatch: pytes
     file.use("b")
     found = [file.of_server("gpubox", name) for name in ("a", "default", "other")]
     assert [profile and profile.name for profile in found] == ["a", "b", "b"], "the named one, else the one in use"
+
+
+def test_a_token_file_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text("hzn_x\n")
+    file.chmod(0o600)
+    assert token_of(file) == "hzn_x"
+    assert capsys.readouterr().err == ""
+    file.chmod(0o644)
+    assert token_of(file) == "hzn_x"
+    assert f"other users of this machine can read your token; run: chmod 600 {file}" in capsys.readouterr().err
+    assert token_of(file, quiet=True) == "hzn_x"
+    assert capsys.readouterr().err == ""

@@ -111,6 +111,29 @@ async def test_a_step_is_kept_as_the_newest(store: JobStore) -> None:
     assert (await store.events_after("j1", 1, 10))[0].payload == STEP
 
 
+async def test_what_a_job_did_last_has_its_time(store: JobStore) -> None:
+    """Of its present attempt, not of earlier ones."""
+    await created(store, "j1")
+    assert await store.last_times("j1") == {}
+    for number in (1, 2):
+        await store.move("j1", StateChanged(job_state="PREPARING"), attempt=number)
+        await store.append("j1", dataclasses.replace(STEP, loss=math.nan, step=number))
+        await store.append("j1", Message(level="info", text='{"kind":"eval"'))
+        await store.move("j1", StateChanged(job_state="QUEUED"))
+    events = await store.events_after("j1", 0, 100)
+    began = [event for event in events if getattr(event.payload, "job_state", "") == "PREPARING"]
+    steps = [event for event in events if isinstance(event.payload, StepDone)]
+    assert await store.last_times("j1") == {"attempt": began[-1].time_s, "step": steps[-1].time_s}
+
+
+async def test_the_jobs_that_ended_last_are_found_in_the_order_of_their_ends(store: JobStore) -> None:
+    for number in range(4):
+        await created(store, f"j{number}")
+    for number, ended_s in ((2, 10.0), (0, 30.0), (3, 20.0)):
+        await store.move(f"j{number}", StateChanged(job_state="CANCELLED"), ended_s=ended_s)
+    assert [job.job_id for job in await store.newest_ended(2)] == ["j3", "j0"]
+
+
 async def test_a_move_the_machine_forbids_changes_nothing(store: JobStore) -> None:
     await created(store, "j1")
     with pytest.raises(WrongJobState, match="QUEUED and cannot become SUCCEEDED"):
@@ -138,22 +161,33 @@ async def test_counts_name_every_state(store: JobStore) -> None:
     assert counts == {state.value: int(state is JobState.QUEUED) for state in JobState}
 
 
-async def test_figures_are_taken_out_of_steps_and_evaluations(store: JobStore) -> None:
+async def test_events_are_visited_as_plain_data_those_of_the_kinds_that_are_wanted(store: JobStore) -> None:
     created, _ = await store.create(job("job_1"), request_id=str(uuid.uuid4()))
-    evaluated = EvalDone(step=3, eval_loss=2.0, num_targets=1)
+    odd = dataclasses.replace(STEP, loss=math.nan)
     for payload in (
         STEP,
         Message(level="info", text='{"kind":"step"'),
-        evaluated,
-        dataclasses.replace(STEP, loss=math.nan),
+        EvalDone(
+            step=3,
+            eval_loss=2.0,
+            num_targets=1,
+            answers=(EvalAnswer(document=1, prompt="\ud83d", answer="", reference=""),),
+        ),
+        odd,
     ):
         await store.append("job_1", payload)
-    first = created.last_sequence + 1
-    step, evaluation, odd = await store.figures_after("job_1", 0, ("step", "loss", "eval_loss"), 10)
-    assert step == (first, "step", {"step": 3, "loss": 1.5, "eval_loss": None})
-    assert evaluation == (first + 2, "eval", {"step": 3, "loss": None, "eval_loss": 2.0})
-    assert (odd[:2], odd[2]["step"], math.isnan(odd[2]["loss"])) == ((first + 3, "step"), 3, True)
-    assert await store.figures_after("job_1", first, ("step",), 1) == [(first + 2, "eval", {"step": 3})]
+    first, seen = created.last_sequence + 1, []
+    kinds = ("step", "eval")
+    assert await store.visit_events("job_1", 0, 10, kinds, lambda *event: seen.append(event)) == 3
+    assert [(number, event["kind"], event["step"]) for number, _, event in seen] == [
+        (first, "step", 3),
+        (first + 2, "eval", 3),
+        (first + 3, "step", 3),
+    ]
+    assert math.isnan(seen[2][2]["loss"])
+    assert seen[1][2]["answers"][0]["prompt"] == "\ud83d"
+    assert await store.visit_events("job_1", first, 1, ("step",), lambda *event: seen.append(event)) == 1
+    assert seen[-1][0] == first + 3
 
 
 async def test_many_jobs_of_one_user_do_not_hide_those_of_others(store: JobStore) -> None:

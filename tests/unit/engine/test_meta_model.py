@@ -1,14 +1,19 @@
-"""Modules are put back as they were."""
+"""Modules are put back as they were, and a config alone says which tensors a model has."""
 
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 
+import pytest
 import torch
+from tests.support.tiny_models import config_of
 from torch import nn
-from transformers import GPT2Config, GPTNeoConfig, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig, GPTNeoXConfig
 
-from horizon_server.engine.meta_model import ModuleState, draws_random_numbers, layer_signature
+from horizon_server.engine.meta_model import ModuleState, draws_random_numbers, layer_signature, tensors_of_config
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.store.safetensors_files import write_outline
 
 
 class Growing(nn.Module):
@@ -106,3 +111,18 @@ def test_layers_with_large_masks_are_compared_without_copies_of_them() -> None:
 
     assert signature == layer_signature(equal) != layer_signature(other)
     assert peak_bytes < 512 * 512
+
+
+# Tied and not, with experts, windows, compressed attention, one table of all layers' inputs, and no attention.
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "mamba"])
+def test_a_config_alone_is_laid_out_as_large_as_the_folder_with_its_weights(model_type: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(config_of(model_type))  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path)
+    of_weights = open_model_folder(tmp_path).layout
+    tensors = tensors_of_config(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    write_outline(tmp_path / "model.safetensors", tensors)
+    of_config = open_model_folder(tmp_path).layout
+    assert of_config.num_parameters == of_weights.num_parameters
+    assert len(of_config.units) == len(of_weights.units)

@@ -51,10 +51,6 @@ def test_client_and_server_answer_with_our_name(given: dict[str, Any], words: st
     [
         ({"train": {"trainable": "LoRA"}}, "train.trainable is 'LoRA'; did you mean lora?"),
         ({"train": {"trainable": ["ALL"]}}, "train.trainable is 'ALL'; did you mean all?"),
-        (
-            {"model": "Qwen/Qwen3-8B"},
-            "horizond fetches nothing: hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, then horizon model push",
-        ),
     ],
 )
 def test_values_that_the_server_judges(given: dict[str, Any], words: str) -> None:

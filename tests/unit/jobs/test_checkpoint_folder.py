@@ -82,6 +82,20 @@ def test_retention_keeps_the_newest_and_the_best(folder: CheckpointFolder) -> No
     assert [entry.name for entry in folder.path.iterdir()] == ["step-00000020"]
 
 
+def test_one_that_is_kept_stays_until_somebody_deletes_it(folder: CheckpointFolder) -> None:
+    for step in (5, 10, 15):
+        write(folder, step)
+    made_s = folder.all()[0].created_s
+    assert folder.set_kept(5, kept=True).kept
+    folder.apply_retention(keep_last=1, keep_best=True)
+    assert [(record.step, record.kept) for record in folder.all()] == [(5, True), (15, False)]
+    assert folder.all()[0].created_s == pytest.approx(made_s, abs=1e-3)
+    assert not folder.set_kept(5, kept=False).kept
+    folder.set_kept(15, kept=True)
+    folder.delete(15)
+    assert folder.steps() == [5]
+
+
 def test_only_listed_files_can_be_reached(folder: CheckpointFolder) -> None:
     write(folder, 5)
     assert folder.file(5, "model.safetensors").read_bytes() == b"xxxxx"

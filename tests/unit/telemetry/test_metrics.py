@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import pytest
+from prometheus_client import generate_latest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import EvalFigures, EvalSetFigures, TransferFigures
@@ -13,7 +14,10 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import ShareUse
 from horizon_server.spec import JobSpec, parse_job_spec
-from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
+from horizon_server.telemetry.exposition import CONTENT_TYPE
+from horizon_server.telemetry.families import NEWEST_ENDED
+from horizon_server.telemetry.gpus import GpuFigures
+from horizon_server.telemetry.metrics import Metrics
 
 NOW_S = 1_700_000_000.0
 
@@ -182,7 +186,7 @@ def test_series_of_a_job_vanish_when_it_leaves_the_device(metrics: Metrics, last
     metrics.on_payload(ended, EvalDone(step=2, eval_loss=2.0, num_targets=9))
     metrics.on_payload(ended, CheckpointWritten(step=2, duration_s=3.0, size_bytes=7))
     text = metrics.render()[0].decode()
-    assert "job-1" not in text
+    assert 'job_id="job-1"' not in text
     assert 'job_id="job-2"' in text
     assert _value(metrics, "horizon_tokens_total", project="lab") == 192
     assert _value(metrics, "horizon_checkpoint_duration_seconds_count") == 2
@@ -327,6 +331,20 @@ def test_rendering(metrics: Metrics) -> None:
     assert b"_created" not in body
 
 
+def test_the_text_is_what_the_library_writes(metrics: Metrics) -> None:
+    odd = dataclasses.replace(_job(), owner='a "quoted" \\ one\nof two lines, \u00e4', reason="R")
+    metrics.on_job_state(odd, "STARTING")
+    metrics.on_payload(odd, _step(loss=math.nan, grad_norm=math.inf, learning_rate=1e-9))
+    metrics.on_grpc("s", "GetJob", "OK", 0.02)
+
+    def without_the_process(text: bytes) -> list[bytes]:
+        return [line for line in text.splitlines() if b"process_" not in line]
+
+    expected = without_the_process(generate_latest(metrics.registry))
+    assert len(expected) > 250
+    assert without_the_process(metrics.render()[0]) == expected
+
+
 def test_two_daemons_in_one_process_share_nothing(metrics: Metrics) -> None:
     metrics.on_payload(_job(), _step())
     assert _value(Metrics(), "horizon_tokens_total", project="lab") is None
@@ -388,7 +406,7 @@ def test_displaced_jobs_and_overruns_are_counted(metrics: Metrics) -> None:
 
 def test_the_longest_wait_counts_from_when_a_job_was_queued(metrics: Metrics, clock: Clock) -> None:
     assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == 0
-    metrics.set_queued({"job-0": NOW_S - 500.0})
+    metrics.set_queued([dataclasses.replace(_job(JobState.QUEUED, job_id="job-0"), queued_s=NOW_S - 500.0)])
     metrics.on_job_state(_job(JobState.QUEUED), None)
     assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == NOW_S - 500.0
     metrics.on_job_state(_job(JobState.PREPARING, job_id="job-0"), "QUEUED")
@@ -418,10 +436,11 @@ def test_a_job_that_is_taken_over_has_the_series_that_it_had_and_counts_nothing_
         sets=(EvalSetFigures(name=name, loss=3.0, accuracy=0.5, num_targets=8, num_correct=4),),
     )
     running = dataclasses.replace(_job(), spec=spec, step=1, num_steps=10, last_step=_step(), last_eval=evaluation)
+    before.on_job_state(dataclasses.replace(running, job_state=JobState.PREPARING), "QUEUED")
     before.on_job_state(running, "STARTING")
     for payload in (evaluation, _step(), CheckpointWritten(step=1, duration_s=1.0, size_bytes=10)):
         before.on_payload(running, payload)
-    after.take_over(running, checkpoint_s=clock())
+    after.take_over(running, {"attempt": NOW_S, "step": NOW_S, "eval": NOW_S, "checkpoint": NOW_S})
     assert len(_series(before)) > 15
     assert _series(after) == _series(before)
     assert after.render(lambda labels, owners: owners.get(labels.get("job_id", ""), ("",))[0] == "ada")[0].count(
@@ -450,3 +469,97 @@ def test_a_job_shows_since_when_it_is_being_loaded_until_it_has_asked_for_its_fi
     assert _value(metrics, name, job_id="job-1", state="STARTING") == NOW_S + 10
     metrics.on_job_state(_job(JobState.RUNNING), "STARTING")
     assert _value(metrics, name, job_id="job-1", state="STARTING") is None
+
+
+def test_ends_are_counted_by_user_and_their_counter_is_there_before_the_first(metrics: Metrics) -> None:
+    name, whose = "horizon_jobs_ended_total", {"project": "lab", "user": "ada"}
+    metrics.on_job_state(_job(JobState.QUEUED), None)
+    assert _value(metrics, name, **whose, state="FAILED") == 0
+    metrics.on_job_state(_job(JobState.PREPARING), "QUEUED")
+    metrics.on_job_state(_job(JobState.FAILED), "PREPARING")
+    assert _value(metrics, name, **whose, state="FAILED") == 1
+    assert _value(metrics, name, **whose, state="SUCCEEDED") == 0
+
+
+def test_the_queue_is_shown_by_whose_jobs_wait(metrics: Metrics) -> None:
+    name, whose = "horizon_queued_jobs", {"project": "lab", "user": "ada"}
+    metrics.set_queued([_job(JobState.QUEUED, job_id="job-0")])
+    metrics.on_job_state(_job(JobState.QUEUED), None)
+    assert _value(metrics, name, **whose) == 2
+    for job_id in ("job-0", "job-1"):
+        metrics.on_job_state(_job(JobState.PREPARING, job_id=job_id), "QUEUED")
+    assert _value(metrics, name, **whose) == 0
+
+
+def _ended(metrics: Metrics) -> dict[str, str]:
+    """The jobs that are listed as ended last, with their states."""
+    (family,) = [one for one in metrics.registry.collect() if one.name == "horizon_ended_job_timestamp_seconds"]
+    return {sample.labels["ended_job"]: sample.labels["state"] for sample in family.samples}
+
+
+def test_the_jobs_that_ended_last_are_listed_until_they_are_resumed_or_deleted(metrics: Metrics) -> None:
+    metrics.set_ended([dataclasses.replace(_job(JobState.FAILED, job_id="old"), ended_s=NOW_S - 9)])
+    metrics.on_job_state(_job(JobState.SUCCEEDED), "RUNNING")
+    assert _ended(metrics) == {"old": "FAILED", "job-1": "SUCCEEDED"}
+    metrics.on_job_state(_job(JobState.QUEUED, job_id="old"), "FAILED")
+    metrics.forget("job-1")
+    assert _ended(metrics) == {}
+    for number in range(NEWEST_ENDED + 3):
+        metrics.on_job_state(_job(JobState.SUCCEEDED, job_id=f"job-{number}"), "RUNNING")
+    assert list(_ended(metrics)) == [f"job-{number}" for number in range(3, NEWEST_ENDED + 3)]
+
+
+def test_the_number_of_series_does_not_depend_on_how_many_jobs_have_ended(metrics: Metrics) -> None:
+    """So the time of a scrape does not either."""
+
+    def run(*job_ids: str) -> int:
+        for job_id in job_ids:
+            job = _job(job_id=job_id)
+            for state, before in (("QUEUED", None), ("PREPARING", "QUEUED"), ("RUNNING", "PREPARING")):
+                metrics.on_job_state(dataclasses.replace(job, job_state=JobState(state)), before)
+            metrics.on_payload(job, _step())
+            metrics.on_payload(job, CheckpointWritten(step=1, duration_s=1.0, size_bytes=10))
+            metrics.on_job_state(dataclasses.replace(job, job_state=JobState.SUCCEEDED), "RUNNING")
+        return sum(len(family.samples) for family in metrics.registry.collect())
+
+    few = run(*(f"job-{number}" for number in range(NEWEST_ENDED)))
+    assert run(*(f"job-{number}" for number in range(NEWEST_ENDED, 300))) == few
+
+
+def test_what_a_job_did_last_has_its_time(metrics: Metrics, clock: Clock) -> None:
+    job = dataclasses.replace(_job(JobState.PREPARING), attempt=2)
+    metrics.on_job_state(job, "QUEUED")
+    clock.now_s += 1
+    metrics.on_job_state(_job(), "STARTING")
+    last_step = "horizon_job_last_step_timestamp_seconds"
+    assert _value(metrics, last_step, job_id="job-1") == NOW_S + 1
+    clock.now_s += 1
+    metrics.on_payload(_job(), _step())
+    clock.now_s += 1
+    metrics.on_payload(_job(), EvalDone(step=1, eval_loss=1.0, num_targets=1))
+    began = "horizon_job_attempt_start_timestamp_seconds"
+    assert _value(metrics, began, job_id="job-1", attempt="2") == NOW_S
+    assert _value(metrics, last_step, job_id="job-1") == NOW_S + 2
+    assert _value(metrics, "horizon_job_last_evaluation_timestamp_seconds", job_id="job-1") == NOW_S + 3
+
+
+def test_a_gpu_that_is_silent_loses_its_figures_and_keeps_its_name(metrics: Metrics) -> None:
+    gpu = GpuFigures(device="cuda:0", name="H100", utilization=0.5, pcie_bytes_per_second={"h2d": 3.0})
+    metrics.set_gpus([gpu])
+    assert _value(metrics, "horizon_gpu_utilization_ratio", device="cuda:0") == 0.5
+    assert _value(metrics, "horizon_gpu_pcie_bytes_per_second", device="cuda:0", direction="h2d") == 3.0
+    assert _value(metrics, "horizon_gpu_power_watts", device="cuda:0") is None, "this one does not tell"
+    metrics.set_gpus([gpu.silent])
+    assert _value(metrics, "horizon_gpu_info", device="cuda:0", name="H100") == 1
+    assert _value(metrics, "horizon_gpu_up", device="cuda:0") == 0
+    assert _value(metrics, "horizon_gpu_utilization_ratio", device="cuda:0") is None
+    assert _value(metrics, "horizon_gpu_pcie_bytes_per_second", device="cuda:0", direction="h2d") is None
+
+
+def test_node_figures_that_boards_need(metrics: Metrics) -> None:
+    metrics.set_maintenance(NOW_S, NOW_S + 60)
+    metrics.set_stored({"ada": 7})
+    metrics.set_page_url("https://gpubox:7172")
+    assert _value(metrics, "horizon_maintenance_end_timestamp_seconds") == NOW_S + 60
+    assert _value(metrics, "horizon_stored_bytes", user="ada") == 7
+    assert _value(metrics, "horizon_web_page_info", url="https://gpubox:7172") == 1

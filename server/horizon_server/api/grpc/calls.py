@@ -1,7 +1,6 @@
-"""Every call of gRPC, a row for each: whether it changes something, the use case that it calls, and what of its answer
-that fills.
+"""Every call of gRPC, a row for each: the use case that it calls, and what of its answer that fills.
 
-The effect counts for the gate that every call passes, its limits and the audit log; who may do what is decided in
+What a call does, and so how it is limited and audited, is in `api.effects`; who may do what is decided in
 `services.access`. A call of the contract that is missing here cannot be served: `start_grpc_server` refuses to start.
 """
 
@@ -11,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from horizon_proto.v1 import (
@@ -24,9 +22,11 @@ from horizon_proto.v1 import (
     model_pb2,
     node_pb2,
     sharing_pb2,
+    webhook_pb2,
 )
-from horizon_server.api.grpc.audited import about_to_change
+from horizon_server.api.audited import about_to_change
 from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
+from horizon_server.api.grpc.metric_rows import MetricRows, metric_rows
 from horizon_server.api.grpc.transfers import read_checkpoint_file, uploader, write_blob
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
@@ -36,11 +36,10 @@ from horizon_server.events import MergeProgress, SampledText
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
 from horizon_server.records.housekeeping import Selection
-from horizon_server.records.job import JobState
+from horizon_server.records.job import JobFilter, JobState
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
 from horizon_server.records.sharing import NodeCondition
-from horizon_server.services.access import Need
 from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -54,41 +53,16 @@ _MODULES = (
     sharing_pb2,
     housekeeping_pb2,
     account_pb2,
+    webhook_pb2,
 )
 SERVICES = tuple(service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values())
 """The services of the contract."""
-
-
-class Effect(Enum):
-    """What a call does."""
-
-    READ = auto()
-    """It looks, and changes nothing."""
-    UPLOAD = auto()
-    """It belongs to the upload of contents, which may be thousands: without the Create and Finalize that name them they
-    are nothing."""
-    CHANGE = auto()
-    """It changes one thing, or uses the node's memory and processors."""
-    CHANGE_MANY = auto()
-    """It changes one thing after the other, and streams what became of each."""
-
-    @property
-    def need(self) -> Need:
-        """What the caller's token must allow."""
-        return "read" if self is Effect.READ else "change"
-
-    @property
-    def is_audited(self) -> bool:
-        """Whether it counts as a change: the audit log has an entry for each thing that it is about, and users have a
-        rate of them."""
-        return self in (Effect.CHANGE, Effect.CHANGE_MANY)
 
 
 @dataclass(frozen=True)
 class Call:
     """One call."""
 
-    effect: Effect
     serve: Callable[[Services, Principal, Any], Any]
     """Given the services, the caller and the request: a coroutine of the result, or a generator of the results of a
     stream."""
@@ -104,11 +78,6 @@ class Call:
         if isinstance(self.answer, tuple):
             return dict(zip(self.answer, result, strict=True)) if self.answer else {}
         return self.answer(result)
-
-
-def effect_of(path: str) -> Effect:
-    """Return the effect of a call by its path (/package.Service/Method)."""
-    return CALLS[path.rpartition(".")[2]].effect
 
 
 def _spec(request: Any) -> JobSpec:
@@ -139,13 +108,24 @@ def _files(request: Any) -> list[BlobFile]:
 
 async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[JobSpec, Plan]:
     machine = from_message(request.machine, PlannedMachine) if request.HasField("machine") else None
-    return await services.jobs.plan(caller, _spec(request), machine)
+    return await services.jobs.plan(caller, _spec(request), machine, config=request.model_config)
 
 
 async def _update(services: Services, caller: Principal, request: job_pb2.UpdateJobRequest) -> Any:
     if not request.HasField("priority"):
         raise InvalidSpec.of("priority", "priority is missing; it is what can be changed of a job")
     return await services.jobs.update(caller, request.job_id, priority=request.priority)
+
+
+_FIELDS_OF_METRICS = tuple(field.name for field in dataclasses.fields(MetricRows))
+
+
+async def _metrics(
+    services: Services, caller: Principal, request: job_pb2.GetJobMetricsRequest
+) -> AsyncGenerator[tuple[Any, ...], None]:
+    job = await services.jobs.get(caller, request.job_id)
+    async for rows in metric_rows(services.jobs, job, _natural(request, "after_sequence")):
+        yield tuple(getattr(rows, name) for name in _FIELDS_OF_METRICS)
 
 
 def _sample(services: Services, caller: Principal, request: checkpoint_pb2.SampleCheckpointRequest) -> Any:
@@ -234,128 +214,133 @@ def _sharers(record: PushedRecord) -> dict[str, Any]:
     return {"shared_with": record.shared_with}
 
 
-_READ, _UPLOAD, _CHANGE, _CHANGE_MANY = Effect
-
 # `on` is the services, `r` the request.
 CALLS: Mapping[str, Call] = {
     "JobService/SubmitJob": Call(
-        _CHANGE, lambda on, caller, r: on.jobs.submit(caller, request_id=r.request_id, spec=_spec(r)), "job"
+        lambda on, caller, r: on.jobs.submit(caller, request_id=r.request_id, spec=_spec(r)), "job"
     ),
-    "JobService/PlanJob": Call(_READ, _plan, ("spec", "plan")),
-    "JobService/GetJob": Call(_READ, lambda on, caller, r: on.jobs.get(caller, r.job_id), "job", is_frequent=True),
+    "JobService/PlanJob": Call(_plan, ("spec", "plan")),
+    "JobService/GetJob": Call(lambda on, caller, r: on.jobs.get(caller, r.job_id), "job", is_frequent=True),
     "JobService/ListJobs": Call(
-        _READ,
         lambda on, caller, r: on.jobs.list(
-            caller, page_size=r.page_size, page_token=r.page_token, states=_states(r.states)
+            caller,
+            page_size=r.page_size,
+            page_token=r.page_token,
+            states=_states(r.states),
+            only=JobFilter(owner=r.owner, project=r.project, search=r.search),
         ),
         ("jobs", "next_page_token"),
         is_frequent=True,
     ),
-    "JobService/CancelJob": Call(_CHANGE, lambda on, caller, r: on.jobs.cancel(caller, r.job_id), "job"),
-    "JobService/PauseJob": Call(_CHANGE, lambda on, caller, r: on.jobs.pause(caller, r.job_id), "job"),
-    "JobService/ResumeJob": Call(_CHANGE, lambda on, caller, r: on.jobs.resume(caller, r.job_id), "job"),
-    "JobService/UpdateJob": Call(_CHANGE, _update, "job"),
+    "JobService/CancelJob": Call(lambda on, caller, r: on.jobs.cancel(caller, r.job_id), "job"),
+    "JobService/PauseJob": Call(lambda on, caller, r: on.jobs.pause(caller, r.job_id), "job"),
+    "JobService/ResumeJob": Call(lambda on, caller, r: on.jobs.resume(caller, r.job_id), "job"),
+    "JobService/UpdateJob": Call(_update, "job"),
     "JobService/WatchJob": Call(
-        _READ, lambda on, caller, r: on.jobs.watch(caller, r.job_id, _natural(r, "after_sequence")), "event"
+        lambda on, caller, r: on.jobs.watch(caller, r.job_id, _natural(r, "after_sequence")), "event"
     ),
+    "JobService/GetJobMetrics": Call(_metrics, _FIELDS_OF_METRICS),
     "JobService/GetJobLogs": Call(
-        _READ,
         lambda on, caller, r: on.jobs.logs(
             caller, r.job_id, attempt=_natural(r, "attempt"), offset=_natural(r, "offset"), follow=r.follow
         ),
         ("offset", "data"),
     ),
     "BlobService/FindMissingBlobs": Call(
-        _UPLOAD,
         lambda on, caller, r: on.blobs.missing(uploader(caller), [from_message(blob, BlobRef) for blob in r.blobs]),
         "missing",
     ),
-    "BlobService/WriteBlob": Call(_UPLOAD, write_blob, "status"),
+    "BlobService/WriteBlob": Call(write_blob, "status"),
     "BlobService/WriteBlobs": Call(
-        _UPLOAD,
         lambda on, caller, r: on.blobs.write_whole(
             uploader(caller), [WholeBlob(blob=from_message(one.blob, BlobRef), data=one.data) for one in r.blobs]
         ),
     ),
     "BlobService/QueryBlobStatus": Call(
-        _UPLOAD, lambda on, caller, r: on.blobs.status(uploader(caller), from_message(r.blob, BlobRef)), "status"
+        lambda on, caller, r: on.blobs.status(uploader(caller), from_message(r.blob, BlobRef)), "status"
     ),
-    "DatasetService/CreateDataset": Call(_CHANGE, _create_dataset, "dataset"),
-    "DatasetService/FinalizeDataset": Call(
-        _CHANGE, lambda on, caller, r: on.datasets.finalize(caller, r.dataset_id), "dataset"
-    ),
-    "DatasetService/GetDataset": Call(_READ, lambda on, caller, r: on.datasets.get(caller, r.name), "dataset"),
+    "DatasetService/CreateDataset": Call(_create_dataset, "dataset"),
+    "DatasetService/FinalizeDataset": Call(lambda on, caller, r: on.datasets.finalize(caller, r.dataset_id), "dataset"),
+    "DatasetService/GetDataset": Call(lambda on, caller, r: on.datasets.get(caller, r.name), "dataset"),
     "DatasetService/ListDatasets": Call(
-        _READ,
         lambda on, caller, r: on.datasets.list(caller, page_size=r.page_size, page_token=r.page_token),
         ("datasets", "next_page_token"),
     ),
-    "DatasetService/DeleteDataset": Call(_CHANGE, lambda on, caller, r: on.datasets.delete(caller, r.name)),
-    "DatasetService/PreviewDataset": Call(_READ, _preview, _preview_fields),
+    "DatasetService/DeleteDataset": Call(lambda on, caller, r: on.datasets.delete(caller, r.name)),
+    "DatasetService/PreviewDataset": Call(_preview, _preview_fields),
     "ModelService/CreateModel": Call(
-        _CHANGE,
         lambda on, caller, r: on.models.create(
             caller, request_id=r.request_id, name=r.name, files=_files(r), config=r.config
         ),
         "model",
     ),
-    "ModelService/FinalizeModel": Call(_CHANGE, lambda on, caller, r: on.models.finalize(caller, r.model_id), "model"),
-    "ModelService/GetModel": Call(_READ, lambda on, caller, r: on.models.get(caller, r.name), "model"),
+    "ModelService/FinalizeModel": Call(lambda on, caller, r: on.models.finalize(caller, r.model_id), "model"),
+    "ModelService/GetModel": Call(lambda on, caller, r: on.models.get(caller, r.name), "model"),
     "ModelService/ListModels": Call(
-        _READ,
         lambda on, caller, r: on.models.list(caller, page_size=r.page_size, page_token=r.page_token),
         ("models", "next_page_token"),
     ),
-    "ModelService/DeleteModel": Call(_CHANGE, lambda on, caller, r: on.models.delete(caller, r.name)),
+    "ModelService/DeleteModel": Call(lambda on, caller, r: on.models.delete(caller, r.name)),
     "CheckpointService/ListCheckpoints": Call(
-        _READ, lambda on, caller, r: on.jobs.checkpoints(caller, r.job_id), "checkpoints"
+        lambda on, caller, r: on.jobs.checkpoints(caller, r.job_id), "checkpoints"
     ),
-    "CheckpointService/ReadCheckpointFile": Call(_READ, read_checkpoint_file, ("offset", "data")),
+    "CheckpointService/ReadCheckpointFile": Call(read_checkpoint_file, ("offset", "data")),
     "CheckpointService/SampleCheckpoint": Call(
-        _CHANGE, _sample, lambda piece: {"text" if isinstance(piece, SampledText) else "figures": piece}
+        _sample, lambda piece: {"text" if isinstance(piece, SampledText) else "figures": piece}
     ),
     "CheckpointService/MergeCheckpoint": Call(
-        _CHANGE,
         _merge,
         lambda line: dataclasses.asdict(line) if isinstance(line, MergeProgress) else {"checkpoint": line},
     ),
     "CheckpointService/DeleteCheckpoint": Call(
-        _CHANGE, lambda on, caller, r: on.jobs.delete_checkpoint(caller, r.job_id, r.step)
+        lambda on, caller, r: on.jobs.delete_checkpoint(caller, r.job_id, r.step)
     ),
-    "NodeService/GetNode": Call(_READ, lambda on, caller, r: on.node.describe(caller), "node"),
-    "NodeService/SetNode": Call(_CHANGE, _set_node, "node"),
-    "SharingService/GetUsage": Call(_READ, _usage, "usages"),
+    "CheckpointService/KeepCheckpoint": Call(
+        lambda on, caller, r: on.retention.keep_checkpoint(caller, r.job_id, r.step, kept=r.kept),
+        "checkpoint",
+    ),
+    "NodeService/GetNode": Call(lambda on, caller, r: on.node.describe(caller), "node"),
+    "NodeService/SetNode": Call(_set_node, "node"),
+    "SharingService/GetUsage": Call(_usage, "usages"),
     "SharingService/GetQuota": Call(
-        _READ, lambda on, caller, r: on.sharing.quota(caller), lambda found: {"allowances": AllowanceUse.all_of(found)}
+        lambda on, caller, r: on.sharing.quota(caller), lambda found: {"allowances": AllowanceUse.all_of(found)}
     ),
-    "SharingService/GetQueue": Call(_READ, _queue, "jobs"),
+    "SharingService/GetQueue": Call(_queue, "jobs"),
     "SharingService/SimulateJob": Call(
-        _READ, lambda on, caller, r: on.sharing.simulate(caller, _spec(r)), ("outlook", "plan")
+        lambda on, caller, r: on.sharing.simulate(caller, _spec(r)), ("outlook", "plan")
     ),
-    "HousekeepingService/Delete": Call(_CHANGE_MANY, _delete, ("deletion", "done", "total")),
-    "HousekeepingService/KeepJob": Call(_CHANGE, lambda on, caller, r: on.retention.keep(caller, r.job_id), "job"),
-    "AccountService/WhoAmI": Call(_READ, _who_am_i, "account"),
-    "AccountService/CreateToken": Call(_CHANGE, _create_token, ("token", "secret")),
-    "AccountService/ListTokens": Call(_READ, lambda on, caller, r: on.identity.tokens(caller, r.user), "tokens"),
-    "AccountService/RevokeToken": Call(
-        _CHANGE, lambda on, caller, r: on.identity.revoke_token(caller, r.token_id), "token"
-    ),
-    "AccountService/ListProjects": Call(_READ, lambda on, caller, r: on.identity.projects(caller), "projects"),
+    "HousekeepingService/Delete": Call(_delete, ("deletion", "done", "total")),
+    "HousekeepingService/KeepJob": Call(lambda on, caller, r: on.retention.keep(caller, r.job_id), "job"),
+    "AccountService/WhoAmI": Call(_who_am_i, "account"),
+    "AccountService/CreateToken": Call(_create_token, ("token", "secret")),
+    "AccountService/ListTokens": Call(lambda on, caller, r: on.identity.tokens(caller, r.user), "tokens"),
+    "AccountService/RevokeToken": Call(lambda on, caller, r: on.identity.revoke_token(caller, r.token_id), "token"),
+    "AccountService/ListProjects": Call(lambda on, caller, r: on.identity.projects(caller), "projects"),
     "AccountService/SetMember": Call(
-        _CHANGE,
         lambda on, caller, r: on.identity.set_member(caller, project=r.project, user=r.user, role=r.role),
         "member",
     ),
     "AccountService/RemoveMember": Call(
-        _CHANGE, lambda on, caller, r: on.identity.remove_member(caller, project=r.project, user=r.user)
+        lambda on, caller, r: on.identity.remove_member(caller, project=r.project, user=r.user)
     ),
     "AccountService/Share": Call(
-        _CHANGE, lambda on, caller, r: on.identity.share(caller, kind=r.kind, name=r.name, project=r.project), _sharers
+        lambda on, caller, r: on.identity.share(caller, kind=r.kind, name=r.name, project=r.project), _sharers
     ),
     "AccountService/Unshare": Call(
-        _CHANGE,
         lambda on, caller, r: on.identity.unshare(caller, kind=r.kind, name=r.name, project=r.project),
         _sharers,
+    ),
+    "WebhookService/CreateWebhook": Call(
+        lambda on, caller, r: on.webhooks.create(
+            caller, url=r.url, project=r.project, events=r.events, format=r.format, secret=r.secret
+        ),
+        ("webhook", "secret"),
+    ),
+    "WebhookService/ListWebhooks": Call(lambda on, caller, r: on.webhooks.list(caller), "webhooks"),
+    "WebhookService/DeleteWebhook": Call(lambda on, caller, r: on.webhooks.delete(caller, r.webhook_id)),
+    "WebhookService/TestWebhook": Call(lambda on, caller, r: on.webhooks.test(caller, r.webhook_id), "delivery"),
+    "WebhookService/ListWebhookDeliveries": Call(
+        lambda on, caller, r: on.webhooks.list_deliveries(caller, r.webhook_id), "deliveries"
     ),
 }
 """By service and method."""

@@ -21,9 +21,10 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from horizon_server.api.audited import TRAIL, Trail
 from horizon_server.api.connections import Connections
-from horizon_server.api.grpc.audited import TRAIL, Trail, outcome_of
-from horizon_server.api.grpc.calls import Effect, effect_of
+from horizon_server.api.effects import EFFECTS, Effect
+from horizon_server.api.grpc.audited import asked_by, outcome_of, resource_of
 from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Stalled, TooManyCalls, Unauthenticated
@@ -72,7 +73,16 @@ class _Call:
     method: str
     metadata: Metadata
     is_stream: bool
-    effect: Effect
+
+    @property
+    def name(self) -> str:
+        """Service and method, as `api.effects` names it."""
+        return self.method.rpartition(".")[2]
+
+    @property
+    def effect(self) -> Effect:
+        """What it does; health and reflection only read."""
+        return Effect.READ if self.method.startswith(_OPEN_SERVICES) else EFFECTS[self.name]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
@@ -99,8 +109,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             method,
             {item[0]: item[1] for item in handler_call_details.invocation_metadata or ()},
             is_stream=bool(handler.request_streaming or handler.response_streaming),
-            # Health and reflection have none.
-            effect=Effect.READ if method.startswith(_OPEN_SERVICES) else effect_of(method),
         )
         if method.startswith(_OPEN_SERVICES):
             answer = self._open_call(handler, call)
@@ -144,7 +152,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 response = await inner(request, context)
                 # Before the answer: a change that was acknowledged is in the log.
                 if call.effect.is_audited:
-                    await trail.end(response)
+                    await trail.end(changed=resource_of(response))
                 return response
 
         return answer
@@ -174,7 +182,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 async with aclosing(inner(request, context)) as responses:
                     async for response in responses:
                         if is_change_of_many:
-                            await trail.end(response, *outcome_of(response))
+                            outcome, message = outcome_of(response)
+                            await trail.end(changed=resource_of(response), outcome=outcome, message=message)
                         await write_whole(context, response)
                 if call.effect is Effect.CHANGE:
                     await trail.end()
@@ -184,11 +193,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     async def _allowed(self, call: _Call, context: Any, trail: Trail) -> Any:
         """Return the message of a call that its token allows; a change of one thing is in the audit log by then. Raises
         NotAllowed."""
-        trail.request = await _first_message(context)
+        request = await _first_message(context)
+        if call.effect.is_audited:
+            trail.asked = asked_by(request)
         require_scope(caller(), call.effect.need)
         if call.effect is Effect.CHANGE:
             await trail.begin()
-        return trail.request
+        return request
 
     def _open_call(self, handler: Any, call: _Call) -> Any:
         """Answer health and reflection: without a token, so for few at a time, and not for long."""
@@ -228,7 +239,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             ):
                 _principal.set(principal)
                 origin = address_of(context.peer())
-                trail = Trail(self._services.audit, principal, origin=origin, method=call.method)
+                trail = Trail(self._services.audit, principal, origin=origin, call=call.name)
                 TRAIL.set(trail)
                 yield trail
         except HorizonError as error:
@@ -238,7 +249,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         except asyncio.CancelledError:
             code = "CANCELLED"
             # The change may have been made: the client has left before its answer.
-            if trail is not None and trail.request is not None and call.effect.is_audited:
+            if trail is not None and trail.asked is not None and call.effect.is_audited:
                 self._later(trail.end(outcome="CANCELLED"))
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets a status and the log gets the traceback
@@ -254,7 +265,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             self._observe(service, name, code, time.perf_counter() - started)
         if failure is not None:
             if trail is not None and call.effect.is_audited:
-                await trail.end(None, failure.reason, failure.message)
+                await trail.end(outcome=failure.reason, message=failure.message)
             if requests is not None:
                 await requests.read_out(refused=True)
             if isinstance(failure, Unauthenticated | TooManyCalls):

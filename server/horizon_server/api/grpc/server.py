@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from horizon_server.api.connections import Connections
+from horizon_server.api.effects import EFFECTS
 from horizon_server.api.grpc.calls import CALLS, SERVICES, Call
 from horizon_server.api.grpc.convert import packed, response
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe, caller
@@ -48,16 +49,17 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
-    assert CALLS.keys() == METHODS, "every call of the contract is in api.grpc.calls"
+    assert CALLS.keys() == METHODS == EFFECTS.keys(), "every call of the contract is in api.grpc.calls and api.effects"
     parsed = parse_address("grpc", address)
-    credentials = None
+    credentials, certificates = None, _Certificates()
     if tls is not None:
         try:
-            pair = await asyncio.to_thread(lambda: (tls.key.read_bytes(), tls.certificate.read_bytes()))
-            clients = await asyncio.to_thread(tls.client_authority.read_bytes) if tls.client_authority else None
+            await asyncio.to_thread(certificates.load, tls)
         except OSError as error:
             raise BadSetting(f"the TLS files cannot be read: {error}") from error
-        credentials = grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+        credentials = grpc.dynamic_ssl_server_credentials(
+            certificates.newest, lambda: certificates.newest, tls.client_authority is not None
+        )
     elif not is_loopback(parsed.host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS, because others could read the tokens; set "
@@ -84,9 +86,23 @@ async def start_grpc_server(
     except RuntimeError as error:
         raise BadSetting(f"grpc: cannot listen on {address}; choose another HOST:PORT with --grpc") from error
     await server.start()
-    started = GrpcServer(server, health_servicer, streams, connections, port)
+    started = GrpcServer(server, health_servicer, streams, connections, certificates, port)
     await started.set_serving(serving=True)
     return started
+
+
+class _Certificates:
+    """What new TLS connections are served with. Thread: gRPC reads `newest` for each handshake, in a thread of its
+    own."""
+
+    def __init__(self) -> None:
+        self.newest: grpc.ServerCertificateConfiguration | None = None
+
+    def load(self, tls: ServerCertificate) -> None:
+        """Read the files. Raises OSError."""
+        pair = tls.key.read_bytes(), tls.certificate.read_bytes()
+        clients = tls.client_authority.read_bytes() if tls.client_authority else None
+        self.newest = grpc.ssl_server_certificate_configuration([pair], clients)
 
 
 def _handlers(services: Services, service: ServiceDescriptor) -> grpc.GenericRpcHandler[Any, Any]:
@@ -158,9 +174,16 @@ class GrpcServer:
     """A running server. `port` is the one it listens on."""
 
     def __init__(
-        self, server: grpc.aio.Server, health_servicer: Any, streams: OpenStreams, connections: Connections, port: int
+        self,
+        server: grpc.aio.Server,
+        health_servicer: Any,
+        streams: OpenStreams,
+        connections: Connections,
+        certificates: _Certificates,
+        port: int,
     ) -> None:
         self._server = server
+        self._certificates = certificates
         self._looking = asyncio.create_task(connections.run(port), name="grpc-connections")
         self._health = health_servicer
         self._streams = streams
@@ -173,6 +196,10 @@ class GrpcServer:
         status = statuses.SERVING if serving else statuses.NOT_SERVING
         for name in ("", *SERVICE_NAMES):
             await self._health.set(name, status)
+
+    async def load_certificate(self, tls: ServerCertificate) -> None:
+        """Serve new connections with the certificate as its files are now. Raises OSError."""
+        await asyncio.to_thread(self._certificates.load, tls)
 
     async def stop(self, grace: float) -> None:
         """End all streams with UNAVAILABLE, let other calls finish for `grace` seconds, and stop listening."""

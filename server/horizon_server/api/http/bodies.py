@@ -26,9 +26,10 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, c
 from horizon_server.api.cached_on import cached_on
 from horizon_server.api.sharing import AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import DatasetPreview
+from horizon_server.events import EvalAnswer
 from horizon_server.records.account import Project
 from horizon_server.records.blob import DatasetRecord, ModelRecord
-from horizon_server.records.job import CheckpointRecord, JobRecord
+from horizon_server.records.job import CheckpointRecord, JobRecord, LogPart
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Usage
 from horizon_server.records.times import is_time, time_name
@@ -171,6 +172,8 @@ ModelPage = page_of("ModelPage", "models", ModelRecord)
 NodeBody = body_of(NodeStatus)
 PreviewBody = body_of(DatasetPreview)
 CheckpointBody = body_of(CheckpointRecord)
+PlanBody = body_of(Plan)
+LogBody = body_of(LogPart)
 
 
 class CheckpointList(BaseModel):
@@ -219,6 +222,40 @@ class QueueBody(BaseModel):
     """The resident jobs of all users, then the queue in its order."""
 
     jobs: list[body_of(QueueEntry)]  # type: ignore[valid-type]  # made while running
+
+
+class AnsweredBody(BaseModel):
+    """One evaluation and the answers that it shows."""
+
+    step: int
+    set_names: list[str]
+    answers: list[body_of(EvalAnswer)]  # type: ignore[valid-type]  # made while running
+
+
+class AnswersBody(BaseModel):
+    """The last evaluations of a job, oldest first."""
+
+    evaluations: list[AnsweredBody]
+
+
+class MembershipBody(BaseModel):
+    """A project that the caller is in."""
+
+    name: str
+    role: str = Field(description="viewer, member or admin.")
+
+
+class MeBody(BaseModel):
+    """Who calls, and what they may do."""
+
+    name: str
+    role: str
+    scope: str = Field(description="Of the token: full or read.")
+    project: str = Field(description="What the caller's jobs are charged to where the spec names none.")
+    projects: list[MembershipBody]
+    may_change: bool = Field(
+        description="Whether the caller may change anything: neither a viewer, nor a token to read."
+    )
 
 
 class UsageBody(BaseModel):

@@ -28,7 +28,7 @@ from horizon_server.errors import FieldViolation, HorizonError, InvalidSpec, Too
 from horizon_server.records.account import Principal
 from horizon_server.services.access import require_scope
 
-# REST only reads; a request with more than this is a mistake or an attack.
+# A job spec is the largest that a request carries; contents are pushed through gRPC.
 MAX_BODY_BYTES = 64 * 1024
 
 # A route that sets one of them itself wins: the page has a policy of its own.
@@ -41,8 +41,6 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-# The methods whose routes change nothing.
-_READING = frozenset({"GET", "HEAD"})
 _LONGEST_INPUT = 80
 _OPEN_CALLS = "horizon.open_calls"
 
@@ -57,11 +55,12 @@ def services_of(request: Request) -> AllServices:
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
-async def scraper(request: Request, credentials: Credentials) -> Principal:
-    """Return who may read /metrics: any caller, with a token of any scope.
+async def admitted(request: Request, credentials: Credentials, *, is_change: bool = False) -> Principal:
+    """Return the caller when it is their turn; the call counts as open until it is answered.
 
     Raises:
         Unauthenticated: without a token, or with one that is wrong, expired or revoked.
+        TooManyCalls: when the user makes too many calls, or changes.
     """
     if credentials is None:
         raise Unauthenticated(
@@ -71,11 +70,19 @@ async def scraper(request: Request, credentials: Credentials) -> Principal:
     peer = request.client.host if request.client else "an unknown address"
     # Until the answer is sent: an event stream is an open call too.
     open_calls: AsyncExitStack = request.scope[_OPEN_CALLS]
-    principal = await open_calls.enter_async_context(services.logins.admitted(credentials.credentials, peer))
-    require_scope(principal, "metrics")
+    principal = await open_calls.enter_async_context(
+        services.logins.admitted(credentials.credentials, peer, is_change=is_change)
+    )
     connection = request.scope.get(SCOPE_KEY)
     if connection is not None:
         connection.identified(principal.name)
+    return principal
+
+
+async def scraper(request: Request, credentials: Credentials) -> Principal:
+    """Return who may read /metrics: any caller, with a token of any scope. Raises as `admitted`."""
+    principal = await admitted(request, credentials)
+    require_scope(principal, "metrics")
     return principal
 
 
@@ -85,14 +92,14 @@ async def scraper_or_nobody(request: Request, credentials: Credentials) -> Princ
 
 
 async def authenticated(request: Request, credentials: Credentials) -> Principal:
-    """Return the caller.
+    """Return the caller of a route that changes nothing.
 
     Raises:
-        Unauthenticated: without a token, or with one that is wrong, expired or revoked.
-        NotAllowed: with a token that is for /metrics only, or that allows no changes where the route makes one.
+        Unauthenticated, TooManyCalls: as `admitted`.
+        NotAllowed: with a token that is for /metrics only.
     """
-    principal = await scraper(request, credentials)
-    require_scope(principal, "read" if request.method in _READING else "change")
+    principal = await admitted(request, credentials)
+    require_scope(principal, "read")
     return principal
 
 
@@ -153,7 +160,7 @@ class RequestMiddleware:
 
 def _too_large() -> TooLarge:
     return TooLarge(
-        f"the request body is larger than {MAX_BODY_BYTES} bytes; REST only reads, data is pushed through gRPC"
+        f"the request body is larger than {MAX_BODY_BYTES} bytes; data is pushed with the horizon command, or gRPC"
     )
 
 
@@ -199,7 +206,7 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     if status == HTTPStatus.NOT_FOUND:
         message = f"there is no {request.url.path!r:.200} here; GET /openapi.json lists what there is"
     elif status == HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"{request.method:.20} is not possible here; REST only reads, changes go through gRPC"
+        message = f"{request.method:.20} is not possible here; GET /openapi.json lists what is"
     else:
         message = str(error.detail)
     detail = ErrorDetail(reason=HTTPStatus(status).name, message=message)

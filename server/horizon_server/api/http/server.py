@@ -1,29 +1,28 @@
 """REST, the web page and /metrics as one FastAPI app, served by uvicorn inside the daemon's event loop.
 
-Reads only; the services decide who may see what.
+The services decide who may see and change what.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import resources
 from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, Response
 
+from horizon_server.api.http import changes, routes
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
 from horizon_server.api.http.connections import ACCEPTED_AT_ONCE, BACKLOG, KEEP_ALIVE_S, BoundedProtocol, Bounds
-from horizon_server.api.http.curve import Curves
+from horizon_server.api.http.live import LivePages
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
-from horizon_server.api.http.routes import router
+from horizon_server.api.http.series import SeriesOfJobs
+from horizon_server.api.http.web_page import add_web_page
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.network import Address, ServerCertificate, bound_socket
 from horizon_server.records.account import Principal
@@ -46,7 +45,8 @@ def make_app(
     app = FastAPI(
         title="horizon",
         version=version,
-        description="Status of a horizon daemon. Everything that changes something goes through gRPC.",
+        description="Jobs, checkpoints and the queue of a horizon daemon: what they are, and changes of them. Contents "
+        "are pushed and pulled, and accounts are managed, through gRPC, with the horizon command.",
         docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
         openapi_url="/openapi.json",
@@ -55,10 +55,13 @@ def make_app(
     )
     app.state.services = services
     app.state.streams = OpenStreams(services.accounts)
-    app.state.curves = Curves()
+    app.state.series = SeriesOfJobs()
+    app.state.live = LivePages(services, app.state.streams)
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
-    app.include_router(router)
+    add_web_page(app)
+    app.include_router(changes.router)
+    app.include_router(routes.router)
     return app
 
 
@@ -67,7 +70,6 @@ def _add_open_routes(
 ) -> None:
     """Add what needs no token: probes and load balancers have none, and these answers show nothing of the daemon's
     work."""
-    page, policy = _load_page()
     exposition: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
     @app.get("/healthz")
@@ -89,30 +91,10 @@ def _add_open_routes(
         body, content_type = metrics.render(lambda labels, owners: may_see_series(principal, labels, owners))
         return Response(body, headers={"Content-Type": content_type})
 
-    # Not in the schema: it documents what scripts read.
-    @app.get("/", include_in_schema=False)
-    async def show_page() -> Response:
-        return Response(page, media_type="text/html", headers={"Content-Security-Policy": policy})
-
     @app.get("/version")
     async def show_version() -> VersionBody:
         """Show the daemon's version."""
         return VersionBody(version=app.version)
-
-
-def _load_page() -> tuple[bytes, str]:
-    """Return the one self-contained document, and the policy that lets exactly its own script and style run."""
-    folder = resources.files("horizon_server.api.http") / "web"
-    document = (folder / "page.html").read_text("utf-8")
-    policy = "default-src 'none'; "
-    for name, mark in (("script", "/*script*/"), ("style", "/*style*/")):
-        content = (folder / ("page.js" if name == "script" else "page.css")).read_text("utf-8")
-        assert document.count(mark) == 1
-        document = document.replace(mark, content)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        policy += f"{name}-src 'sha256-{digest}'; "
-    policy += "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    return document.encode(), policy
 
 
 class HttpServer(uvicorn.Server):
@@ -133,6 +115,12 @@ class HttpServer(uvicorn.Server):
         self._watching.cancel()
         if self.serving is not None:
             await self.serving
+
+    async def load_certificate(self, tls: ServerCertificate) -> None:
+        """Serve new connections with the certificate as its files are now. Raises OSError."""
+        assert self.config.ssl is not None
+        # Not in a thread: handshakes begin on the event loop, and must not do so while the context is changed.
+        self.config.ssl.load_cert_chain(tls.certificate, tls.key)
 
     # uvicorn's handlers would replace the daemon's, which drains before it ends.
     @contextlib.contextmanager

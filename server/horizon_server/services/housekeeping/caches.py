@@ -21,6 +21,8 @@ KEPT_ATTEMPTS = 3
 # Of a log that is cut, what stays of its beginning: the versions, the plan and the first error are there.
 _HEAD_BYTES = 2**20
 _NOTE_BYTES = 128
+HUB_FOLDER = "hub"
+"""In the state folder: what `horizond model add` has fetched, of models that are not whole yet."""
 _JOURNAL_FILE = "journal.jsonl"
 _LOG_FILE = "worker.log"
 
@@ -50,6 +52,13 @@ def unused_tokens(root: Path, max_age_s: float) -> list[Path]:
     # A name with a dot is one of a preparation that is running.
     folders = [path for path in root.glob("*/*") if path.is_dir() and "." not in path.name]
     return [path for path in folders if path.stat().st_mtime < before]
+
+
+def given_up_fetches(root: Path, max_age_s: float) -> list[Path]:
+    """Return the folders of models of a hub of which nothing has arrived for that long. Blocking."""
+    before = time.time() - max_age_s
+    folders = [path for path in root.glob("*") if path.is_dir()]
+    return [path for path in folders if max(file.stat().st_mtime for file in (path, *path.rglob("*"))) < before]
 
 
 def unused_code(root: Path, max_age_s: float) -> list[Path]:

@@ -135,7 +135,9 @@ class Sweep:
         found += await self._as_garbage("contents", contents, "nothing is made of it; to the trash")
         if not dry_run:
             await self.uploads.sweep(self.settings.upload_expiry_s)
-        return found
+        age_s, hub = self.settings.upload_expiry_s, self._root / caches.HUB_FOLDER
+        fetches = await in_thread(lambda: caches.given_up_fetches(hub, age_s))
+        return found + await self._remove("fetches", fetches, "not continued for long", dry_run=dry_run)
 
     async def _jobs(self, dry_run: bool) -> list[Garbage]:
         """Files of jobs: what deletions left, what the database does not know, old attempts, journals and long logs."""

@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from horizon_proto.v1 import housekeeping_pb2, housekeeping_pb2_grpc, job_pb2, node_pb2, node_pb2_grpc
 from horizon_server.api import limits
+from horizon_server.api.effects import EFFECTS, Effect
 from horizon_server.api.grpc import interceptor
-from horizon_server.api.grpc.audited import described
-from horizon_server.api.grpc.calls import CALLS, Effect
+from horizon_server.api.grpc.audited import resource_of
 from horizon_server.db.audit import MAX_CHARS
 from horizon_server.records.audit import UNKNOWN, AuditEntry
 from horizon_server.records.job import JobState
@@ -157,7 +157,7 @@ async def test_a_submission_is_audited_with_the_job_that_it_made(world: Any) -> 
     (entry,) = await world.services.audit.entries(limit=100)
     assert (entry.action, entry.resource) == ("JobService.SubmitJob", "night")
     made = job_pb2.SubmitJobResponse(job=job_pb2.Job(job_id="job_1"))
-    assert described(request, made)[0] == "job_1"
+    assert resource_of(made) == "job_1"
 
 
 async def test_refusals_of_one_user_cannot_fill_the_audit_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,5 +272,5 @@ async def test_a_change_that_the_token_does_not_allow_is_audited(world: Any) -> 
 
 def test_calls_that_only_look_are_named_like_it() -> None:
     """A call that is declared to read passes with a token of scope read: one look at the name more."""
-    names = {name.partition("/")[2]: call.effect for name, call in CALLS.items()}
+    names = {name.partition("/")[2]: effect for name, effect in EFFECTS.items()}
     assert [name for name, effect in names.items() if (effect is Effect.READ) != name.startswith(READING)] == []

@@ -9,6 +9,7 @@ import math
 import time
 import uuid
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,17 +19,25 @@ from fastapi import FastAPI
 from horizon_server.api.http.bodies import JobBody
 from horizon_server.api.http.server import make_app
 from horizon_server.db.sharing import SharingStore
-from horizon_server.errors import Draining
+from horizon_server.errors import Draining, InvalidSpec
+from horizon_server.events import EvalAnswer, EvalDone
+from horizon_server.figures import EvalSetFigures
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import JobFilter, JobRecord, JobState
 from horizon_server.records.plan import Plan, ReferencePass, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook
+from horizon_server.services.jobs import MAX_EVALUATIONS
 from horizon_server.spec import parse_job_spec
 
-_OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]
+_OF_A_JOB = [
+    "jobs/j-1",
+    *(f"jobs/j-1/{part}" for part in ("events", "metrics", "series", "log", "answers", "checkpoints")),
+]
 GUARDED = [
     *_OF_A_JOB,
+    "me",
+    "job-schema",
     "node",
     "queue",
     "usage",
@@ -84,7 +93,7 @@ async def test_version_and_node(ann: httpx.AsyncClient, world: Any) -> None:
     assert (node["user"], node["role"], node["draining"], node["accelerators"]) == ("ann", "user", False, [])
     assert node["num_jobs"]["RUNNING"] == 0
     assert node["disk_free_bytes"] > 0
-    world.services.node._accelerators = (Accelerator(index=0, name="GPU", memory_bytes=8),)
+    world.services.node.accelerators = (Accelerator(index=0, name="GPU", memory_bytes=8),)
     node = (await ann.get("/horizon/v1/node")).json()
     assert node["accelerators"] == [{"index": 0, "name": "GPU", "memory_bytes": 8}]
 
@@ -160,6 +169,64 @@ async def test_other_users_learn_nothing(connect: Any, world: Any) -> None:
         assert (await connect(user).get(f"/horizon/v1/jobs/{job.job_id}")).status_code == 200
 
 
+async def test_the_answers_of_the_last_evaluations_are_shown(ann: httpx.AsyncClient, world: Any) -> None:
+    answer = EvalAnswer(
+        document=3, prompt="1+1?", answer="it is 2", reference="2", found="2", expected="2", matches=True
+    )
+    gsm = EvalSetFigures(name="gsm", loss=1.0, num_targets=4, num_correct=1)
+
+    def evaluated(step: int, *answers: EvalAnswer) -> EvalDone:
+        return EvalDone(step=step, eval_loss=1.0, num_targets=4, sets=(gsm,), answers=answers)
+
+    many = [evaluated(step, answer) for step in range(5, 5 + MAX_EVALUATIONS)]
+    job = await world.job(
+        evaluated(1, answer), evaluated(2), *many, dataclasses.replace(many[-1], answers=(answer,) * 2)
+    )
+    found = (await ann.get(f"/horizon/v1/jobs/{job.job_id}/answers")).json()["evaluations"]
+    assert [one["step"] for one in found] == list(range(6, 5 + MAX_EVALUATIONS)), "the last 50, one of each step"
+    assert (found[0]["set_names"], len(found[-1]["answers"])) == (["gsm"], 2)
+    assert found[0]["answers"] == [{**dataclasses.asdict(answer)}]
+
+
+async def test_a_log_is_read_in_parts_of_whole_lines(ann: httpx.AsyncClient, world: Any) -> None:
+    job = await world.job(state=JobState.RUNNING)
+    url = f"/horizon/v1/jobs/{job.job_id}/log"
+    assert (await ann.get(url)).json()["text"] == ""
+    world.write_log(job, b"first\x1b[31m line\nsecond\xff line\nthird")
+    whole = (await ann.get(url)).json()
+    assert whole["text"] == "first[31m line\nsecond\ufffd line\nthird"
+    assert (whole["attempt"], whole["attempts"], whole["complete"]) == (job.attempt, [job.attempt], False)
+    read, offset = [], 0
+    for _ in range(3):
+        part = (await ann.get(url, params={"offset": offset, "limit": 17})).json()
+        assert part["offset"] == offset
+        read.append(part["text"])
+        offset = part["next_offset"]
+    assert read == ["first[31m line\n", "second\ufffd line\n", "third"]
+    end = (await ann.get(url, params={"offset": -1, "limit": 10})).json()
+    assert (end["text"], end["next_offset"]) == ("third", offset)
+    assert (await ann.get(url, params={"offset": 10**6})).json()["text"] == ""
+    assert (await ann.get(url, params={"attempt": 7})).json()["complete"] is True
+    assert (await ann.get(url, params={"limit": 65537})).status_code == 422
+
+
+async def test_who_calls_and_what_they_may_do(connect: Any, world: Any) -> None:
+    assert (await connect("ann").get("/horizon/v1/me")).json() == {
+        "name": "ann",
+        "role": "user",
+        "scope": "full",
+        "project": "ann",
+        "projects": [{"name": "ann", "role": "admin"}],
+        "may_change": True,
+    }
+    assert (await connect("eve").get("/horizon/v1/me")).json()["may_change"] is False
+    _, reading = await world.services.accounts.create_token("ann", lifetime_s=None, scope="read")
+    me = (await connect(reading).get("/horizon/v1/me")).json()
+    assert (me["scope"], me["may_change"]) == ("read", False)
+    schema = (await connect(reading).get("/horizon/v1/job-schema")).json()
+    assert {"name", "model", "dataset", "train"} <= schema["properties"].keys()
+
+
 async def test_pages_of_jobs(ann: httpx.AsyncClient, world: Any) -> None:
     made = [(await world.job(name=f"j-{number}")).job_id for number in range(5)]
     seen, token = [], ""
@@ -183,6 +250,34 @@ async def test_jobs_by_state(ann: httpx.AsyncClient, world: Any) -> None:
     assert violation["field"] == "state.0"
     assert "ASLEEP" in violation["description"]
     assert "QUEUED" in violation["description"]
+
+
+async def test_a_list_of_jobs_is_filtered(connect: Any, world: Any) -> None:
+    ann = connect("ann")
+    first, second = await world.job(name="gsm-first"), await world.job(name="second", state=JobState.RUNNING)
+    bobs = dataclasses.replace(first, job_id="job_bobs", owner="bob", project="shared")
+    await world.journal.create(bobs, request_id=str(uuid.uuid4()))
+
+    async def found(user: Any, **query: str) -> list[str]:
+        answer = await user.get("/horizon/v1/jobs", params=query)
+        return [job["job_id"] for job in answer.json()["jobs"]]
+
+    assert await found(ann, search="GSM") == [first.job_id]
+    assert await found(ann, search=second.job_id[4:]) == [second.job_id]
+    assert await found(ann, search="chats") == [second.job_id, first.job_id]  # the dataset of both
+    for nothing in ("%", "_%", "no such", '"method"', "bob"):
+        assert await found(ann, search=nothing) == [], nothing
+    assert await found(ann, owner="bob") == []
+    root = connect("root")
+    assert await found(root, owner="bob") == ["job_bobs"]
+    assert await found(root, project="shared", search="gsm") == ["job_bobs"]
+    assert await found(root, owner="ann", state="RUNNING") == [second.job_id]
+    page = (await root.get("/horizon/v1/jobs?search=gsm&page_size=1")).json()
+    assert [job["job_id"] for job in page["jobs"]] == ["job_bobs"]
+    assert await found(root, search="gsm", page_token=page["next_page_token"]) == [first.job_id]
+    assert (await ann.get("/horizon/v1/jobs", params={"search": "x" * 201})).status_code == 422
+    with pytest.raises(InvalidSpec, match="the maximum is 200"):
+        await world.services.jobs.list(await world.caller("ann"), only=JobFilter(search="x" * 201))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +392,16 @@ async def test_the_node_says_how_it_is_shared(ann: httpx.AsyncClient, world: Any
     node = (await ann.get("/horizon/v1/node")).json()
     nothing = {"window_start_time": None, "window_end_time": None}
     assert (node["mode"], node["condition"]) == ("cordoned", {"mode": "cordoned", "message": "new driver", **nothing})
-    assert node["devices"] == [{"name": "host", "holder": "", "num_residents": 0}]
+    assert node["devices"] == [{"name": "host", "holder": "", "num_residents": 0, "holder_name": ""}]
+
+
+async def test_who_may_see_the_job_whose_turn_it_is_gets_its_name(connect: Any, world: Any) -> None:
+    job = await world.job(name="night", state=JobState.RUNNING)
+    holder = SimpleNamespace(job=SimpleNamespace(job_id=job.job_id))
+    world.daemon.parts.scheduler.turns["host"].holder = holder
+    for user, name in (("ann", "night"), ("eve", "night"), ("bob", "")):
+        (device,) = (await connect(user).get("/horizon/v1/node")).json()["devices"]
+        assert (device["holder"], device["holder_name"]) == (job.job_id, name)
 
 
 async def test_checkpoints(ann: httpx.AsyncClient, world: Any) -> None:
@@ -336,8 +440,8 @@ async def test_unknown_routes_are_json(connect: Any, path: str) -> None:
     assert path in answer.json()["error"]["message"]
 
 
-async def test_nothing_can_be_written(ann: httpx.AsyncClient) -> None:
-    answer = await ann.post("/horizon/v1/jobs", json={"name": "x"})
+async def test_what_a_path_does_not_take_is_said(ann: httpx.AsyncClient) -> None:
+    answer = await ann.put("/horizon/v1/jobs", json={"name": "x"})
     assert answer.status_code == 405
     assert answer.json()["error"]["reason"] == "METHOD_NOT_ALLOWED"
     assert "gRPC" in answer.json()["error"]["message"]
@@ -417,9 +521,15 @@ async def test_the_schema_documents_every_route_and_error(app: FastAPI, connect:
         path.removeprefix("/horizon/v1/").replace("{job_id}", "j-1").replace("{name}", "chats")
         for path in schema["paths"]
     }
-    assert paths == {*GUARDED, "/healthz", "/readyz", "/metrics", "/version"}
-    for path in (path for path in schema["paths"] if path.startswith("/horizon")):
-        operation = schema["paths"][path]["get"]
+    changes_only = {"jobs/plan", *(f"jobs/j-1/{what}" for what in ("pause", "resume", "cancel", "keep"))}
+    changes_only |= {"jobs/j-1/checkpoints/{step}", "jobs/j-1/checkpoints/{step}/keep"}
+    assert paths == {*GUARDED, *changes_only, "/healthz", "/readyz", "/metrics", "/version"}
+    for path, operation in (
+        (path, operation)
+        for path, operations in schema["paths"].items()
+        if path.startswith("/horizon")
+        for operation in operations.values()
+    ):
         assert operation["security"] == [{"HTTPBearer": []}], path
         if "page_token" in {parameter["name"] for parameter in operation.get("parameters", ())}:
             assert "400" in operation["responses"], path

@@ -1,0 +1,1 @@
+"""Webhooks: what they are told, how it is sent, and who may have them."""
