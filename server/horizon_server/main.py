@@ -460,8 +460,10 @@ async def _listen(
 
 
 def _page_url(settings: Settings, host: str, port: int, *, is_secure: bool) -> str:
-    """Return where people reach the web page: by the first name that the certificate was asked for, else where the
-    daemon listens."""
+    """Return where people reach the web page: as the settings say, else by the first name that the certificate was
+    asked for, else where the daemon listens."""
+    if settings.public_url is not None:
+        return settings.public_url.rstrip("/")
     if is_secure and settings.tls_names:
         host = settings.tls_names[0]
     elif host in ("0.0.0.0", "::"):  # noqa: S104

@@ -217,7 +217,7 @@ class Settings(BaseSettings):
         None,
         pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$",
         description="Where users open the web page, such as https://gpubox.lab.edu:7172: webhooks then have a link to "
-        "the job.",
+        "the job, and the boards link there.",
     )
     webhook_networks: Networks = Field(
         (),
