@@ -35,7 +35,7 @@ MAP = {
 }
 FORMAT = {
     "default": "auto",
-    "description": "The format of local data files, as that of horizon dataset push --format; auto is told by the "
+    "description": "The format of local data files, as that of horizon dataset push --format; auto recognises it by the "
     "rows. The job that is sent has no such field.",
     "enum": list(DATASET_FORMATS),
     "type": "string",

@@ -117,6 +117,4 @@ def _hub_errors(repo: str) -> Iterator[None]:
     # The library gives a transfer that failed as a RuntimeError
     except (OfflineModeIsEnabled, RuntimeError, transport) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Unavailable(
-            f"the hub does not answer ({why:.200}); the same command goes on with what it lacks"
-        ) from error
+        raise Unavailable(f"the hub does not answer ({why:.200}); repeat the command to continue") from error

@@ -307,8 +307,8 @@ class JobSpec(_Required, total=False):
     format: Literal[
         "auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens", "preference", "kto", "samples"
     ]
-    """The format of local data files, as that of horizon dataset push --format; auto is told by the rows. The job that
-    is sent has no such field. Default: 'auto'."""
+    """The format of local data files, as that of horizon dataset push --format; auto recognises it by the rows. The job
+    that is sent has no such field. Default: 'auto'."""
     project: str
     """The project that the job is charged to; empty means the user's own."""
     eval_dataset: DataLike | None

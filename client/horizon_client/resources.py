@@ -1004,19 +1004,19 @@ class SimulatedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Webhook:
-    """An address that is told of changes of jobs' states."""
+    """An address that is notified of changes of jobs' states."""
 
     webhook_id: str
     """Stable id."""
     owner: str
     """Name of the user who created it."""
     project: str
-    """The project whose jobs it is told of; empty for the jobs of its owner."""
+    """The project whose jobs it is notified of; empty for the jobs of its owner."""
     url: str
     """Where requests are sent. Everybody but its owner sees scheme and host alone, because such an address is often a
     secret."""
     events: tuple[str, ...]
-    """The states that it is told of, in lower case: succeeded, failed, ..."""
+    """The states that it is notified of, in lower case: succeeded, failed, ..."""
     format: str
     """Body of the requests: json, or slack for Slack, Mattermost and Rocket.Chat."""
     create_time: datetime | None

@@ -567,7 +567,7 @@ class Checkpoints:
         """Publish a checkpoint on the Hugging Face hub, as `hf:ORG/NAME`: weights, tokenizer, model card and job file.
 
         It is pulled into `folder` first, which stays; without one, into a folder of this user's cache, which is gone
-        afterwards. A push that was interrupted goes on with what is missing. `merged` has the node merge an adapter,
+        afterwards. A push that was interrupted continues with what is missing. `merged` has the node merge an adapter,
         and publishes the merged model. `private` makes a new repository private or public; None leaves that to the
         account's setting. `token` is one of the hub; without one, that of `hf auth login` is used. The answers of the
         evaluation are texts of your data: they are published only `with_answers`. Needs `horizon-train[hub]`.

@@ -27,7 +27,7 @@ Notice = Callable[[str], None]
 
 
 def tracked(job: Job) -> TrackedJob:
-    """Return what a tracker is told of a job."""
+    """Return what a tracker records of a job."""
     return TrackedJob(job_id=job.job_id, name=job.name, owner=job.owner, spec=dict(job.spec))
 
 
@@ -136,7 +136,7 @@ class _Writer:
                 batch.append(self.waiting.get())
             is_over = None in batch
             points = [point for point in batch if point is not None]
-            # One that was given up takes what comes and keeps nothing, so that the watch goes on.
+            # One that was given up takes what comes and keeps nothing, so that the watch continues.
             if points and not self._problem:
                 self._write(points)
         try:
@@ -154,5 +154,5 @@ class _Writer:
                     self._problem = str(error)
                     self._notice(f"{error}; no more is written there")
                     return
-                self._notice(f"{error}; trying again in {pause_s:g} s, and the job goes on meanwhile")
+                self._notice(f"{error}; trying again in {pause_s:g} s, and the job continues meanwhile")
                 self._closing.wait(pause_s)

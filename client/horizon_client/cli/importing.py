@@ -26,7 +26,12 @@ not: the job file is written in both cases and says it at its end.""",
 )
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Write it to this file, which must not exist.")
-@click.option("--from", "tool", type=click.Choice(_TOOLS), help="Whose config it is. Default: told by its names.")
+@click.option(
+    "--from",
+    "tool",
+    type=click.Choice(_TOOLS),
+    help="The tool that the config is for. Default: recognised by its field names.",
+)
 @click.option(
     "--method", type=click.Choice(METHODS), help="The method of the trainer, where the config does not say it."
 )

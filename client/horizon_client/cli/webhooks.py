@@ -1,4 +1,4 @@
-"""`horizon webhook`: who is told when the state of a job changes, and whether they were."""
+"""`horizon webhook`: addresses that are notified of changes of jobs, and their deliveries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _events(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     events = [part.strip() for part in text.split(",") if part.strip()]
     for event in events:
         if event not in _EVENTS:
-            raise click.BadParameter(f"{event!r} is no state of a job; choose from {', '.join(_EVENTS)}")
+            raise click.BadParameter(f"{event!r} is not a state of a job; choose from {', '.join(_EVENTS)}")
     return events
 
 
@@ -81,7 +81,7 @@ secret to check that. docs/webhooks.md has an example."""
     show_default=True,
     callback=_events,
     metavar="STATE,...",
-    help="The states that it is told of.",
+    help="States to notify of.",
 )
 @click.option(
     "--secret-file",
@@ -107,7 +107,7 @@ def add(
     made = client.webhooks.add(url, project=project, events=events, format=body_format, secret=secret)
     hook = made.webhook
     whose = f"project {hook.project}" if hook.project else "your jobs"
-    click.echo(f"webhook {hook.webhook_id} is told when {whose} are {', '.join(hook.events)}", err=True)
+    click.echo(f"webhook {hook.webhook_id} is notified when {whose} are {', '.join(hook.events)}", err=True)
     click.echo(f"try it: horizon webhook test {hook.webhook_id}", err=True)
     if not secret:
         click.echo("its requests are signed with this secret, which cannot be shown again:", err=True)

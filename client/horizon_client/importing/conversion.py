@@ -185,7 +185,7 @@ def _length(settings: Settings, imported: Imported) -> int:
         imported.put("train.sequence_length", length, _shown(source, value))
         return length
     if source:
-        imported.say(Outcome.MISSING, _shown(source, value), "is no number of tokens; set train.sequence_length")
+        imported.say(Outcome.MISSING, _shown(source, value), "is not a number of tokens; set train.sequence_length")
     default = settings.tool.defaults.get("sequence_len") or settings.tool.defaults.get("cutoff_len")
     default = default or settings.tool.defaults.get("max_length")
     if default is None:
@@ -239,7 +239,7 @@ def _duration(settings: Settings, imported: Imported) -> None:
     if number:
         imported.put("train.epochs", number, _shown(epochs_source, epochs))
     elif epochs_source:
-        imported.say(Outcome.MISSING, _shown(epochs_source, epochs), "is no number; set train.epochs")
+        imported.say(Outcome.MISSING, _shown(epochs_source, epochs), "is not a number; set train.epochs")
     else:
         default = settings.tool.defaults.get("num_epochs") or settings.tool.defaults["num_train_epochs"]
         imported.put("train.epochs", default, f"{settings.tool.name}'s default", "", Outcome.DEFAULT)
@@ -250,7 +250,7 @@ def _rate(settings: Settings, imported: Imported) -> None:
     if (rate := _number(value)) is not None:
         imported.put("train.learning_rate", rate, _shown(source, value))
     elif source:
-        imported.say(Outcome.MISSING, _shown(source, value), "is no number; set train.learning_rate")
+        imported.say(Outcome.MISSING, _shown(source, value), "is not a number; set train.learning_rate")
     elif "learning_rate" in settings.tool.defaults:
         default = settings.tool.defaults["learning_rate"]
         if settings.tool.name == "trl" and imported.fields.get("method") not in ("sft", "pretrain"):

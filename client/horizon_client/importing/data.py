@@ -83,13 +83,13 @@ def _axolotl(source: str, value: Any, imported: Imported, *, has_pairs: bool) ->
         imported.put("dataset", paths[0] if len(paths) == 1 else paths, f"{source}: {', '.join(paths)}")
     types = {str(entry.get("type") or "") for entry in entries}
     only = types.pop() if len(types) == 1 else ""
-    # Pairs and labelled answers are told by their rows.
+    # Pairs and labelled answers are recognised by their rows.
     format_name = None if has_pairs else _FORMATS.get(only.split(".")[0])
     if format_name:
         imported.put("format", format_name, f"{source}.type: {only}")
     elif only or types:
         shown = ", ".join(sorted({only, *types} - {""}))
-        text = "the format is told by the rows; rows of several formats need a dataset each"
+        text = "the format is recognised by the rows; rows of several formats need a dataset each"
         imported.say(Outcome.CHECK, f"{source}.type: {shown}", text)
     columns = {
         field: str(entry[name])

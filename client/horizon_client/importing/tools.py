@@ -81,7 +81,7 @@ def tool_of(config: Mapping[str, Any], *, named: str = "", file: str = "the file
     """Return the tool that a config is of, by the names that it has.
 
     Raises:
-        InvalidRequest: when `named` is no known tool.
+        InvalidRequest: when `named` is not a known tool.
         BadFile: when the names are those of no tool, or of two alike.
     """
     if named:
@@ -100,6 +100,6 @@ def tool_of(config: Mapping[str, Any], *, named: str = "", file: str = "the file
         return TOOLS["transformers"]
     names = json.dumps(sorted(map(str, config))[:5])
     raise BadFile(
-        f"{file} is no config of {', '.join(TOOLS)} that this version knows: it has {names}; a job file of horizon "
+        f"{file} is not a config of {', '.join(TOOLS)} that this version knows: it has {names}; a job file of horizon "
         "needs no import, and for another tool's file say whose names it uses with --from"
     )

@@ -166,7 +166,7 @@ class WrittenFile:
             return {}
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{self._path} cannot be read ({error}); remove it and the run, to write the run anew"
+                f"{self._path} cannot be read ({error}); remove it and the run, to write the run again"
             ) from error
 
     def keep(self, written: Written) -> None:

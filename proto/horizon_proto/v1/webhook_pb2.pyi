@@ -15,7 +15,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class Webhook(google.protobuf.message.Message):
-    """Webhook is an address that is told of changes of jobs' states."""
+    """Webhook is an address that is notified of changes of jobs' states."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -35,7 +35,7 @@ class Webhook(google.protobuf.message.Message):
     owner: builtins.str
     """Name of the user who created it."""
     project: builtins.str
-    """The project whose jobs it is told of; empty for the jobs of its owner."""
+    """The project whose jobs it is notified of; empty for the jobs of its owner."""
     url: builtins.str
     """Where requests are sent. Everybody but its owner sees scheme and host alone, because such an address is often a secret."""
     format: builtins.str
@@ -46,7 +46,7 @@ class Webhook(google.protobuf.message.Message):
     """How that one ended: delivered, or what went wrong."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The states that it is told of, in lower case: succeeded, failed, ..."""
+        """The states that it is notified of, in lower case: succeeded, failed, ..."""
 
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
@@ -155,14 +155,14 @@ class CreateWebhookRequest(google.protobuf.message.Message):
     url: builtins.str
     """Where requests are sent: http:// or https://."""
     project: builtins.str
-    """The project whose jobs it is told of, of which the caller must be an admin; empty for the caller's own jobs."""
+    """The project whose jobs it is notified of, of which the caller must be an admin; empty for the caller's own jobs."""
     format: builtins.str
     """json or slack; empty for json."""
     secret: builtins.str
     """Key that requests are signed with: whsec_ and 24 to 64 bytes in base64. Empty: the daemon makes one."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The states that it is told of, in lower case; empty for succeeded, failed and cancelled."""
+        """The states that it is notified of, in lower case; empty for succeeded, failed and cancelled."""
 
     def __init__(
         self,

@@ -311,7 +311,9 @@ class _Writer:
         if self._has_told:
             return
         self._has_told = True
-        text = f"{problem} (report_to). Training goes on, and the figures are written once {self._tracker} takes them."
+        text = (
+            f"{problem} (report_to). Training continues, and the figures are written once {self._tracker} takes them."
+        )
         # With a full disk, or of a job that is being deleted, the log has it.
         with contextlib.suppress(HorizonError):
             await self._tracking.journal.append_now(self._job.job_id, Message(level="warning", text=text))

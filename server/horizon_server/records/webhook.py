@@ -1,4 +1,4 @@
-"""Webhooks: addresses that are told of changes of jobs' states, and what is on its way to them."""
+"""Webhooks: addresses that are notified of changes of jobs' states, and deliveries to them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEST = "test"
 
 @dataclass(frozen=True, kw_only=True)
 class Webhook:
-    """An address that is told of changes of the jobs of a project or, without one, of its owner."""
+    """An address that is notified of changes of the jobs of a project or, without one, of its owner."""
 
     webhook_id: str
     owner: str
     project: str
     url: str
     events: tuple[str, ...]
-    """The states that it is told of, in lower case."""
+    """The states that it is notified of, in lower case."""
     format: str
     """json or slack."""
     created_s: UnixTime

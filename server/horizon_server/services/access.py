@@ -133,7 +133,7 @@ def require_members_change(principal: Principal, project: str) -> None:
 
 
 def require_webhook(principal: Principal, project: str) -> None:
-    """Allow a webhook that is told of the caller's own jobs or, with a project, of all jobs of that.
+    """Allow a webhook for the caller's own jobs or, with a project, of all jobs of that.
 
     Raises NotFound when the caller is not in the project, NotAllowed when they are not an admin of it.
     """
@@ -143,12 +143,12 @@ def require_webhook(principal: Principal, project: str) -> None:
     if not may_listen(principal, project):
         raise NotAllowed(
             f"only an admin of project {project}, or of the node, may create a webhook of all its jobs; without a "
-            "project a webhook is told of your own"
+            "project a webhook is notified of your own"
         )
 
 
 def may_listen(owner: Principal, project: str) -> bool:
-    """Whether a webhook of `owner` is told of jobs: of their own, or of all jobs of a project, as its admin."""
+    """Whether a webhook of `owner` is notified of jobs: of their own, or of all jobs of a project, as its admin."""
     return not project or owner.role == "admin" or is_project_admin(owner, project)
 
 

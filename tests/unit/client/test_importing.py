@@ -131,7 +131,7 @@ def test_zero_is_a_choice() -> None:
     [
         (
             "colour: red\n",
-            'is no config of axolotl, llama-factory, trl, transformers that this version knows: it has ["colour"]',
+            'is not a config of axolotl, llama-factory, trl, transformers that this version knows: it has ["colour"]',
         ),
         (
             "base_model: m\ncutoff_len: 5\n",
