@@ -440,8 +440,9 @@ class AsyncJobs:
         reporter: Reporter,
     ) -> PlannedJob:
         """Plan a job from the config.json of its model; the model is neither pushed nor looked up."""
-        mapping = {**without_data(spec, overrides, _NO_DATASET), "model": _NO_DATASET}
-        wire_spec = await self._wire_spec(mapping, (), False, reporter)
+        without_files = without_data(spec, overrides, _NO_DATASET)
+        without_files["model"] = _NO_DATASET
+        wire_spec = await self._wire_spec(without_files, (), False, reporter)
         return await self._planned(job_pb2.PlanJobRequest(spec=wire_spec, machine=machine, model_config=config))
 
     async def _config_of_hub(self, model: str, problem: NotFound) -> bytes:
