@@ -66,17 +66,21 @@ DISTRIBUTIONS = {"client": CLIENT, "server": SERVER}
 def requirements(project: dict[str, Any], distribution: Distribution) -> tuple[list[str], dict[str, list[str]]]:
     """Return the dependencies and the extras of a distribution, from the [project] table of the checkout.
 
-    The server needs exactly its own version of the client. torch is an extra of it under two names, because it exists
-    as a CPU and a CUDA build: `cpu` leaves the build to the index that pip is told, `cuda` adds the GPU's compiler.
+    The extras of the client (hub, plot, trackers) are in both, because messages name them as those of the server's
+    distribution. The server needs exactly its own version of the client. torch is an extra of it under two names,
+    because it exists as a CPU and a CUDA build: `cpu` leaves the build to the index that pip is told, `cuda` adds the
+    GPU's compiler.
     """
+    listed = project["optional-dependencies"]
+    extras = {name: list(needs) for name, needs in listed.items() if name not in ("server", "dev")}
     if distribution is CLIENT:
-        return list(project["dependencies"]), {}
-    server = project["optional-dependencies"]["server"]
+        return list(project["dependencies"]), extras
+    server = listed["server"]
     torch = [one for one in server if _names(one, "torch")]
-    triton = [one for one in project["optional-dependencies"]["dev"] if _names(one, "triton")]
+    triton = [one for one in listed["dev"] if _names(one, "triton")]
     assert len(torch) == len(triton) == 1, "pyproject.toml lists torch for the server and triton for tests, once each"
     others = [one for one in server if one not in torch]
-    return [f"{CLIENT.name}=={project['version']}", *others], {"cpu": torch, "cuda": torch + triton}
+    return [f"{CLIENT.name}=={project['version']}", *others], extras | {"cpu": torch, "cuda": torch + triton}
 
 
 def _names(requirement: str, package: str) -> bool:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import yaml
@@ -27,6 +27,7 @@ from tests.support.daemon_process import DaemonProcess
 
 from horizon_client import Client
 from horizon_client.errors import HorizonClientError
+from horizon_client.job_spec_types import JobSpec
 from horizon_server.demo.recipe import DEMO_SPEC, write_demo_dataset, write_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,8 +99,8 @@ class Lab:
         self._num_submitted += 1
         user = list(self._clients)[number % 2]
         client = self._clients[user]
-        spec: dict[str, Any] = {
-            **DEMO_SPEC,
+        spec: JobSpec = {
+            **cast("JobSpec", DEMO_SPEC),
             "name": f"{user}-{number % 10}",
             "model": "demo-model",
             "dataset": "demo-chats",

@@ -1,4 +1,4 @@
-"""`client.checkpoints`: list, pull, merge, sample and delete the checkpoints of jobs.
+"""`client.checkpoints`: list, pull, merge, sample, keep and delete the checkpoints of jobs.
 
 A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes
 outside the folder, whatever paths the server lists, and replaces a different file only with `force`.
@@ -279,6 +279,20 @@ class AsyncCheckpoints:
                 yield from_message(SampledText, answer.text)
             else:
                 yield from_message(SampleFigures, answer.figures)
+
+    async def keep(self, job: str, *, at: int | str = "last", kept: bool = True) -> Checkpoint:
+        """Keep a checkpoint (a step, `last` or `best`) from being deleted automatically, or end that with `kept` False.
+
+        A kept checkpoint stays whatever the spec's keep_last and keep_days say, until you delete it. `job` may name the
+        checkpoint itself, as JOB@STEP.
+
+        Raises:
+            NotFound: when the job has no such checkpoint.
+        """
+        checkpoint = await self._chosen(job, at)
+        request = checkpoint_pb2.KeepCheckpointRequest(job_id=checkpoint.job_id, step=checkpoint.step, kept=kept)
+        answer = await self._connection.unary(self._connection.calls.checkpoints.KeepCheckpoint, request)
+        return from_message(Checkpoint, answer.checkpoint)
 
     async def delete(self, job: str, step: int | None = None) -> None:
         """Delete one checkpoint: of a job and a step, or JOB@STEP."""

@@ -26,6 +26,7 @@ from horizon_client.errors import (
 )
 from horizon_client.hub import fetch_config
 from horizon_client.job_spec import SpecLike, local_config, spec_to_send, without_data
+from horizon_client.job_spec_types import JobSpec
 from horizon_client.metrics import JobMetrics, MetricsTable
 from horizon_client.notebook import Listing
 from horizon_client.pushed import AsyncDatasets, AsyncModels
@@ -440,9 +441,8 @@ class AsyncJobs:
         reporter: Reporter,
     ) -> PlannedJob:
         """Plan a job from the config.json of its model; the model is neither pushed nor looked up."""
-        without_files = without_data(spec, overrides, _NO_DATASET)
-        without_files["model"] = _NO_DATASET
-        wire_spec = await self._wire_spec(without_files, (), False, reporter)
+        mapping: JobSpec = {**without_data(spec, overrides, _NO_DATASET), "model": _NO_DATASET}
+        wire_spec = await self._wire_spec(mapping, (), False, reporter)
         return await self._planned(job_pb2.PlanJobRequest(spec=wire_spec, machine=machine, model_config=config))
 
     async def _config_of_hub(self, model: str, problem: NotFound) -> bytes:

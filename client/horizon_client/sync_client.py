@@ -624,6 +624,17 @@ class Checkpoints:
             )
         )
 
+    def keep(self, job: str, *, at: int | str = "last", kept: bool = True) -> Checkpoint:
+        """Keep a checkpoint (a step, `last` or `best`) from being deleted automatically, or end that with `kept` False.
+
+        A kept checkpoint stays whatever the spec's keep_last and keep_days say, until you delete it. `job` may name the
+        checkpoint itself, as JOB@STEP.
+
+        Raises:
+            NotFound: when the job has no such checkpoint.
+        """
+        return self._loop.run(lambda: self._inner.keep(job, at=at, kept=kept))
+
     def delete(self, job: str, step: int | None = None) -> None:
         """Delete one checkpoint: of a job and a step, or JOB@STEP."""
         self._loop.run(lambda: self._inner.delete(job, step))

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from build_distributions import CLIENT, SERVER, build, requirements
 
+from horizon_formats.trackers import TRACKERS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,9 +45,10 @@ def _metadata(wheel: Path) -> email.message.Message:
 
 
 def test_every_requirement_of_the_checkout_is_in_one_of_them(project: dict[str, Any]) -> None:
-    client, no_extras = requirements(project, CLIENT)
+    client, of_client = requirements(project, CLIENT)
     server, extras = requirements(project, SERVER)
-    assert (client, no_extras) == (project["dependencies"], {})
+    assert client == project["dependencies"]
+    assert {**of_client, "server": [], "dev": []}.keys() == project["optional-dependencies"].keys()
     assert server[0] == f"{CLIENT.name}=={project['version']}"
     assert sorted(server[1:] + extras["cpu"]) == sorted(project["optional-dependencies"]["server"])
     # The daemon of a node without a GPU fetches no torch before it is told which build.
@@ -77,7 +80,16 @@ def test_the_client_is_pure_python_and_the_server_needs_exactly_its_version(
     assert (client["Version"], server["Version"]) == (project["version"], project["version"])
     assert (client["Requires-Python"], server["Requires-Python"]) == (">=3.10", project["requires-python"])
     assert f"{CLIENT.name}=={project['version']}" in server.get_all("Requires-Dist", [])
-    assert server.get_all("Provides-Extra") == ["cpu", "cuda"]
+    assert {"cpu", "cuda"} == set(server.get_all("Provides-Extra", [])) - set(client.get_all("Provides-Extra", []))
+
+
+def test_every_extra_that_the_client_names_is_in_both(project: dict[str, Any]) -> None:
+    sources = [path.read_text("utf-8") for folder in CLIENT.packages for path in (ROOT / folder).rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"horizon-train(?:-client)?\[([\w-]+)\]", text)}
+    assert {"hub", "plot"} <= named
+    for distribution in (CLIENT, SERVER):
+        _, extras = requirements(project, distribution)
+        assert named | set(TRACKERS) <= extras.keys()
 
 
 def test_the_command_runs_from_the_clients_wheel_alone(wheels: dict[str, Path], project: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from horizon_client.cli.output import (
     bytes_text,
     output_option,
     print_list,
+    print_one,
     print_result,
     time_text,
 )
@@ -38,7 +39,8 @@ def _loss(checkpoint: Checkpoint) -> str:
 
 
 def _marks(checkpoint: Checkpoint) -> str:
-    return " ".join(mark for mark, is_set in (("last", checkpoint.last), ("best", checkpoint.best)) if is_set)
+    marks = (("last", checkpoint.last), ("best", checkpoint.best), ("kept", checkpoint.kept))
+    return " ".join(mark for mark, is_set in marks if is_set)
 
 
 _VIEW: View[Checkpoint] = View(
@@ -63,7 +65,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull, merge, publish, sample, chat with and delete the checkpoints of a job."""
+    """List, pull, merge, publish, sample, chat with, keep and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -353,6 +355,29 @@ def chat(client: Client, checkpoint: str, system: str | None, **options: Any) ->
                 Notices().notice(f"answered with {answered_with}")
         click.echo()
         messages.append({"role": "assistant", "content": said})
+
+
+@checkpoint.command(
+    epilog="""\b
+Example:
+  horizon checkpoint keep JOB@500
+  horizon checkpoint keep JOB@500 --undo
+
+\b
+The job's checkpoint.keep_last and checkpoint.keep_days then leave it alone;
+'checkpoint list' marks it as kept. 'horizon job keep' keeps all those of an
+ended job."""
+)
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option("--undo", is_flag=True, help="Keep it no longer: it may be deleted automatically again.")
+@output_option
+@connected
+def keep(client: Client, checkpoint: str, undo: bool, output: str) -> None:
+    """Keep a checkpoint from being deleted automatically."""
+    job, at = _job_and_place(checkpoint, default="last")
+    found = client.checkpoints.keep(find_job(client, job).job_id, at=at, kept=not undo)
+    told = "may be deleted automatically again" if undo else "is kept until you delete it"
+    print_one(found, _VIEW, output, message=f"step {found.step} of {found.job_id} {told}")
 
 
 add_delete(checkpoint, "checkpoint", job_names, "JOB@500")

@@ -94,7 +94,7 @@ Example:
 
 \b
 The names of all figures: horizon job metrics JOB -o csv | head -1
---to needs matplotlib: pip install matplotlib"""
+--to needs matplotlib: pip install 'horizon-train[plot]'"""
 )
 @click.argument("job_ids", metavar="JOB...", nargs=-1, required=True, shell_complete=job_names)
 @click.option("--figure", default="loss", show_default=True, metavar="NAME", help="What to plot.")
@@ -153,8 +153,8 @@ def _write_plot(curves: Curves, figure: str, target: Path, *, is_log: bool) -> N
         import matplotlib
     except ImportError:
         raise InvalidRequest(
-            "--to draws with matplotlib, which is not installed: pip install matplotlib; without --to the plot is "
-            "printed here"
+            "--to draws with matplotlib, which is not installed: pip install 'horizon-train[plot]'; without --to the "
+            "plot is printed here"
         ) from None
     matplotlib.use("agg")  # it draws into a file, on machines without a screen too
     from matplotlib.figure import Figure

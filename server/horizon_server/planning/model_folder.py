@@ -258,6 +258,12 @@ class ExpertShape:
         return self.num_experts if self.computes_all else self.num_experts_per_token
 
 
+def require_decoder_only(config: Mapping[str, Any]) -> None:
+    """Let the config of a model without an encoder pass. Raises InvalidModel."""
+    if config.get("is_encoder_decoder"):
+        raise InvalidModel("config.json says is_encoder_decoder; only decoder-only language models can be trained here")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder that memory depends on, under one name each whatever its config calls them."""
@@ -301,8 +307,10 @@ class ModelShape:
         `names` of the tensors decide whether the model is tied where its config does not say.
 
         Raises:
-            InvalidModel: a size is missing or not a positive integer; the message names it.
+            InvalidModel: the model is an encoder-decoder, or a size is missing or not a positive integer; the message
+                names it.
         """
+        require_decoder_only(config)  # before the sizes, which encoder-decoders have twice and under other names
         text = text_config(config)
         hidden_size = config_size(text, *_HIDDEN_SIZES)
         has_attention = text.get("model_type") not in WITHOUT_ATTENTION

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from horizon_formats.model_files import is_adapter, refusal
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.errors import FieldViolation, InvalidModel, naming
-from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.model_folder import open_model_folder, require_decoder_only
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.adapter_files import ADAPTER_FILE, PEFT_LORA, read_adapter_folder, read_base_sha256
 from horizon_server.store.base_digest import DigestBook
@@ -117,10 +117,7 @@ def check_config(config: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str) or not model_type:
         raise InvalidModel(f"{CONFIG_FILE} has no model_type; push a folder written by save_pretrained")
     _refuse_code(CONFIG_FILE, config)
-    if config.get("is_encoder_decoder"):
-        raise InvalidModel(
-            f"{CONFIG_FILE} says is_encoder_decoder; only decoder-only language models can be trained here"
-        )
+    require_decoder_only(config)
     if config.get("quantization_config"):
         raise InvalidModel(
             f"{CONFIG_FILE} has a quantization_config; quantised weights cannot be trained: push the model in bf16 or "

@@ -109,6 +109,17 @@ def test_an_announced_deletion_is_shown_and_taken_back(run: Run, daemon: Daemon,
     assert run("job", "keep", "running").exit_code == 2
 
 
+def test_one_checkpoint_is_kept_and_no_longer(run: Run, jobs: list[JobRecord]) -> None:
+    job_id = jobs[0].job_id
+    kept = run("checkpoint", "keep", "failed@10")
+    assert kept.stdout == f"step 10 of {job_id} is kept until you delete it\n", kept.output
+    assert run("checkpoint", "list", "failed").stdout.split()[-1] == "kept"
+    undone = run("checkpoint", "keep", "failed@10", "--undo")
+    assert undone.stdout == f"step 10 of {job_id} may be deleted automatically again\n"
+    assert "kept" not in run("checkpoint", "list", "failed").stdout
+    assert run("checkpoint", "keep", "failed@11").exit_code == 4
+
+
 def test_one_job_is_deleted_where_jobs_are(client: Client, jobs: list[JobRecord]) -> None:
     succeeded = client.jobs.get("succeeded").job_id
     client.jobs.delete("succeeded")

@@ -17,6 +17,7 @@ from tests.support.hub import Repository, StandInHub, used_hub
 
 from horizon_client import Client
 from horizon_client.errors import BadConfig, InvalidRequest, NotAllowed, NotFound, TooLarge
+from horizon_client.job_spec_types import JobSpec
 from horizon_server.records.job import JobRecord
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def test_the_command_says_where_the_result_is_and_what_is_wrong(
 def test_a_job_is_planned_from_config_json_alone_here_or_on_the_hub(
     client: Client, daemon: Daemon, hub: StandInHub, model_folder: Path, tmp_path: Path
 ) -> None:
-    spec = {"name": "p", "model": "tiny-base", "dataset": "gsm8k", "train": {"max_steps": 3}}
+    spec: JobSpec = {"name": "p", "model": "tiny-base", "dataset": "gsm8k", "train": {"max_steps": 3}}
     of_weights = client.jobs.plan(spec).plan
     alone = tmp_path / "config-alone"
     alone.mkdir()

@@ -88,7 +88,7 @@ def test_a_plot_is_a_picture(run: Run, two_jobs: tuple[JobRecord, JobRecord], mo
     assert other.exit_code == 2 and "cannot write loss.xyz" in other.stderr
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     missing = run("job", "plot", "first", "--to", "again.png")
-    assert missing.exit_code == 2 and "pip install matplotlib" in missing.stderr
+    assert missing.exit_code == 2 and "pip install 'horizon-train[plot]'" in missing.stderr
 
 
 def test_compare_shows_what_differs_first(run: Run, two_jobs: tuple[JobRecord, JobRecord]) -> None:

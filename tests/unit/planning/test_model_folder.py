@@ -89,6 +89,13 @@ def test_the_scores_that_a_layer_keeps(changes: dict[str, Any], on_host: int, on
     assert (shape.num_score_planes, shape.num_score_planes_on_gpu) == (on_host, on_gpu)
 
 
+def test_an_encoder_decoder_is_refused_as_one_before_its_sizes_are_read() -> None:
+    # Its heads are called encoder_attention_heads and decoder_attention_heads.
+    bart = {"model_type": "bart", "is_encoder_decoder": True, "d_model": 32, "vocab_size": 64, "decoder_layers": 2}
+    with pytest.raises(InvalidModel, match="is_encoder_decoder; only decoder-only language models"):
+        ModelShape.from_config(bart)
+
+
 def test_llama_4_keeps_every_token_for_every_expert() -> None:
     text = {"model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size": 48}
     experts = ModelShape.from_config(CONFIG | text).experts

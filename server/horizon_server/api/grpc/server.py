@@ -95,8 +95,8 @@ class _Certificates:
     """What new TLS connections are served with. Thread: gRPC reads `newest` for each handshake, in a thread of its
     own."""
 
-    def __init__(self) -> None:
-        self.newest: grpc.ServerCertificateConfiguration | None = None
+    newest: grpc.ServerCertificateConfiguration
+    """There once `load` has read one."""
 
     def load(self, tls: ServerCertificate) -> None:
         """Read the files. Raises OSError."""
