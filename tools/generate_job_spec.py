@@ -35,8 +35,8 @@ MAP = {
 }
 FORMAT = {
     "default": "auto",
-    "description": "The format of local data files, as that of horizon dataset push --format; auto recognises it by the "
-    "rows. The job that is sent has no such field.",
+    "description": "The format of local data files, as that of horizon dataset push --format; auto recognises it by "
+    "the rows. The job that is sent has no such field.",
     "enum": list(DATASET_FORMATS),
     "type": "string",
 }
