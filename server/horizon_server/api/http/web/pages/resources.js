@@ -18,29 +18,93 @@ function List({ kind, title, path, items, columns, command, empty }) {
   useTitle(title);
   const { query } = useAddress();
   const { me } = useLive();
-  const { data, error, reload } = useData(pathOf([path], { page_size: PAGE_SIZE, page_token: query.get("page") }));
+  const { data, error, reload } = useData(
+    pathOf([path], { page_size: PAGE_SIZE, page_token: query.get("page") }),
+  );
   const listed = data?.[items];
-  return html`<div class="title"><h1>${title}</h1></div>
+  return html`
+    <div class="title">
+      <h1>${title}</h1>
+    </div>
     ${error && html`<${Problem} error=${error} again=${reload} />`}
     <${Card} className="flush">
-      ${!listed ? !error && html`<${Waiting} rows=${6} />` : listed.length
-        ? html`<table class="list resources"><thead><tr><th>Name</th><th>Owner</th><th>Shared with</th>${columns.map(([text]) => html`<th key=${text}>${text}</th>`)}<th class="num">Size</th><th>Pushed</th><th>Use</th></tr></thead>
-          <tbody>${listed.map((one) => html`<tr key=${one[`${kind}_id`]} class=${one.owner === me?.name ? "mine" : ""}>
-            <td class="name"><b>${one.name}</b>${one.state !== "READY" && html` <span class="chip warn">${one.state.toLowerCase()}</span>`}</td>
-            <td data-label="Owner">${one.owner === me?.name ? html`<b>you</b>` : one.owner}</td>
-            <td data-label="Shared with">${sharedText(one)}</td>
-            ${columns.map(([text, of]) => html`<td key=${text} data-label=${text}>${of(one) || "-"}</td>`)}
-            <td class="num" data-label="Size">${bytes(one.size_bytes)}</td>
-            <td data-label="Pushed"><${Time} at=${one.create_time} /></td>
-            <td class="command"><${Copy} quiet text=${command(one)} /></td>
-          </tr>`)}</tbody></table>`
-        : html`<${Empty} title="There are no ${title.toLowerCase()} yet.">${empty}<//>`}
+      ${!listed ? !error && html`<${Waiting} rows=${6} />` : listed.length ? html`
+        <table class="list resources">
+          <thead>
+            <tr>
+              <th>Name</th>
+              <th>Owner</th>
+              <th>Shared with</th>
+              ${columns.map(([text]) => html`<th key=${text}>${text}</th>`)}
+              <th class="num">Size</th>
+              <th>Pushed</th>
+              <th>Use</th>
+            </tr>
+          </thead>
+          <tbody>
+            ${listed.map((one) => html`
+              <tr key=${one[`${kind}_id`]} class=${one.owner === me?.name ? "mine" : ""}>
+                <td class="name">
+                  <b>${one.name}</b>
+                  ${one.state !== "READY" && html`
+                    ${" "}
+                    <span class="chip warn">${one.state.toLowerCase()}</span>
+                  `}
+                </td>
+                <td data-label="Owner">${one.owner === me?.name ? html`<b>you</b>` : one.owner}</td>
+                <td data-label="Shared with">${sharedText(one)}</td>
+                ${columns.map(([text, of]) => html`
+                  <td key=${text} data-label=${text}>${of(one) || "-"}</td>
+                `)}
+                <td class="num" data-label="Size">${bytes(one.size_bytes)}</td>
+                <td data-label="Pushed"><${Time} at=${one.create_time} /></td>
+                <td class="command">
+                  <${Copy} quiet text=${command(one)} />
+                </td>
+              </tr>
+            `)}
+          </tbody>
+        </table>
+      ` : html`
+        <${Empty} title="There are no ${title.toLowerCase()} yet.">${empty}<//>
+      `}
     <//>
-    <div class="pages">${query.get("page") && html`<a class="button" href="/${path}">Newest</a>`}${data?.next_page_token && html`<a class="button" href="/${path}?page=${data.next_page_token}">Older</a>`}</div>`;
+    <div class="pages">
+      ${query.get("page") && html`<a class="button" href="/${path}">Newest</a>`}
+      ${data?.next_page_token && html`
+        <a class="button" href="/${path}?page=${data.next_page_token}">Older</a>
+      `}
+    </div>
+  `;
 }
 
-export const Models = () => html`<${List} kind="model" title="Models" path="models" items="models" columns=${[["Architecture", (one) => one.architecture], ["Parameters", (one) => one.num_parameters && large(one.num_parameters)]]}
-  command=${(one) => `model: ${one.name}`} empty=${html`<code>horizon model push DIR --name NAME</code> brings one.`} />`;
+export const Models = () => html`
+  <${List}
+    kind="model"
+    title="Models"
+    path="models"
+    items="models"
+    columns=${[
+      ["Architecture", (one) => one.architecture],
+      ["Parameters", (one) => one.num_parameters && large(one.num_parameters)],
+    ]}
+    command=${(one) => `model: ${one.name}`}
+    empty=${html`<code>horizon model push DIR --name NAME</code> brings one.`}
+  />
+`;
 
-export const Datasets = () => html`<${List} kind="dataset" title="Datasets" path="datasets" items="datasets" columns=${[["Kind", (one) => one.data_kind], ["Format", (one) => one.format], ["Rows", (one) => one.num_rows && count(one.num_rows)]]}
-  command=${(one) => `dataset: ${one.name}`} empty=${html`<code>horizon dataset push FILE --name NAME</code> brings one.`} />`;
+export const Datasets = () => html`
+  <${List}
+    kind="dataset"
+    title="Datasets"
+    path="datasets"
+    items="datasets"
+    columns=${[
+      ["Kind", (one) => one.data_kind],
+      ["Format", (one) => one.format],
+      ["Rows", (one) => one.num_rows && count(one.num_rows)],
+    ]}
+    command=${(one) => `dataset: ${one.name}`}
+    empty=${html`<code>horizon dataset push FILE --name NAME</code> brings one.`}
+  />
+`;
