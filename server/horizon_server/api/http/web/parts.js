@@ -4,6 +4,8 @@ import { live } from "./live.js";
 import { lastAnswer, readAndRemember } from "./api.js";
 import { clock, fullTime, hasEnded, stateTone, stateWord } from "./format.js";
 
+const TYPING_MS = 300;
+
 /**
  * Read a path, again when it changes or `reload` is called. What was read last stays until the next answer is there.
  *
@@ -172,6 +174,28 @@ export const Choice = ({ label, value, options, onChoose }) => html`
     `)}
   </div>
 `;
+
+/** A text field that takes effect once the user stops typing. */
+export function Search({ value, onSearch, label, placeholder, list }) {
+  const timer = useRef(null);
+  const type = (event) => {
+    const text = event.target.value.trim();
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => onSearch(text), TYPING_MS);
+  };
+  return html`
+    <input
+      type="search"
+      aria-label=${label}
+      placeholder=${placeholder}
+      value=${value}
+      onInput=${type}
+      list=${list}
+      autocomplete="off"
+      spellcheck=${false}
+    />
+  `;
+}
 
 /** Tell a screen reader what has changed; `text` is read out once it changes. */
 export const Announce = ({ text }) => html`

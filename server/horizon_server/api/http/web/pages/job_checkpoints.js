@@ -36,7 +36,7 @@ export function Checkpoints({ job, news, me }) {
   return html`
     ${job.deletion_time && html`
       <p class="notice">
-        They are deleted <${Time} at=${job.deletion_time} />.${" "}
+        These checkpoints are deleted automatically: <${Time} at=${job.deletion_time} />.${" "}
         ${may && html`
           <button type="button" class="small" onClick=${() => keepFiles(job)}>
             Keep them
@@ -83,7 +83,7 @@ export function Checkpoints({ job, news, me }) {
                     class="small"
                     onClick=${() => and(keepCheckpoint)(job, one, !one.kept)}
                   >
-                    ${one.kept ? "Let go" : "Keep"}
+                    ${one.kept ? "Stop keeping" : "Keep"}
                     <span class="unseen"> step ${one.step}</span>
                   </button>
                   <button

@@ -1,14 +1,13 @@
 /** All jobs that the caller may see: searched, filtered, page by page; some of them can be compared. */
-import { html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
+import { html, useEffect, useState } from "../vendor/preact-htm.js";
 import { pathOf } from "../api.js";
 import { clock, ending, hasEnded, short, STATES, stepsText } from "../format.js";
 import { newest, useLive } from "../live.js";
-import { Card, Empty, JobLink, Problem, Progress, State, useData, useTitle, Waiting } from "../parts.js";
+import { Card, Empty, JobLink, Problem, Progress, Search, State, useData, useTitle, Waiting } from "../parts.js";
 import { mayCreate } from "../rights.js";
 import { setQuery, useAddress } from "../router.js";
 
 const PAGE_SIZE = 25;
-const TYPING_MS = 300;
 const MOST_COMPARED = 8;
 const GROUPS = {
   "": ["All", []],
@@ -17,28 +16,6 @@ const GROUPS = {
   failed: ["Failed", ["FAILED"]],
   cancelled: ["Cancelled", ["CANCELLED"]],
 };
-
-/** A text field that takes effect once the user stops typing. */
-function Search({ value, onSearch, label, placeholder, list }) {
-  const timer = useRef(null);
-  const type = (event) => {
-    const text = event.target.value.trim();
-    clearTimeout(timer.current);
-    timer.current = setTimeout(() => onSearch(text), TYPING_MS);
-  };
-  return html`
-    <input
-      type="search"
-      aria-label=${label}
-      placeholder=${placeholder}
-      value=${value}
-      onInput=${type}
-      list=${list}
-      autocomplete="off"
-      spellcheck=${false}
-    />
-  `;
-}
 
 /** When a job ends, or starts where it waits. */
 function when(job) {
