@@ -158,28 +158,31 @@ export function useSeries(ids, range, onEvents) {
   useEffect(() => {
     if (!ids.length) return undefined;
     const asking = new AbortController();
-    const one = (id) =>
+    const readOne = (id, sketch) =>
       readAndRemember(
-        pathOf(["jobs", id, "series"], { points: POINTS, from_step: from, to_step: to }),
+        pathOf(["jobs", id, "series"], { points: POINTS, from_step: from, to_step: to, sketch }),
         asking.signal,
       );
-    Promise.all(ids.map(one)).then(
-      (answers) => {
-        appended.current = 0;
-        // A copy: answers are remembered, and these columns grow.
-        set({
-          key,
-          data: Object.fromEntries(answers.map((answer, i) => [ids[i], structuredClone(answer)])),
-          error: null,
-        });
-      },
-      (error) => {
-        if (error.name !== "AbortError") set((old) => ({ ...old, key, error }));
-      },
-    );
+    const show = (answers) => {
+      appended.current = 0;
+      // A copy: answers are remembered, and these columns grow.
+      const data = Object.fromEntries(answers.map((answer, i) => [ids[i], structuredClone(answer)]));
+      set({ key, data, error: null });
+    };
+    const readAll = async () => {
+      // At once a sketch, which is complete already unless the daemon has many steps to read first.
+      const sketches = await Promise.all(ids.map((id) => readOne(id, "true")));
+      show(sketches);
+      if (sketches.every((one) => one.complete)) return;
+      show(await Promise.all(sketches.map((one, i) => (one.complete ? one : readOne(ids[i])))));
+    };
+    readAll().catch((error) => {
+      if (error.name !== "AbortError") set((old) => ({ ...old, key, error }));
+    });
     return () => asking.abort();
   }, [key, from, to, turn]);
-  const isKnown = found.key === key && !found.error;
+  // Events go on from a complete answer only.
+  const isKnown = found.key === key && !found.error && ids.every((id) => found.data[id]?.complete);
   const ranged = useRef(range);
   ranged.current = range;
   const follow = useRef(null);
