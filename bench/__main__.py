@@ -30,6 +30,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "upload": ("A push against a bare gRPC byte stream", []),
     "service": ("What a user waits for", []),
     "metrics_page": ("A scrape of /metrics", []),
+    "page": ("What a reader of a long job's page waits for", []),
     "service_load": ("What polling clients and watchers cost", ["--quick"]),
     "loading": ("What one user's many small jobs cost another's training", ["--quick"]),
     "sharing": ("Several jobs on one device", ["--quick"]),

@@ -49,17 +49,18 @@ _STEP = StepDone(
 )
 
 
-def _write(path: Path, first: int, last: int) -> None:
+def write_steps(path: Path, job_id: str, first: int, last: int) -> None:
+    """Store the steps from one to another as events of a job; the number of each event is that of its step."""
     with sqlite3.connect(path) as connection:
         steps = (dataclasses.replace(_STEP, step=i, num_steps=last, loss=5 / i**0.3) for i in range(first, last + 1))
-        rows = ((step.step, float(step.step), encode(step)) for step in steps)
-        connection.executemany("insert into events(job_id, sequence, time_s, body) values ('job', ?, ?, ?)", rows)
+        rows = ((job_id, step.step, float(step.step), encode(step)) for step in steps)
+        connection.executemany("insert into events(job_id, sequence, time_s, body) values (?, ?, ?, ?)", rows)
 
 
 async def _run(folder: Path, num_steps: int) -> None:
     path = folder / "horizon.db"
     async with Database.opened(path) as database:
-        _write(path, 1, num_steps)
+        write_steps(path, "job", 1, num_steps)
         series, store = SeriesOfJobs(), JobStore(database)
 
         class Reader:
@@ -77,7 +78,7 @@ async def _run(folder: Path, num_steps: int) -> None:
         await measure("a sketch", num_steps, sketch=True)
         await measure("all of it, first", num_steps)
         await measure("the same again", num_steps)
-        _write(path, num_steps + 1, num_steps + 1)
+        write_steps(path, "job", num_steps + 1, num_steps + 1)
         await measure("after one more step", num_steps + 1)
         await measure("loss alone", num_steps + 1, names=("loss",))
         middle = num_steps // 2

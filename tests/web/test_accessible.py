@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
+from horizon_server.records.sharing import NodeCondition
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+    from tests.support.page_world import PageWorld
 
 Open = Callable[..., "Page"]
 
@@ -22,7 +26,7 @@ ADDRESSES = {
     "/jobs": "Jobs",
     "/jobs/fast": "fast",
     "/jobs/fast?tab=evaluations": "Answers",
-    "/jobs/fast?tab=checkpoints": "4 on the node",
+    "/jobs/slow?tab=checkpoints": "4 on the node",
     "/jobs/fast?tab=config": "fields differ",
     "/jobs/fast?tab=plan": "Host memory",
     "/jobs/fast?tab=log": "Log",
@@ -31,6 +35,8 @@ ADDRESSES = {
     "/queue": "Queue",
     "/usage": "Device time",
     "/models": "Models",
+    "/datasets": "Datasets",
+    "/new": "New job",
 }
 """By address, a heading that is there once the page is."""
 
@@ -64,6 +70,25 @@ def test_axe_finds_nothing_where_one_signs_in_and_in_a_question(open_page: Open,
     page.get_by_role("button", name="Delete step 80").click()
     expect(page.get_by_role("dialog")).to_be_visible()
     assert _violations(page) == []
+
+
+def test_maintenance_is_announced_on_every_page_and_axe_finds_nothing_wrong_with_it(
+    world: PageWorld, open_page: Open
+) -> None:
+    sharing, root = world.daemon.parts.services.sharing, world.users["root"]
+    start_s = time.time() + 86400
+    window = NodeCondition(window_start_s=start_s, window_end_s=start_s + 3600, message="New disks.")
+    world.daemon.call(sharing.set_node(root, window))
+    try:
+        page = open_page("bob", "/models")
+        notice = page.get_by_text(re.compile(r"^Maintenance .* New disks\.$"))
+        expect(notice).to_be_visible()
+        assert _violations(page) == []
+        page.get_by_role("link", name="Queue").click()
+        expect(notice).to_be_visible()
+    finally:
+        world.daemon.call(sharing.set_node(root, NodeCondition()))
+    expect(notice).to_have_count(0)
 
 
 def test_the_keyboard_skips_to_the_content_and_reaches_every_link(open_page: Open) -> None:

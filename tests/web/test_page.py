@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.page_world import learning_script, train
 
+from horizon_server.events import Message
 from horizon_server.records.job import JobState
 
 if TYPE_CHECKING:
@@ -192,6 +194,46 @@ def test_a_job_is_paused_resumed_and_cancelled_after_a_question(world: PageWorld
     page.get_by_role("dialog").get_by_role("button", name="Cancel the job").click()
     expect(page.get_by_role("heading", name=re.compile("acted-on Cancelled"))).to_be_visible()
     assert world.until(job, JobState.CANCELLED).priority == 7
+
+
+def test_a_checkpoint_is_deleted_once_that_is_confirmed(world: PageWorld, open_page: Open) -> None:
+    page = open_page("ann", "/jobs/fast?tab=checkpoints")
+    expect(page.get_by_role("heading", name="4 on the node")).to_be_visible()
+    page.get_by_role("button", name="Delete step 20").click()
+    page.get_by_role("dialog").get_by_role("button", name="Not now").click()
+    expect(page.get_by_role("button", name="Delete step 20")).to_be_focused()
+    page.get_by_role("button", name="Delete step 20").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("heading", name="3 on the node")).to_be_visible()
+    expect(page.get_by_text("fast@20 ")).to_have_count(0)
+
+
+def test_files_that_are_to_be_deleted_are_kept_after_a_question(world: PageWorld, open_page: Open) -> None:
+    parts, call = world.daemon.parts, world.daemon.call
+    job = call(parts.services.jobs.get(world.users["ann"], "slow"))
+    told = Message(level="warning", text="its checkpoints will be deleted tomorrow")
+    call(parts.services.jobs.journal.append_now(job.job_id, told, deletion_s=time.time() + 86400))
+    page = open_page("ann", "/jobs/slow?tab=checkpoints")
+    expect(page.get_by_text("These checkpoints are deleted automatically")).to_be_visible()
+    page.get_by_role("button", name="Keep them").click()
+    page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+    expect(page.get_by_text("These checkpoints are deleted automatically")).to_have_count(0)
+    assert call(parts.services.jobs.get(world.users["ann"], "slow")).keep_files
+
+
+def test_models_and_datasets_are_searched_in_the_address(world: PageWorld, open_page: Open) -> None:
+    page = open_page("ann", "/datasets")
+    expect(page.get_by_role("row", name=re.compile("gsm8k"))).to_be_visible()
+    page.get_by_label("Search").fill("nothing-like-it")
+    expect(page.get_by_text("No dataset is like that.")).to_be_visible()
+    expect(page).to_have_url(re.compile(r"/datasets\?search=nothing-like-it$"))
+    page.get_by_label("Search").fill("GSM")
+    expect(page.get_by_role("row", name=re.compile("gsm8k"))).to_be_visible()
+    page.get_by_label("Owner").select_option("ann")
+    expect(page).to_have_url(re.compile("owner=ann"))
+    page.goto(f"{world.url}/models?search=qwen")
+    expect(page.get_by_label("Search")).to_have_value("qwen")
+    expect(page.get_by_role("row", name=re.compile("qwen3-tiny"))).to_be_visible()
 
 
 def test_another_user_sees_nothing_of_a_job_but_that_it_is_there(world: PageWorld, open_page: Open) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import re
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from horizon_server.api.http.web_page import ADDRESSES, WebPage
 
 MOST_BYTES = 200_000
+LONGEST_LINE = 120
 
 
 async def test_every_address_of_the_page_is_the_same_document(connect: Any) -> None:
@@ -85,3 +88,17 @@ def test_no_script_writes_markup_or_runs_text() -> None:
             ".cookie",
         ):
             assert sink not in text, path
+
+
+def test_lines_of_the_page_fit_a_screen_of_a_reviewer() -> None:
+    folder = resources.files("horizon_server.api.http") / "web"
+    files = [path for path in Path(str(folder)).rglob("*") if path.suffix in {".js", ".css", ".html", ".svg"}]
+    long = [
+        f"{path.relative_to(str(folder))}:{number} has {len(line)} characters"
+        for path in files
+        if "vendor" not in path.parts
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > LONGEST_LINE
+    ]
+    assert len(files) > 30
+    assert not long, "\n".join(long)

@@ -55,7 +55,14 @@ export async function call(path, { method = "GET", body, signal, accept = "appli
   let answer;
   try {
     const sent = body === undefined ? undefined : JSON.stringify(body);
-    answer = await fetch(BASE + path, { method, headers, body: sent, signal, cache: "no-store", credentials: "omit" });
+    answer = await fetch(BASE + path, {
+      method,
+      headers,
+      body: sent,
+      signal,
+      cache: "no-store",
+      credentials: "omit",
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The daemon cannot be reached.");

@@ -26,11 +26,22 @@ const PAGES = [
   [/^\/models$/, Models],
   [/^\/datasets$/, Datasets],
 ];
-const LINKS = [["/", "Overview"], ["/jobs", "Jobs"], ["/queue", "Queue"], ["/usage", "Usage"], ["/models", "Models"], ["/datasets", "Datasets"]];
+const LINKS = [
+  ["/", "Overview"],
+  ["/jobs", "Jobs"],
+  ["/queue", "Queue"],
+  ["/usage", "Usage"],
+  ["/models", "Models"],
+  ["/datasets", "Datasets"],
+];
 const CONNECTIONS = {
   live: ["live", "good", "Everything on this page follows the daemon."],
   connecting: ["connecting", "", "Connecting to the daemon."],
-  reconnecting: ["reconnecting", "warn", "The daemon cannot be reached; the page tries again by itself and shows what it knew last."],
+  reconnecting: [
+    "reconnecting",
+    "warn",
+    "The daemon cannot be reached; the page tries again by itself and shows what it knew last.",
+  ],
   resting: ["paused", "", "Nothing is followed while the page is hidden for long."],
 };
 
@@ -40,22 +51,42 @@ function isHere(path, href) {
 
 function Connection({ state }) {
   const [word, tone, meaning] = CONNECTIONS[state];
-  return html`<span class="connection ${tone}" role="status" title=${meaning}>${word}</span>`;
+  return html`
+    <span class="connection ${tone}" role="status" title=${meaning}>${word}</span>
+  `;
 }
 
 function Top({ path, node, me, connection }) {
-  return html`<header class="top">
-    <a class="skip" href="#main">Skip to the content</a>
-    <a class="brand" href="/"><span class="sun" aria-hidden="true"></span>horizon</a>
-    <div class="row">
-      <span class="host" title=${node ? `horizon ${node.version}` : ""}>${node?.hostname}</span>
-      <span class="space"></span>
-      <${Connection} state=${connection} />
-      <span class="who">${me && html`<b>${me.name}</b> <span>${me.role === "user" ? "" : me.role}${me.scope === "full" ? "" : ` ${me.scope} only`}</span>`}</span>
-      <button type="button" class="plain" onClick=${() => signOut()}>Sign out</button>
-    </div>
-    <nav aria-label="Pages">${LINKS.map(([href, text]) => html`<a key=${href} href=${href} aria-current=${isHere(path, href) ? "page" : undefined}>${text}</a>`)}</nav>
-  </header>`;
+  return html`
+    <header class="top">
+      <a class="skip" href="#main">Skip to the content</a>
+      <a class="brand" href="/">
+        <span class="sun" aria-hidden="true"></span>horizon
+      </a>
+      <div class="row">
+        <span class="host" title=${node ? `horizon ${node.version}` : ""}>${node?.hostname}</span>
+        <span class="space"></span>
+        <${Connection} state=${connection} />
+        <span class="who">
+          ${me && html`
+            <b>${me.name}</b>${" "}
+            <span>
+              ${me.role === "user" ? "" : me.role}
+              ${me.scope === "full" ? "" : ` ${me.scope} only`}
+            </span>
+          `}
+        </span>
+        <button type="button" class="plain" onClick=${() => signOut()}>
+          Sign out
+        </button>
+      </div>
+      <nav aria-label="Pages">
+        ${LINKS.map(([href, text]) => html`
+          <a key=${href} href=${href} aria-current=${isHere(path, href) ? "page" : undefined}>${text}</a>
+        `)}
+      </nav>
+    </header>
+  `;
 }
 
 /** What concerns everybody: maintenance, a closed node, a daemon that stops. */
@@ -64,11 +95,21 @@ function Notices({ node }) {
   const { condition } = node;
   const said = condition.message ? ` ${condition.message}` : "";
   const notices = [];
-  if (node.draining) notices.push("The daemon is shutting down: it accepts no new jobs, and running ones continue when it is back.");
-  else if (node.mode === "drained") notices.push(`The node is drained: jobs are checkpointed and wait.${said}`);
-  else if (node.mode === "cordoned") notices.push(`The node is closed for new starts: running jobs continue, waiting ones stay in the queue.${said}`);
+  if (node.draining)
+    notices.push(
+      "The daemon is shutting down: it accepts no new jobs, and running ones continue when it is back.",
+    );
+  else if (node.mode === "drained")
+    notices.push(`The node is drained: jobs are checkpointed and wait.${said}`);
+  else if (node.mode === "cordoned")
+    notices.push(
+      `The node is closed for new starts: running jobs continue, waiting ones stay in the queue.${said}`,
+    );
   if (condition.window_start_time) {
-    notices.push(`Maintenance ${clock(condition.window_start_time)} to ${clock(condition.window_end_time)}: jobs are checkpointed before, and continue afterwards.${node.mode === "open" ? said : ""}`);
+    notices.push(
+      `Maintenance ${clock(condition.window_start_time)} to ${clock(condition.window_end_time)}: ` +
+        `jobs are checkpointed before, and continue afterwards.${node.mode === "open" ? said : ""}`,
+    );
   }
   return notices.map((text) => html`<p class="notice" key=${text}>${text}</p>`);
 }
@@ -78,7 +119,11 @@ function Page({ path }) {
     const found = pattern.exec(path);
     if (found) return html`<${Shown} key=${path} name=${found[1] && decodeURIComponent(found[1])} />`;
   }
-  return html`<${Empty} title="There is no such page."><a href="/">Overview</a><//>`;
+  return html`
+    <${Empty} title="There is no such page.">
+      <a href="/">Overview</a>
+    <//>
+  `;
 }
 
 function App() {
@@ -89,9 +134,19 @@ function App() {
   const [problem, setProblem] = useState(null);
   const main = useRef(null);
   const opened = useRef(path);
-  const begin = () => start().then(() => setProblem(null), (error) => { if (isSignedIn()) setProblem(error); });
+  const begin = () =>
+    start().then(
+      () => setProblem(null),
+      (error) => {
+        if (isSignedIn()) setProblem(error);
+      },
+    );
   useEffect(() => {
-    whenSignedOut((reason) => { stop(); setWhy(reason); setIn(false); });
+    whenSignedOut((reason) => {
+      stop();
+      setWhy(reason);
+      setIn(false);
+    });
     if (isSignedIn()) begin();
   }, []);
   // A link leads to another page: keyboard and screen reader go on from its beginning.
@@ -99,7 +154,17 @@ function App() {
     if (opened.current !== path) main.current?.focus({ preventScroll: true });
     opened.current = path;
   }, [path]);
-  if (!isIn) return html`<${SignIn} why=${why} onSignIn=${() => { setWhy(""); setIn(true); begin(); }} />`;
+  if (!isIn)
+    return html`
+      <${SignIn}
+        why=${why}
+        onSignIn=${() => {
+          setWhy("");
+          setIn(true);
+          begin();
+        }}
+      />
+    `;
   return html`
     <${Top} path=${path} node=${node} me=${me} connection=${connection} />
     <main id="main" tabindex="-1" ref=${main}>
@@ -107,7 +172,8 @@ function App() {
       ${problem && html`<${Problem} error=${problem} again=${begin} />`}
       <${Page} path=${path} />
     </main>
-    <${Announce} text=${connection === "reconnecting" ? "Reconnecting to the daemon" : ""} />`;
+    <${Announce} text=${connection === "reconnecting" ? "Reconnecting to the daemon" : ""} />
+  `;
 }
 
 const place = document.getElementById("app");

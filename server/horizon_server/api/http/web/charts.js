@@ -17,7 +17,11 @@ const BYTE_STEPS = Array.from({ length: 50 }, (_, i) => 2 ** i);
  */
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const faded = (hex, share) => hex + Math.round(share * 255).toString(16).padStart(2, "0");
+const faded = (hex, share) =>
+  hex +
+  Math.round(share * 255)
+    .toString(16)
+    .padStart(2, "0");
 
 /** Draw where the job started, restarted, paused, and wrote checkpoints. */
 function drawMarks(u, marks) {
@@ -66,17 +70,34 @@ function tableOf(lines, { smoothing, band, format }) {
     }
     const isSmooth = smoothing > 0 && !line.dots;
     const stroke = { stroke: hue, width: 1.75, dash: line.dash, spanGaps: true };
-    if (isSmooth) wanted.push([line.mean, { ...stroke, stroke: faded(hue, 0.28), width: 1, points: { show: false } }]);
-    const points = line.dots || line.steps.length === 1 ? { show: true, size: 6, fill: hue, stroke: hue } : { show: false };
-    wanted.push([isSmooth ? smooth(line.mean, smoothing) : line.mean, { ...stroke, points, shown: line.label, format, reach: line.dots ? Infinity : REACH }]);
+    if (isSmooth)
+      wanted.push([line.mean, { ...stroke, stroke: faded(hue, 0.28), width: 1, points: { show: false } }]);
+    const points =
+      line.dots || line.steps.length === 1
+        ? { show: true, size: 6, fill: hue, stroke: hue }
+        : { show: false };
+    wanted.push([
+      isSmooth ? smooth(line.mean, smoothing) : line.mean,
+      { ...stroke, points, shown: line.label, format, reach: line.dots ? Infinity : REACH },
+    ]);
     tables.push([line.steps, ...wanted.map(([values]) => values)]);
     columns.push(...wanted.map(([, options]) => options));
   }
   return { data: tables.length > 1 ? uPlot.join(tables) : tables[0], columns, bands };
 }
 
-function optionsOf(width, height, { columns, bands }, { log, floor, isBytes, format, range, numSteps, sync, marks, onCursor, onZoom }) {
-  const axis = { stroke: color("quiet"), font: FONT, grid: { stroke: color("grid"), width: 1 }, ticks: { show: false } };
+function optionsOf(
+  width,
+  height,
+  { columns, bands },
+  { log, floor, isBytes, format, range, numSteps, sync, marks, onCursor, onZoom },
+) {
+  const axis = {
+    stroke: color("quiet"),
+    font: FONT,
+    grid: { stroke: color("grid"), width: 1 },
+    ticks: { show: false },
+  };
   const spaced = (min, max) => {
     const pad = (max - min || Math.abs(max) || 1) * 0.06;
     return [floor === 0 && min >= 0 ? 0 : min - pad, max + pad];
@@ -93,25 +114,48 @@ function optionsOf(width, height, { columns, bands }, { log, floor, isBytes, for
       y: log ? { distr: 3 } : { range: (u, min, max) => (min === null ? [0, 1] : spaced(min, max)) },
     },
     axes: [
-      { ...axis, size: 28, gap: 6, values: (u, ticks) => ticks.map((v) => (v === null || v % 1 ? "" : count(v))), grid: { show: false } },
-      { ...axis, size: 62, gap: 8, space: 30, ...(isBytes ? { incrs: BYTE_STEPS } : {}), values: (u, ticks) => ticks.map((v) => (v === null ? "" : format(v))) },
+      {
+        ...axis,
+        size: 28,
+        gap: 6,
+        values: (u, ticks) => ticks.map((v) => (v === null || v % 1 ? "" : count(v))),
+        grid: { show: false },
+      },
+      {
+        ...axis,
+        size: 62,
+        gap: 8,
+        space: 30,
+        ...(isBytes ? { incrs: BYTE_STEPS } : {}),
+        values: (u, ticks) => ticks.map((v) => (v === null ? "" : format(v))),
+      },
     ],
     cursor: {
       sync: { key: sync, setSeries: false, scales: ["x", null] },
       drag: { x: true, y: false, setScale: false },
       points: { size: 7 },
       focus: { prox: -1 },
-      bind: { dblclick: () => () => { onZoom(null); return null; } },
+      bind: {
+        dblclick: () => () => {
+          onZoom(null);
+          return null;
+        },
+      },
     },
     hooks: {
       draw: [(u) => drawMarks(u, marks())],
       setCursor: [(u) => onCursor(u.cursor.idx ?? null)],
-      setSelect: [(u) => {
-        if (u.select.width < 8) return;
-        const [from, to] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
-        u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        if (to - from >= 1) onZoom([Math.max(0, Math.floor(from)), Math.ceil(to)]);
-      }],
+      setSelect: [
+        (u) => {
+          if (u.select.width < 8) return;
+          const [from, to] = [
+            u.posToVal(u.select.left, "x"),
+            u.posToVal(u.select.left + u.select.width, "x"),
+          ];
+          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          if (to - from >= 1) onZoom([Math.max(0, Math.floor(from)), Math.ceil(to)]);
+        },
+      ],
     },
   };
 }
@@ -123,24 +167,45 @@ const lastOf = (values) => {
 
 /** The chart in words. */
 function inWords(lines, format) {
-  return lines.map((line) => {
-    const last = lastOf(line.mean);
-    if (last < 0) return `${line.label}: no values`;
-    const known = line.mean.filter((v) => v !== null);
-    const low = known.reduce((a, b) => Math.min(a, b), Infinity);
-    const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
-    return `${line.label}: ${format(line.mean[last])} at step ${line.steps[last]}, between ${format(low)} and ${format(high)}`;
-  }).join(". ");
+  return lines
+    .map((line) => {
+      const last = lastOf(line.mean);
+      if (last < 0) return `${line.label}: no values`;
+      const known = line.mean.filter((v) => v !== null);
+      const low = known.reduce((a, b) => Math.min(a, b), Infinity);
+      const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+      const ends = `${format(line.mean[last])} at step ${line.steps[last]}`;
+      return `${line.label}: ${ends}, between ${format(low)} and ${format(high)}`;
+    })
+    .join(". ");
 }
 
 /**
  * One figure of one or several jobs.
  *
- * @param {{title: string, about?: string, lines: Line[], marks?: Mark[], format?: (v: number) => string, log?: boolean, floor?: number, isBytes?: boolean,
- *   smoothing?: number, band?: boolean, range?: [number, number] | null, numSteps?: number, sync: string, height?: number,
+ * @param {{title: string, about?: string, lines: Line[], marks?: Mark[], format?: (v: number) => string, log?: boolean,
+ *   floor?: number, isBytes?: boolean, smoothing?: number, band?: boolean, range?: [number, number] | null,
+ *   numSteps?: number, sync: string, height?: number,
  *   onZoom: (range: [number, number] | null) => void, className?: string}} options
  */
-export function Chart({ title, about, lines, marks = [], format = short, log = false, floor, isBytes = false, smoothing = 0, band = true, range, numSteps = 0, sync, height = 176, onZoom, className = "" }) {
+export function Chart({
+  title,
+  about,
+  lines,
+  marks = [],
+  format = short,
+  log = false,
+  floor,
+  isBytes = false,
+  smoothing = 0,
+  band = true,
+  range,
+  numSteps = 0,
+  sync,
+  height = 176,
+  onZoom,
+  className = "",
+}) {
   const place = useRef(null);
   const plot = useRef(null);
   const values = useRef([]);
@@ -151,7 +216,14 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
   const isOne = lines.length === 1;
   const isLog = log && lines.some((line) => line.mean.some((v) => v > 0));
   // Zeros have no place on a log axis.
-  const shown = isLog ? lines.map((line) => ({ ...line, mean: line.mean.map((v) => (v > 0 ? v : null)), min: undefined, max: undefined })) : lines;
+  const shown = isLog
+    ? lines.map((line) => ({
+        ...line,
+        mean: line.mean.map((v) => (v > 0 ? v : null)),
+        min: undefined,
+        max: undefined,
+      }))
+    : lines;
   const last = Math.max(numSteps, ...lines.map((line) => line.steps[line.steps.length - 1] || 0));
   now.current = { range, last, marks, onZoom };
 
@@ -171,14 +243,29 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
     if (step.current) step.current.textContent = at === null ? "" : `step ${count(at)}`;
   };
 
-  const look = JSON.stringify([shown.map((l) => [l.label, l.color, !!l.dots, !!l.min]), isLog, smoothing > 0, band, height, sync, theme]);
+  const look = JSON.stringify([
+    shown.map((l) => [l.label, l.color, !!l.dots, !!l.min]),
+    isLog,
+    smoothing > 0,
+    band,
+    height,
+    sync,
+    theme,
+  ]);
   useLayoutEffect(() => {
     if (!lines.length) return undefined;
     const table = tableOf(shown, { smoothing, band, format });
     const options = optionsOf(place.current.clientWidth || 300, height, table, {
-      log: isLog, floor, isBytes, format, sync,
-      range: () => now.current.range, numSteps: () => now.current.last, marks: () => now.current.marks,
-      onZoom: (found) => now.current.onZoom(found), onCursor: say,
+      log: isLog,
+      floor,
+      isBytes,
+      format,
+      sync,
+      range: () => now.current.range,
+      numSteps: () => now.current.last,
+      marks: () => now.current.marks,
+      onZoom: (found) => now.current.onZoom(found),
+      onCursor: say,
     });
     const u = new uPlot(options, table.data, place.current);
     plot.current = u;
@@ -188,7 +275,11 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
       if (clientWidth && clientWidth !== u.width) u.setSize({ width: clientWidth, height });
     });
     sizes.observe(place.current);
-    return () => { sizes.disconnect(); u.destroy(); plot.current = null; };
+    return () => {
+      sizes.disconnect();
+      u.destroy();
+      plot.current = null;
+    };
   }, [look]);
   useEffect(() => {
     const u = plot.current;
@@ -209,21 +300,63 @@ export function Chart({ title, about, lines, marks = [], format = short, log = f
   const move = (event) => {
     const u = plot.current;
     const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (event.key === "Escape" && range) { onZoom(null); return; }
+    if (event.key === "Escape" && range) {
+      onZoom(null);
+      return;
+    }
     if (!by || !u) return;
     event.preventDefault();
     const most = u.data[0].length - 1;
     const index = Math.max(0, Math.min(most, (u.cursor.idx ?? (by > 0 ? -1 : most + 1)) + by));
     u.setCursor({ left: u.valToPos(u.data[0][index], "x"), top: u.over.clientHeight / 2 });
-    speak(`step ${u.data[0][index]}: ${lines.map((line, i) => `${line.label} ${values.current[i]?.textContent}`).join(", ")}`);
+    const told = lines.map((line, i) => `${line.label} ${values.current[i]?.textContent}`);
+    speak(`step ${u.data[0][index]}: ${told.join(", ")}`);
   };
 
-  return html`<figure class="chart ${className}">
-    <figcaption><b title=${about}>${title}</b>${isOne && html`<span class="value" aria-hidden="true" style=${{ color: `var(--${lines[0].color})` }} ref=${(element) => { values.current[0] = element; }}></span>`}<span class="at" ref=${step}></span></figcaption>
-    ${!isOne && html`<div class="legend" aria-hidden="true">${lines.map((line, i) => html`<span key=${line.label}><i class=${`line-${line.color}`}></i>${line.label} <b ref=${(element) => { values.current[i] = element; }}></b></span>`)}</div>`}
-    <div class="plot" style=${{ height: `${height}px` }} ref=${place} tabindex="0" role="application" aria-roledescription="chart" aria-label="${title}. ${inWords(lines, format)}" onKeyDown=${move}></div>
-    <p class="unseen" aria-live="polite">${spoken}</p>
-  </figure>`;
+  return html`
+    <figure class="chart ${className}">
+      <figcaption>
+        <b title=${about}>${title}</b>
+        ${isOne && html`
+          <span
+            class="value"
+            aria-hidden="true"
+            style=${{ color: `var(--${lines[0].color})` }}
+            ref=${(element) => {
+              values.current[0] = element;
+            }}
+          ></span>
+        `}
+        <span class="at" ref=${step}></span>
+      </figcaption>
+      ${!isOne && html`
+        <div class="legend" aria-hidden="true">
+          ${lines.map((line, i) => html`
+            <span key=${line.label}>
+              <i class="line-${line.color}"></i>
+              ${line.label}${" "}
+              <b
+                ref=${(element) => {
+                  values.current[i] = element;
+                }}
+              ></b>
+            </span>
+          `)}
+        </div>
+      `}
+      <div
+        class="plot"
+        style=${{ height: `${height}px` }}
+        ref=${place}
+        tabindex="0"
+        role="application"
+        aria-roledescription="chart"
+        aria-label="${title}. ${inWords(lines, format)}"
+        onKeyDown=${move}
+      ></div>
+      <p class="unseen" aria-live="polite">${spoken}</p>
+    </figure>
+  `;
 }
 
 /** The index of the value next to an index, so many places away at most; lines with steps of their own have gaps. */
@@ -238,15 +371,49 @@ function nearest(values, index, reach) {
 /** What all charts of a page share: smoothing, axis, spread; kept in the address. */
 export function ChartControls({ query, setQuery, range, marks = false, spread = true }) {
   const smoothing = Number(query.get("smooth") || 0);
-  return html`<div class="controls" role="group" aria-label="Charts">
-    <label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} onInput=${(event) => setQuery({ smooth: Number(event.target.value) || "" })} /></label>
-    <label class="check"><input type="checkbox" checked=${query.get("log") === "1"} onChange=${(event) => setQuery({ log: event.target.checked })} /> Log axis</label>
-    ${spread && html`<label class="check"><input type="checkbox" checked=${query.get("spread") !== "0"} onChange=${(event) => setQuery({ spread: event.target.checked ? "" : "0" })} /> Min and max</label>`}
-    ${range
-      ? html`<button type="button" class="small" onClick=${() => setQuery({ from: "", to: "" })}>All steps (showing ${count(range[0])} to ${count(range[1])})</button>`
-      : html`<span class="hint">Drag over a chart to see a part in detail</span>`}
-    ${marks && html`<span class="hint keys"><i class="key-checkpoint"></i> checkpoint <i class="key-restart"></i> restart</span>`}
-  </div>`;
+  return html`
+    <div class="controls" role="group" aria-label="Charts">
+      <label>
+        Smoothing${" "}
+        <input
+          type="range"
+          min="0"
+          max="0.98"
+          step="0.02"
+          value=${smoothing}
+          onInput=${(event) => setQuery({ smooth: Number(event.target.value) || "" })}
+        />
+      </label>
+      <label class="check">
+        <input
+          type="checkbox"
+          checked=${query.get("log") === "1"}
+          onChange=${(event) => setQuery({ log: event.target.checked })}
+        />${" "}
+        Log axis
+      </label>
+      ${spread && html`
+        <label class="check">
+          <input
+            type="checkbox"
+            checked=${query.get("spread") !== "0"}
+            onChange=${(event) => setQuery({ spread: event.target.checked ? "" : "0" })}
+          />${" "}
+          Min and max
+        </label>
+      `}
+      ${range ? html`
+        <button type="button" class="small" onClick=${() => setQuery({ from: "", to: "" })}>
+          All steps (showing ${count(range[0])} to ${count(range[1])})
+        </button>
+      ` : html`<span class="hint">Drag over a chart to see a part in detail</span>`}
+      ${marks && html`
+        <span class="hint keys">
+          <i class="key-checkpoint"></i> checkpoint <i class="key-restart"></i> restart
+        </span>
+      `}
+    </div>
+  `;
 }
 
 /** The choices of `ChartControls` as an address has them. */

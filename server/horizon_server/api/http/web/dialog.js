@@ -4,8 +4,9 @@ import { html, render, useEffect, useRef, useState } from "./vendor/preact-htm.j
 /**
  * Ask before a change. Returns what `act` returned, or undefined where the user has changed their mind.
  *
- * @param {{title: string, text?: any, confirm: string, danger?: boolean, fields?: (value: any, set: (v: any) => void) => any,
- *   initial?: any, act: (value: any) => Promise<any>}} question `act` makes the change; its error is shown in the dialog.
+ * @param {{title: string, text?: any, confirm: string, danger?: boolean, initial?: any,
+ *   fields?: (value: any, set: (v: any) => void) => any, act: (value: any) => Promise<any>}} question
+ *   `act` makes the change; its error is shown in the dialog.
  */
 export function ask(question) {
   return new Promise((resolve) => {
@@ -41,18 +42,31 @@ function Question({ title, text, confirm, danger, fields, initial, act, close })
       setBusy(false);
     }
   };
-  return html`<dialog ref=${dialog} aria-labelledby="question" onCancel=${(event) => { event.preventDefault(); if (!busy) close(undefined); }}>
-    <form onSubmit=${submit}>
-      <h2 id="question">${title}</h2>
-      ${text && html`<p>${text}</p>`}
-      ${fields && fields(value, set)}
-      ${error && html`<p class="bad" role="alert">${error}</p>`}
-      <div class="buttons">
-        <button type="button" onClick=${() => close(undefined)} disabled=${busy}>Not now</button>
-        <button type="submit" class="main ${danger ? "danger" : ""}" disabled=${busy}>${busy ? "Working..." : confirm}</button>
-      </div>
-    </form>
-  </dialog>`;
+  return html`
+    <dialog
+      ref=${dialog}
+      aria-labelledby="question"
+      onCancel=${(event) => {
+        event.preventDefault();
+        if (!busy) close(undefined);
+      }}
+    >
+      <form onSubmit=${submit}>
+        <h2 id="question">${title}</h2>
+        ${text && html`<p>${text}</p>`}
+        ${fields && fields(value, set)}
+        ${error && html`<p class="bad" role="alert">${error}</p>`}
+        <div class="buttons">
+          <button type="button" onClick=${() => close(undefined)} disabled=${busy}>
+            Not now
+          </button>
+          <button type="submit" class="main ${danger ? "danger" : ""}" disabled=${busy}>
+            ${busy ? "Working..." : confirm}
+          </button>
+        </div>
+      </form>
+    </dialog>
+  `;
 }
 
 /** Show something large, such as an answer in full. */
@@ -71,8 +85,15 @@ export function show(title, content) {
 function Shown({ title, content, close }) {
   const dialog = useRef(null);
   useEffect(() => dialog.current.showModal(), []);
-  return html`<dialog class="wide" ref=${dialog} aria-labelledby="shown" onClose=${close}>
-    <header><h2 id="shown">${title}</h2><button type="button" onClick=${() => dialog.current.close()}>Close</button></header>
-    ${content}
-  </dialog>`;
+  return html`
+    <dialog class="wide" ref=${dialog} aria-labelledby="shown" onClose=${close}>
+      <header>
+        <h2 id="shown">${title}</h2>
+        <button type="button" onClick=${() => dialog.current.close()}>
+          Close
+        </button>
+      </header>
+      ${content}
+    </dialog>
+  `;
 }

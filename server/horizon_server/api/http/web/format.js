@@ -36,12 +36,22 @@ export function clock(time) {
   const today = new Date();
   if (at.toDateString() === today.toDateString()) return text;
   const far = Math.abs(at - today) > 6 * 86400e3;
-  const day = at.toLocaleDateString([], far ? { day: "numeric", month: "short", ...(at.getFullYear() === today.getFullYear() ? {} : { year: "numeric" }) } : { weekday: "short" });
+  const day = at.toLocaleDateString(
+    [],
+    far
+      ? {
+          day: "numeric",
+          month: "short",
+          ...(at.getFullYear() === today.getFullYear() ? {} : { year: "numeric" }),
+        }
+      : { weekday: "short" },
+  );
   return `${day} ${text}`;
 }
 
 /** A time in full, for a title. */
-export const fullTime = (time) => (time ? toDate(time).toLocaleString([], { dateStyle: "full", timeStyle: "medium" }) : "");
+export const fullTime = (time) =>
+  time ? toDate(time).toLocaleString([], { dateStyle: "full", timeStyle: "medium" }) : "";
 
 export const secondsFromNow = (time) => (toDate(time) - Date.now()) / 1000;
 
@@ -57,7 +67,11 @@ export function short(x, digits = 4) {
   if (x === null || x === undefined || !Number.isFinite(x)) return "-";
   if (x === 0) return "0";
   const size = Math.abs(x);
-  if (size < 1e-3 || size >= 1e7) return x.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size < 1e-3 || size >= 1e7)
+    return x
+      .toExponential(2)
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   if (size >= 1000) return Math.round(x).toLocaleString("en-US");
   return String(Number(x.toPrecision(digits)));
 }
@@ -66,13 +80,19 @@ export const count = (n) => (n === null || n === undefined ? "-" : Math.round(n)
 
 /** A large number in words: 12.3 M. */
 export function large(n) {
-  for (const [size, unit] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
+  for (const [size, unit] of [
+    [1e12, "T"],
+    [1e9, "B"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ]) {
     if (n >= size) return `${Number((n / (unit === "k" ? 1e3 : size)).toPrecision(3))} ${unit}`;
   }
   return count(n);
 }
 
-export const percent = (share) => (share === null || share === undefined ? "-" : `${Math.round(share * 100)} %`);
+export const percent = (share) =>
+  share === null || share === undefined ? "-" : `${Math.round(share * 100)} %`;
 
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
 
@@ -97,7 +117,8 @@ const SOON_S = 5;
 
 /** When the job ends, as [words, time]; the words are empty where nothing is known. */
 export function ending(job) {
-  if (hasEnded(job.state)) return [`${stateWord(job.state).toLowerCase()} ${clock(job.end_time)}`, job.end_time];
+  if (hasEnded(job.state))
+    return [`${stateWord(job.state).toLowerCase()} ${clock(job.end_time)}`, job.end_time];
   // At full speed, a job that shares the device would end too early.
   const told = job.outlook?.estimated_end_time;
   const end = told || (job.state === "RUNNING" && job.eta_s ? Date.now() / 1000 + job.eta_s : null);

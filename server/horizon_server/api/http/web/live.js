@@ -94,7 +94,8 @@ export function useJobEvents(jobs, onEvents) {
   const ids = jobs.map((job) => job.job_id);
   useEffect(() => {
     if (!ids.length || !isSignedIn()) return undefined;
-    for (const job of jobs) lastSequence.set(job.job_id, Math.max(lastSequence.get(job.job_id) || 0, job.last_sequence));
+    for (const job of jobs)
+      lastSequence.set(job.job_id, Math.max(lastSequence.get(job.job_id) || 0, job.last_sequence));
     watched = ids;
     stream.follow(address);
     jobListeners.add(onEvents);

@@ -1,4 +1,4 @@
-/** What the caller may do, so that a button is not there, or says why it does nothing. The daemon decides in the end. */
+/** What the caller may do: a button is not there, or says why it does nothing. The daemon decides in the end. */
 import { hasEnded } from "./format.js";
 
 /** Whether the caller may change anything at all. */
@@ -18,7 +18,8 @@ export function whyNotChange(me, job) {
 export function whyNotNow(action, job) {
   const word = job.state.toLowerCase();
   if (action === "cancel") return hasEnded(job.state) ? `It has ended: ${word}` : "";
-  if (action === "pause") return hasEnded(job.state) || ["PAUSED", "STOPPING"].includes(job.state) ? `It is ${word}` : "";
+  if (action === "pause")
+    return hasEnded(job.state) || ["PAUSED", "STOPPING"].includes(job.state) ? `It is ${word}` : "";
   if (action === "resume") return ["PAUSED", "FAILED"].includes(job.state) ? "" : `It is ${word}`;
   if (action === "priority") return hasEnded(job.state) ? `It has ended: ${word}` : "";
   return "";

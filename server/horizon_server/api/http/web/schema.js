@@ -6,7 +6,10 @@ const deref = (schema, node) => (node.$ref ? schema.$defs[node.$ref.split("/").p
 function unwrapped(schema, node) {
   if (!node.anyOf) return { node: deref(schema, node), nullable: false };
   const others = node.anyOf.filter((one) => one.type !== "null");
-  return { node: others.length === 1 ? deref(schema, others[0]) : { type: "any" }, nullable: others.length < node.anyOf.length };
+  return {
+    node: others.length === 1 ? deref(schema, others[0]) : { type: "any" },
+    nullable: others.length < node.anyOf.length,
+  };
 }
 
 /** The values of a spec in which nothing is set. */
@@ -22,7 +25,8 @@ export function defaultsOf(schema, of = schema, given = {}) {
 }
 
 /**
- * @typedef {{path: string, name: string, description: string, kind: "choice"|"boolean"|"integer"|"number"|"text"|"json",
+ * @typedef {{path: string, name: string, description: string,
+ *   kind: "choice"|"boolean"|"integer"|"number"|"text"|"json",
  *   choices?: string[], nullable: boolean, required: boolean, allowed: string, initial: any}} Field
  * @typedef {{path: string, description: string, optional: boolean, fields: Field[]}} Section
  */
@@ -46,9 +50,21 @@ export function sectionsOf(schema) {
 }
 
 function fieldOf(name, path, property, node, nullable, of, given) {
-  const kind = node.enum ? "choice" : { boolean: "boolean", integer: "integer", number: "number", string: "text" }[node.type] || "json";
+  const kind = node.enum
+    ? "choice"
+    : { boolean: "boolean", integer: "integer", number: "number", string: "text" }[node.type] || "json";
   const choices = node.enum && [...new Set(node.enum.map(String))];
-  return { path, name, description: property.description || node.description || "", kind, choices, nullable, required: (of.required || []).includes(name), allowed: allowedOf(property, node), initial: given?.[name] };
+  return {
+    path,
+    name,
+    description: property.description || node.description || "",
+    kind,
+    choices,
+    nullable,
+    required: (of.required || []).includes(name),
+    allowed: allowedOf(property, node),
+    initial: given?.[name],
+  };
 }
 
 function allowedOf(property, node) {
@@ -81,7 +97,8 @@ export function valueOf(field, text) {
   if (field.kind === "integer" || field.kind === "number") {
     const number = Number(trimmed);
     if (!Number.isFinite(number)) throw new Error(`${field.path} is ${trimmed}; it must be a number`);
-    if (field.kind === "integer" && !Number.isInteger(number)) throw new Error(`${field.path} is ${trimmed}; it must be a whole number`);
+    if (field.kind === "integer" && !Number.isInteger(number))
+      throw new Error(`${field.path} is ${trimmed}; it must be a whole number`);
     return number;
   }
   if (field.kind !== "json") return trimmed;

@@ -16,7 +16,12 @@ const KNOWN = {
   learning_rate: { title: "Learning rate", format: (v) => short(v, 3) },
   tokens_per_second: { title: "Tokens per second", format: (v) => short(v, 3) },
   duration_s: { title: "Time of a step", format: (v) => span(v) },
-  overlap_ratio: { title: "Transfer overlap", format: (v) => percent(v), about: "share of the copying that compute hid", floor: 0 },
+  overlap_ratio: {
+    title: "Transfer overlap",
+    format: (v) => percent(v),
+    about: "share of the copying that compute hid",
+    floor: 0,
+  },
   host_memory_bytes: { title: "Host memory", format: (v) => bytes(v), floor: 0, isBytes: true },
   device_memory_bytes: { title: "Device memory", format: (v) => bytes(v), floor: 0, isBytes: true },
 };
@@ -28,7 +33,10 @@ export function figure(name) {
   const share = /\/(accuracy|exact_match)$/.test(name);
   const [set, what] = [name.slice(0, name.lastIndexOf("/")), name.slice(name.lastIndexOf("/") + 1)];
   if (name === "eval_loss") return { title: "Evaluation loss", format: (v) => short(v) };
-  return { title: `${set}: ${what.replace("_", " ")}`, format: share ? (v) => (v === null ? "-" : `${(v * 100).toFixed(1)} %`) : (v) => short(v) };
+  return {
+    title: `${set}: ${what.replace("_", " ")}`,
+    format: share ? (v) => (v === null ? "-" : `${(v * 100).toFixed(1)} %`) : (v) => short(v),
+  };
 }
 
 /** Of a job on the processors, which has no link and no memory but the host's. */
@@ -36,20 +44,27 @@ const OF_DEVICE = ["overlap_ratio", "device_memory_bytes"];
 
 /** Names of the figures that have values, known ones first, the method's next. */
 export function names(series, device) {
-  const present = Object.keys(series).filter((name) => series[name].mean.some((v) => v !== null) && !(device === "host" && OF_DEVICE.includes(name)));
-  const rank = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : name.startsWith("method/") ? 0.5 : ORDER.length);
+  const present = Object.keys(series).filter(
+    (name) => series[name].mean.some((v) => v !== null) && !(device === "host" && OF_DEVICE.includes(name)),
+  );
+  const rank = (name) =>
+    ORDER.includes(name) ? ORDER.indexOf(name) : name.startsWith("method/") ? 0.5 : ORDER.length;
   return present.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
 
-/** Figures of evaluations that have values. The loss of a set that the evaluation's own loss is of is not said twice. */
+/** Figures of evaluations that have values, without the loss of a set that the evaluation's own loss is of. */
 export function evalNames({ series }) {
   const all = JSON.stringify(series.eval_loss);
-  return Object.keys(series).filter((name) => series[name].some((v) => v !== null) && (name === "eval_loss" || JSON.stringify(series[name]) !== all));
+  return Object.keys(series).filter(
+    (name) =>
+      series[name].some((v) => v !== null) && (name === "eval_loss" || JSON.stringify(series[name]) !== all),
+  );
 }
 
 /** What a step's event says of each figure. */
 function valuesOf(step) {
-  const total = (sizes) => (sizes && Object.keys(sizes).length ? Object.values(sizes).reduce((sum, n) => sum + n, 0) : null);
+  const total = (sizes) =>
+    sizes && Object.keys(sizes).length ? Object.values(sizes).reduce((sum, n) => sum + n, 0) : null;
   const values = {
     loss: step.loss,
     grad_norm: step.grad_norm,
@@ -92,7 +107,8 @@ function appendEval(data, done) {
   if (steps.includes(done.step)) return;
   const values = { eval_loss: done.eval_loss };
   for (const set of done.sets || []) {
-    for (const name of ["loss", "perplexity", "accuracy", "exact_match"]) values[`${set.name}/${name}`] = set[name];
+    for (const name of ["loss", "perplexity", "accuracy", "exact_match"])
+      values[`${set.name}/${name}`] = set[name];
   }
   for (const name of Object.keys(values)) series[name] ||= Array(steps.length).fill(null);
   steps.push(done.step);
@@ -102,7 +118,8 @@ function appendEval(data, done) {
 /** What a change of state is marked as, as the daemon marks it in what it answers. */
 function markOf(data, event) {
   const before = data.marks.filter((mark) => mark.kind !== "checkpoint").pop()?.kind;
-  if (event.job_state === "RUNNING") return before === undefined ? "start" : ["pause", "end"].includes(before) ? "resume" : "restart";
+  if (event.job_state === "RUNNING")
+    return before === undefined ? "start" : ["pause", "end"].includes(before) ? "resume" : "restart";
   if (event.job_state === "PAUSED") return "pause";
   return hasEnded(event.job_state) ? "end" : null;
 }
@@ -114,7 +131,8 @@ function append(data, events) {
       appendStep(data, event);
       last = event.step;
     } else if (event.kind === "eval") appendEval(data, event);
-    else if (event.kind === "checkpoint") data.marks.push({ kind: "checkpoint", step: event.step, time: event.time_s, text: "" });
+    else if (event.kind === "checkpoint")
+      data.marks.push({ kind: "checkpoint", step: event.step, time: event.time_s, text: "" });
     else if (event.kind === "state") {
       const kind = markOf(data, event);
       if (kind) data.marks.push({ kind, step: last, time: event.time_s, text: event.message });
@@ -140,18 +158,31 @@ export function useSeries(ids, range, onEvents) {
   useEffect(() => {
     if (!ids.length) return undefined;
     const asking = new AbortController();
-    const one = (id) => readAndRemember(pathOf(["jobs", id, "series"], { points: POINTS, from_step: from, to_step: to }), asking.signal);
-    Promise.all(ids.map(one)).then(
-      (answers) => {
-        appended.current = 0;
-        // A copy: answers are remembered, and these columns grow.
-        set({ key, data: Object.fromEntries(answers.map((answer, i) => [ids[i], structuredClone(answer)])), error: null });
-      },
-      (error) => { if (error.name !== "AbortError") set((old) => ({ ...old, key, error })); },
-    );
+    const readOne = (id, sketch) =>
+      readAndRemember(
+        pathOf(["jobs", id, "series"], { points: POINTS, from_step: from, to_step: to, sketch }),
+        asking.signal,
+      );
+    const show = (answers) => {
+      appended.current = 0;
+      // A copy: answers are remembered, and these columns grow.
+      const data = Object.fromEntries(answers.map((answer, i) => [ids[i], structuredClone(answer)]));
+      set({ key, data, error: null });
+    };
+    const readAll = async () => {
+      // At once a sketch, which is complete already unless the daemon has many steps to read first.
+      const sketches = await Promise.all(ids.map((id) => readOne(id, "true")));
+      show(sketches);
+      if (sketches.every((one) => one.complete)) return;
+      show(await Promise.all(sketches.map((one, i) => (one.complete ? one : readOne(ids[i])))));
+    };
+    readAll().catch((error) => {
+      if (error.name !== "AbortError") set((old) => ({ ...old, key, error }));
+    });
     return () => asking.abort();
   }, [key, from, to, turn]);
-  const isKnown = found.key === key && !found.error;
+  // Events go on from a complete answer only.
+  const isKnown = found.key === key && !found.error && ids.every((id) => found.data[id]?.complete);
   const ranged = useRef(range);
   ranged.current = range;
   const follow = useRef(null);

@@ -51,7 +51,9 @@ export class Stream {
   visibilityChanged() {
     clearTimeout(this.hiddenSince);
     if (document.hidden) {
-      this.hiddenSince = setTimeout(() => { if (this.running) this.rest(); }, HIDDEN_FOR_MS);
+      this.hiddenSince = setTimeout(() => {
+        if (this.running) this.rest();
+      }, HIDDEN_FOR_MS);
     } else if (this.address && !this.running) {
       this.restart("connecting");
     }
@@ -67,11 +69,16 @@ export class Stream {
     let wait = FIRST_WAIT_MS;
     while (!signal.aborted) {
       try {
-        await this.once(signal, () => { wait = FIRST_WAIT_MS; });
+        await this.once(signal, () => {
+          wait = FIRST_WAIT_MS;
+        });
       } catch (error) {
         if (signal.aborted) return;
         // Asking again does not help; signing in does.
-        if (error instanceof ApiError && [401, 403, 404].includes(error.status)) { this.onState("resting"); return; }
+        if (error instanceof ApiError && [401, 403, 404].includes(error.status)) {
+          this.onState("resting");
+          return;
+        }
       }
       if (signal.aborted) return;
       this.onState("reconnecting");
@@ -124,6 +131,13 @@ export class Stream {
 function pause(ms, signal) {
   return new Promise((resolve) => {
     const timer = setTimeout(resolve, ms);
-    signal.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });
+    signal.addEventListener(
+      "abort",
+      () => {
+        clearTimeout(timer);
+        resolve();
+      },
+      { once: true },
+    );
   });
 }

@@ -37,7 +37,12 @@ export function Log({ job, columns, query, setQuery }) {
           const answer = await read(pathOf(["jobs", job.job_id, "log"], { attempt, offset: asked.offset }));
           isMore = start !== AT_END && answer.next_offset > asked.offset && !answer.complete;
           asked.offset = answer.next_offset;
-          if (asked === wanted.current) set((old) => ({ ...answer, offset: old ? old.offset : answer.offset, text: ((old?.text || "") + answer.text).slice(-MOST_CHARS) }));
+          if (asked === wanted.current)
+            set((old) => ({
+              ...answer,
+              offset: old ? old.offset : answer.offset,
+              text: ((old?.text || "") + answer.text).slice(-MOST_CHARS),
+            }));
         }
         setError(null);
       } catch (problem) {
@@ -47,23 +52,71 @@ export function Log({ job, columns, query, setQuery }) {
     };
     const wait = Math.max(0, asked.lastMs + EVERY_MS - Date.now());
     const timer = setTimeout(more, asked.lastMs ? wait : 0);
-    return () => { isShown = false; clearTimeout(timer); };
+    return () => {
+      isShown = false;
+      clearTimeout(timer);
+    };
   }, [attempt, job.attempt, start, pulse, job.state]);
-  useEffect(() => { if (follows && box.current) box.current.scrollTop = box.current.scrollHeight; }, [state?.text, follows]);
+  useEffect(() => {
+    if (follows && box.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [state?.text, follows]);
 
   const attempts = state?.attempts || [];
   const lines = state?.text.split("\n").filter(Boolean) || [];
-  return html`<${Card} id="log" title="Log">
-    <div class="controls">
-      ${attempts.length > 1 && html`<label>Attempt <select value=${attempt || String(state.attempt)} onChange=${(event) => setQuery({ attempt: event.target.value })}>
-        ${attempts.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select></label>`}
-      ${!hasEnded(job.state) && html`<label class="check"><input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} /> Follow</label>`}
-      ${state?.offset > 0 && html`<button type="button" class="small" onClick=${() => setStart(0)}>Show it from its beginning</button>`}
-      <span class="space"></span><${Copy} quiet text="horizon job logs ${job.name}" />
-    </div>
-    ${error && html`<${Problem} error=${error} />`}
-    ${!state ? !error && html`<${Waiting} rows=${8} />` : lines.length
-      ? html`<pre class="log" ref=${box} tabindex="0" role="log" aria-live="off" aria-label="Log of attempt ${state.attempt}">${lines.map((line, i) => html`<span key=${i} class=${/\b(error|failed|traceback)\b/i.test(line) ? "bad" : /\bwarning\b/i.test(line) ? "warn" : ""}>${line}</span>`)}</pre>`
-      : html`<${Empty} title="Nothing is written yet.">${job.state === "QUEUED" && "An attempt writes its log once it starts."}<//>`}
-  <//>`;
+  return html`
+    <${Card} id="log" title="Log">
+      <div class="controls">
+        ${attempts.length > 1 && html`
+          <label>
+            Attempt${" "}
+            <select
+              value=${attempt || String(state.attempt)}
+              onChange=${(event) => setQuery({ attempt: event.target.value })}
+            >
+              ${attempts.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
+            </select>
+          </label>
+        `}
+        ${!hasEnded(job.state) && html`
+          <label class="check">
+            <input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} />${" "}
+            Follow
+          </label>
+        `}
+        ${state?.offset > 0 && html`
+          <button type="button" class="small" onClick=${() => setStart(0)}>
+            Show it from its beginning
+          </button>
+        `}
+        <span class="space"></span>
+        <${Copy} quiet text="horizon job logs ${job.name}" />
+      </div>
+      ${error && html`<${Problem} error=${error} />`}
+      ${!state ? !error && html`<${Waiting} rows=${8} />` : lines.length ? html`
+        <pre
+          class="log"
+          ref=${box}
+          tabindex="0"
+          role="log"
+          aria-live="off"
+          aria-label="Log of attempt ${state.attempt}"
+        >
+          ${lines.map((line, i) => html`
+            <span
+              key=${i}
+              class=${
+                /\b(error|failed|traceback)\b/i.test(line) ? "bad" : /\bwarning\b/i.test(line) ? "warn" : ""
+              }
+            >
+              ${line}
+            </span>
+          `)}
+        </pre>
+      ` : html`
+        <${Empty} title="Nothing is written yet.">
+          ${job.state === "QUEUED" && "An attempt writes its log once it starts."}
+        <//>
+      `}
+    <//>
+  `;
 }
