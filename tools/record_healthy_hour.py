@@ -99,8 +99,8 @@ class Lab:
         self._num_submitted += 1
         user = list(self._clients)[number % 2]
         client = self._clients[user]
-        spec: JobSpec = {
-            **cast("JobSpec", DEMO_SPEC),
+        spec: dict[str, Any] = {
+            **DEMO_SPEC,
             "name": f"{user}-{number % 10}",
             "model": "demo-model",
             "dataset": "demo-chats",
@@ -112,7 +112,7 @@ class Lab:
         if user == "bob":
             spec |= {"method": "dpo", "dataset": "few-pairs"}
             del spec["eval_dataset"], spec["eval_every_steps"]
-        self._jobs[client.jobs.submit(spec).job_id] = client
+        self._jobs[client.jobs.submit(cast("JobSpec", spec)).job_id] = client
 
 
 @contextlib.contextmanager
