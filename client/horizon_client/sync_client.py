@@ -26,6 +26,7 @@ from horizon_client.resources import (
     Account,
     AllowanceUse,
     Checkpoint,
+    CheckpointEvaluation,
     Dataset,
     DatasetPreview,
     Deletion,
@@ -623,6 +624,23 @@ class Checkpoints:
                 job, prompts, at=at, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
             )
         )
+
+    def evaluate(
+        self, job: str, *, at: int | str = "last", sets: Mapping[str, str] | None = None, reporter: Reporter = SILENT
+    ) -> CheckpointEvaluation:
+        """Have the node evaluate a checkpoint (a step, `last` or `best`) as its job's own evaluations do.
+
+        `sets` are pushed datasets by the names that their figures have; without any, it is on the eval sets of the job.
+        `job` may name the checkpoint itself, as JOB@STEP. `reporter.evaluation` is told how far it is. The node
+        evaluates one checkpoint at a time; others wait for their turn. Whoever ends the call ends the evaluation.
+
+        Raises:
+            NotFound: when there is no such job, checkpoint or dataset.
+            InvalidRequest: when the job has no eval set and none is given, or its method is not evaluated on such data.
+            DoesNotFit: when the node's jobs leave too little memory.
+            InvalidModel: when the checkpoint is damaged.
+        """
+        return self._loop.run(lambda: self._inner.evaluate(job, at=at, sets=sets, reporter=reporter))
 
     def delete(self, job: str, step: int | None = None) -> None:
         """Delete one checkpoint: of a job and a step, or JOB@STEP."""
