@@ -1,4 +1,4 @@
-"""`client.checkpoints`: list, pull, merge, sample, keep and delete the checkpoints of jobs.
+"""`client.checkpoints`: list, pull, merge, sample, evaluate, keep and delete the checkpoints of jobs.
 
 A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes
 outside the folder, whatever paths the server lists, and replaces a different file only with `force`.
@@ -36,7 +36,14 @@ from horizon_client.hub import HubPush, publish, repo_of, require_hub
 from horizon_client.local_files import PIECE_BYTES
 from horizon_client.notebook import Listing
 from horizon_client.reporter import SILENT, Progress, Reporter
-from horizon_client.resources import Checkpoint, FileEntry, SampledText, SampleFigures
+from horizon_client.resources import (
+    Checkpoint,
+    CheckpointEvaluation,
+    EvaluationProgress,
+    FileEntry,
+    SampledText,
+    SampleFigures,
+)
 from horizon_formats.row_checks import check_prompt_row
 from horizon_proto.v1 import checkpoint_pb2, job_pb2
 
@@ -293,6 +300,37 @@ class AsyncCheckpoints:
         request = checkpoint_pb2.KeepCheckpointRequest(job_id=checkpoint.job_id, step=checkpoint.step, kept=kept)
         answer = await self._connection.unary(self._connection.calls.checkpoints.KeepCheckpoint, request)
         return from_message(Checkpoint, answer.checkpoint)
+
+    async def evaluate(
+        self,
+        job: str,
+        *,
+        at: int | str = "last",
+        sets: Mapping[str, str] | None = None,
+        reporter: Reporter = SILENT,
+    ) -> CheckpointEvaluation:
+        """Have the node evaluate a checkpoint (a step, `last` or `best`) as its job's own evaluations do.
+
+        `sets` are pushed datasets by the names that their figures have; without any, the job's eval sets are used.
+        `job` may name the checkpoint itself, as JOB@STEP. The node evaluates one checkpoint at a time.
+
+        Raises:
+            NotFound, InvalidModel: when there is no such job, checkpoint or dataset; when the checkpoint is damaged.
+            InvalidRequest: when the job has no eval set and none is given, or its method is not evaluated on such data.
+            DoesNotFit: when the node's jobs leave too little memory.
+        """
+        checkpoint = await self._chosen(job, at)
+        request = checkpoint_pb2.EvaluateCheckpointRequest(
+            job_id=checkpoint.job_id, step=checkpoint.step, sets=dict(sets or {})
+        )
+        # No limit between two answers: other calls may come first, and a large model takes minutes to load.
+        call = self._connection.calls.checkpoints.EvaluateCheckpoint
+        async with aclosing(self._connection.stream(call, request, stall_s=None)) as answers:  # type: ignore[type-var]
+            async for answer in answers:
+                if answer.HasField("evaluation"):
+                    return from_message(CheckpointEvaluation, answer.evaluation)
+                reporter.evaluation(from_message(EvaluationProgress, answer.progress))
+        raise ServerFailed("the server ended the evaluation without its figures; try again")
 
     async def delete(self, job: str, step: int | None = None) -> None:
         """Delete one checkpoint: of a job and a step, or JOB@STEP."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from horizon_client.resources import JobEvent
+    from horizon_client.resources import EvaluationProgress, JobEvent
 
 Phase: TypeAlias = Literal["check", "hash", "upload", "finalize", "merge", "download"]
 
@@ -29,6 +29,9 @@ class Reporter:
 
     def progress(self, progress: Progress) -> None:
         """A transfer has advanced."""
+
+    def evaluation(self, progress: EvaluationProgress) -> None:
+        """The evaluation of a checkpoint has advanced."""
 
     def event(self, event: JobEvent) -> None:
         """Something happened to the job that is waited for."""

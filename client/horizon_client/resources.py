@@ -683,6 +683,31 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationProgress:
+    """How far the evaluation of a checkpoint is."""
+
+    phase: str
+    """`prepare` while rows of a set are tokenised, then `evaluate`."""
+    set: str
+    """The name of the set."""
+    done: int
+    """Rows that are prepared, or steps over the set that are evaluated."""
+    total: int
+    """All of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvaluation:
+    """The figures of a checkpoint."""
+
+    figures: EvalEvent | None
+    """As those of the job's own evaluations."""
+    differences: tuple[str, ...]
+    """What was computed in another way than in the job's own evaluation of that step, as messages; empty where that has
+    the same figures on the same set, to the last bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dataset:
     """One pushed dataset."""
 

@@ -26,6 +26,7 @@ from horizon_client.resources import (
     Account,
     AllowanceUse,
     Checkpoint,
+    CheckpointEvaluation,
     Dataset,
     DatasetPreview,
     Deletion,
@@ -634,6 +635,21 @@ class Checkpoints:
             NotFound: when the job has no such checkpoint.
         """
         return self._loop.run(lambda: self._inner.keep(job, at=at, kept=kept))
+
+    def evaluate(
+        self, job: str, *, at: int | str = "last", sets: Mapping[str, str] | None = None, reporter: Reporter = SILENT
+    ) -> CheckpointEvaluation:
+        """Have the node evaluate a checkpoint (a step, `last` or `best`) as its job's own evaluations do.
+
+        `sets` are pushed datasets by the names that their figures have; without any, the job's eval sets are used.
+        `job` may name the checkpoint itself, as JOB@STEP. The node evaluates one checkpoint at a time.
+
+        Raises:
+            NotFound, InvalidModel: when there is no such job, checkpoint or dataset; when the checkpoint is damaged.
+            InvalidRequest: when the job has no eval set and none is given, or its method is not evaluated on such data.
+            DoesNotFit: when the node's jobs leave too little memory.
+        """
+        return self._loop.run(lambda: self._inner.evaluate(job, at=at, sets=sets, reporter=reporter))
 
     def delete(self, job: str, step: int | None = None) -> None:
         """Delete one checkpoint: of a job and a step, or JOB@STEP."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import WorkerFailed
@@ -183,7 +183,20 @@ class MergeProgress:
     total_bytes: int
 
 
-ChildLine = SampledText | MergeProgress
+@dataclass(frozen=True, kw_only=True)
+class EvaluationProgress:
+    """How far the evaluation of a checkpoint is: rows of a set that are prepared, or steps over it that are evaluated.
+
+    Only on the pipe of the child that evaluates a checkpoint.
+    """
+
+    phase: Literal["prepare", "evaluate"]
+    set: str
+    done: int
+    total: int
+
+
+ChildLine = SampledText | MergeProgress | EvaluationProgress
 """What children say that are no workers."""
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
 TurnLine = TurnWanted | TurnEnded | MemoryReleased
@@ -215,10 +228,21 @@ KINDS: dict[str, type[Any]] = {
     "progress": WorkerProgress,
     "sampled": SampledText,
     "merge": MergeProgress,
+    "evaluation": EvaluationProgress,
 }
 # Kinds that end at the daemon: they are neither stored nor sent on.
 PIPE_KINDS = frozenset(
-    {"ready", "references", "turn_wanted", "turn_ended", "memory_released", "progress", "sampled", "merge"}
+    {
+        "ready",
+        "references",
+        "turn_wanted",
+        "turn_ended",
+        "memory_released",
+        "progress",
+        "sampled",
+        "merge",
+        "evaluation",
+    }
 )
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

@@ -70,6 +70,7 @@ from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Rules
 from horizon_server.services.accounts import Accounts, UserLocks
 from horizon_server.services.audit import Audit
+from horizon_server.services.evaluating import Evaluations
 from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.requests import answer_request
 from horizon_server.services.housekeeping.retention import Retention
@@ -272,7 +273,8 @@ async def wire(
         worker_module=worker_module,
     )
     idle = IdleMeasurement(rates, environment=environment, gpu=next(iter(usable), None))
-    scheduler = _wire_scheduler(runtime, usable, space, sampling, idle)
+    preparing = asyncio.Lock()
+    scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
     jobs = JobService(
         journal=journal,
         scheduler=scheduler,
@@ -294,6 +296,12 @@ async def wire(
         datasets=datasets,
         previews=Previews(resources, environment=environment),
         samples=Samples(jobs, sampling, num_threads=settings.num_threads or available_cpus()),
+        evaluations=Evaluations(
+            jobs,
+            memory=sampling,
+            make_preparation=lambda: Preparation(folders.prepared, preparing, space),
+            environment=environment,
+        ),
         merges=Merges(jobs, quotas=quotas, environment=environment),
         models=models,
         blobs=uploads,
@@ -382,10 +390,15 @@ def _wire_data(
 
 
 def _wire_scheduler(
-    runtime: Runtime, usable: Sequence[Accelerator], space: Space, sampling: SamplingChild, idle: IdleMeasurement
+    runtime: Runtime,
+    usable: Sequence[Accelerator],
+    space: Space,
+    sampling: SamplingChild,
+    idle: IdleMeasurement,
+    preparing: asyncio.Lock,
 ) -> Scheduler:
     """Make what queues and runs jobs: turns for each device, and an attempt for each job that gets memory."""
-    settings, metrics, view, preparing = runtime.settings, runtime.metrics, runtime.view, asyncio.Lock()
+    settings, metrics, view = runtime.settings, runtime.metrics, runtime.view
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
     turns = {
         device: DeviceTurns(

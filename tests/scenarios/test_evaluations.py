@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from tests.support.both_daemons import demo_spec
 from tests.support.daemon_process import DaemonProcess, wait_for_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from horizon_client import Client, InUse
+from horizon_client import Client, InUse, InvalidRequest, NotAllowed, NotFound
 from horizon_client.job_spec_types import JobSpec
-from horizon_client.resources import EvalEvent, Job
+from horizon_client.reporter import Reporter
+from horizon_client.resources import EvalEvent, EvaluationProgress, Job
 from horizon_server.demo.recipe import demo_chats, write_demo_model
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -229,3 +232,103 @@ def command(daemon: DaemonProcess, token: str, *arguments: str) -> str:
     called = [sys.executable, "-m", "horizon_client", *arguments, "--server", daemon.endpoints["grpc"]]
     environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path), "COLUMNS": "1000"}
     return subprocess.run(called, env=environment, capture_output=True, text=True, check=True, timeout=240).stdout
+
+
+def test_a_checkpoint_is_evaluated_again_with_the_same_figures(client: Client, runs: tuple[list[Job], Path]) -> None:
+    job = runs[0][0]
+    own = {evaluation.step: evaluation for evaluation in evaluations_of(client, job)}
+    told = Told()
+
+    for step in (3, 6):
+        found = client.checkpoints.evaluate(job.job_id, at=step, reporter=told)
+        assert found.figures is not None
+        assert figures_of(found.figures) == figures_of(own[step])
+        assert found.differences == ()
+    assert {(progress.phase, progress.set) for progress in told.heard} == {
+        *itertools.product(("prepare", "evaluate"), ("asked", "other"))
+    }
+
+
+def test_by_command_on_other_sets(
+    daemon: DaemonProcess, token: str, client: Client, runs: tuple[list[Job], Path]
+) -> None:
+    job = runs[0][0]
+    own = evaluations_of(client, job)[-1]
+    client.datasets.push([runs[1]], name="asked-again")
+    done = evaluating(daemon, token, job.job_id, "--set", "again=asked-again", "-o", "json")
+    output, errors = done.communicate(timeout=240)
+
+    assert done.returncode == 0, errors
+    (figures,) = json.loads(output)["figures"]["sets"]
+    assert (figures["name"], figures["loss"], figures["num_correct"]) == (
+        "again",
+        own.sets[0].loss,
+        own.sets[0].num_correct,
+    )
+    # Nothing is answered of a set that the job does not name.
+    assert (figures["num_answers"], figures["exact_match"]) == (0, None)
+    assert "evaluating again: " in errors
+
+
+def test_what_cannot_be_evaluated_is_said(
+    daemon: DaemonProcess, client: Client, runs: tuple[list[Job], Path], tmp_path: Path
+) -> None:
+    job = runs[0][0].job_id
+    pairs = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pairs) + "\n", "utf-8")
+    client.datasets.push([tmp_path / "pairs.jsonl"], name="pairs")
+    evaluate = client.checkpoints.evaluate
+    with pytest.raises(NotFound, match="nothing"):
+        evaluate(job, sets={"new": "nothing"})
+    with pytest.raises(InvalidRequest, match="preference"):
+        evaluate(job, sets={"new": "pairs"})
+    with pytest.raises(InvalidRequest, match="a name must be"):
+        evaluate(job, sets={"a b": "pairs"})
+    with pytest.raises(NotFound, match="step 4"):
+        evaluate(job, at=4)
+    with daemon.client(daemon.user("bob")) as bob, pytest.raises(NotFound):
+        bob.checkpoints.evaluate(job)
+    with daemon.client(daemon.user("eve", role="viewer")) as eve, pytest.raises(NotAllowed, match="viewer"):
+        eve.checkpoints.evaluate(f"{job}@3")
+
+
+def test_an_interrupted_evaluation_frees_its_memory(
+    daemon: DaemonProcess, token: str, client: Client, runs: tuple[list[Job], Path]
+) -> None:
+    running = evaluating(daemon, token, runs[0][0].job_id)
+    # The sets are prepared, and the child has been asked for.
+    wait_until(lambda: client.node.status().host_memory_promised_bytes > 0)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=240)
+    assert running.returncode != 0
+    assert "the node has ended the evaluation" in errors
+    wait_until(lambda: client.node.status().host_memory_promised_bytes == 0)
+
+
+class Told(Reporter):
+    """Keeps what it is told of an evaluation."""
+
+    def __init__(self) -> None:
+        self.heard: list[EvaluationProgress] = []
+
+    def evaluation(self, progress: EvaluationProgress) -> None:
+        self.heard.append(progress)
+
+
+def evaluating(daemon: DaemonProcess, token: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start `horizon checkpoint eval`."""
+    command = [sys.executable, "-m", "horizon_client", "checkpoint", "eval", *arguments]
+    return subprocess.Popen(
+        [*command, "--server", daemon.endpoints["grpc"]],
+        env={"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)

@@ -12,6 +12,7 @@ import click
 from horizon_client.choices import CHECKPOINT_DTYPES, MERGE_BASES
 from horizon_client.cli.completion import job_names
 from horizon_client.cli.deletion import add_delete
+from horizon_client.cli.evaluation_views import EvaluationReporter, checkpoint_evaluation_text
 from horizon_client.cli.output import (
     CommandT,
     View,
@@ -65,7 +66,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull, merge, publish, sample, chat with, keep and delete the checkpoints of a job."""
+    """List, pull, merge, publish, evaluate, sample, chat with, keep and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -237,6 +238,41 @@ def push(
     print_result(result, output, names=[result.url], page=lambda: f"published as {result.repo}: {result.url}")
 
 
+@checkpoint.command(
+    name="eval",
+    epilog="""\b
+Example:
+  horizon checkpoint eval JOB
+  horizon checkpoint eval JOB@best --set gsm8k=gsm8k-test --set general=chats
+  horizon checkpoint eval JOB@500 -o json
+
+\b
+Without --set it is on the eval sets of the job, and gives the figures of the
+job's own evaluation of that step; a note says what may differ in the last
+digits. It uses the node's processors and memory besides its jobs. Ctrl-C ends
+it on the node too.""",
+)
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="NAME=DATASET",
+    help="A pushed dataset to evaluate on, by the name that its figures have. Repeatable; default: the job's sets.",
+)
+@output_option
+@connected
+def evaluate(client: Client, checkpoint: str, sets: tuple[str, ...], output: str) -> None:
+    """Evaluate a checkpoint on the node."""
+    job, at = _job_and_place(checkpoint, default="last")
+    given = _sets_of(sets)
+    job_id = find_job(client, job).job_id
+    with EvaluationReporter() as reporter:
+        found = client.checkpoints.evaluate(job_id, at=at, sets=given, reporter=reporter)
+    names = [] if found.figures is None else [f"{job_id}@{found.figures.step}"]
+    print_result(found, output, names=names, page=lambda: checkpoint_evaluation_text(found))
+
+
 _SAMPLING = (
     click.option(
         "--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of an answer."
@@ -381,6 +417,18 @@ def keep(client: Client, checkpoint: str, undo: bool, output: str) -> None:
 
 
 add_delete(checkpoint, "checkpoint", job_names, "JOB@500")
+
+
+def _sets_of(texts: tuple[str, ...]) -> dict[str, str]:
+    sets: dict[str, str] = {}
+    for text in texts:
+        name, separator, dataset = text.partition("=")
+        if not separator or not name or not dataset:
+            raise click.UsageError(f"--set {text}: write NAME=DATASET")
+        if name in sets:
+            raise click.UsageError(f"--set {text}: there is a set {name} already; give each a name of its own")
+        sets[name] = dataset
+    return sets
 
 
 def _job_and_place(text: str, *, default: str) -> tuple[str, int | str]:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+import click
+
 from horizon_client.cli.output import clean
+from horizon_client.cli.root import Interrupted
+from horizon_client.reporter import Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from types import TracebackType
 
-    from horizon_client.resources import EvalAnswer, EvalEvent, EvalSetFigures, Job
+    from horizon_client.resources import (
+        CheckpointEvaluation,
+        EvalAnswer,
+        EvalEvent,
+        EvalSetFigures,
+        EvaluationProgress,
+        Job,
+    )
 
 # Those of a step that fit into a line; the rest is in `horizon job get` and in the events
 _METHOD_FIGURES = ("rewards/accuracies", "rewards/margins", "kl", "clip_ratio/region_mean")
 _SHOWN_ANSWERS = 3
 _SHOWN_CHARACTERS = 160
 _MAIN_SET = "eval"
+_PROGRESS_EVERY_S = 5.0
 
 
 def evaluation_text(event: EvalEvent) -> str:
@@ -32,6 +46,45 @@ def evaluation_text(event: EvalEvent) -> str:
     for answer in event.answers[:_SHOWN_ANSWERS]:
         lines += _answer_lines(answer)
     return "\n".join(lines)
+
+
+def checkpoint_evaluation_text(found: CheckpointEvaluation) -> str:
+    """Return the figures of a checkpoint: a line for each set, its first answers, and what was computed otherwise than
+    in the job."""
+    event = found.figures
+    if event is None:
+        return "the node has sent no figures"
+    lines = [f"{clean(of_set.name)}: {_figures_text(of_set)}" for of_set in event.sets]
+    for answer in event.answers[:_SHOWN_ANSWERS]:
+        lines += _answer_lines(answer)
+    lines += [f"note: {clean(text)}; the last digits may differ from the job's own" for text in found.differences]
+    return "\n".join([f"step {event.step}", *lines])
+
+
+class EvaluationReporter(Reporter):
+    """A context in which a command prints how far an evaluation is; Ctrl-C ends it."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[str, str] | None = None
+        self._shown_at = 0.0
+
+    def __enter__(self) -> EvaluationReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted("interrupted; the node has ended the evaluation") from None
+
+    def evaluation(self, progress: EvaluationProgress) -> None:
+        """Print a line for each set, and one now and then while it takes long."""
+        now, what = time.monotonic(), (progress.phase, progress.set)
+        if what == self._shown and now - self._shown_at < _PROGRESS_EVERY_S:
+            return
+        self._shown, self._shown_at = what, now
+        verb, unit = ("preparing", "rows") if progress.phase == "prepare" else ("evaluating", "steps")
+        click.echo(f"{verb} {clean(progress.set)}: {progress.done:,} of {progress.total:,} {unit}", err=True)
 
 
 def method_figures_text(figures: Mapping[str, float]) -> str:

@@ -38,7 +38,7 @@ _COMMANDS = {
     "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
     "checkpoint": (
         "checkpoints:checkpoint",
-        "List, pull, merge, sample, chat with and delete the checkpoints of a job.",
+        "List, pull, merge, publish, evaluate, sample, chat with, keep and delete the checkpoints of a job.",
     ),
     "webhook": ("webhooks:webhook", "Tell another program, or a chat, when the state of a job changes."),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),

@@ -461,6 +461,136 @@ class SampleCheckpointResponse(google.protobuf.message.Message):
 global___SampleCheckpointResponse = SampleCheckpointResponse
 
 @typing.final
+class EvaluateCheckpointRequest(google.protobuf.message.Message):
+    """EvaluateCheckpointRequest names a checkpoint and what it is evaluated on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SetsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SETS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    step: builtins.int
+    """The checkpoint's step."""
+    @property
+    def sets(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Pushed datasets by the names that their figures have, at most 8 besides one named eval; empty means the eval sets of the job."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        step: builtins.int = ...,
+        sets: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "sets", b"sets", "step", b"step"]) -> None: ...
+
+global___EvaluateCheckpointRequest = EvaluateCheckpointRequest
+
+@typing.final
+class EvaluationProgress(google.protobuf.message.Message):
+    """EvaluationProgress is how far the evaluation of a checkpoint is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: builtins.int
+    SET_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    TOTAL_FIELD_NUMBER: builtins.int
+    phase: builtins.str
+    """`prepare` while rows of a set are tokenised, then `evaluate`."""
+    set: builtins.str
+    """The name of the set."""
+    done: builtins.int
+    """Rows that are prepared, or steps over the set that are evaluated."""
+    total: builtins.int
+    """All of them."""
+    def __init__(
+        self,
+        *,
+        phase: builtins.str = ...,
+        set: builtins.str = ...,
+        done: builtins.int = ...,
+        total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "phase", b"phase", "set", b"set", "total", b"total"]) -> None: ...
+
+global___EvaluationProgress = EvaluationProgress
+
+@typing.final
+class CheckpointEvaluation(google.protobuf.message.Message):
+    """CheckpointEvaluation is the figures of a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIGURES_FIELD_NUMBER: builtins.int
+    DIFFERENCES_FIELD_NUMBER: builtins.int
+    @property
+    def figures(self) -> horizon_proto.v1.job_pb2.EvalEvent:
+        """As those of the job's own evaluations."""
+
+    @property
+    def differences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What was computed in another way than in the job's own evaluation of that step, as messages; empty where that has the same figures
+        on the same set, to the last bit.
+        """
+
+    def __init__(
+        self,
+        *,
+        figures: horizon_proto.v1.job_pb2.EvalEvent | None = ...,
+        differences: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["figures", b"figures"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["differences", b"differences", "figures", b"figures"]) -> None: ...
+
+global___CheckpointEvaluation = CheckpointEvaluation
+
+@typing.final
+class EvaluateCheckpointResponse(google.protobuf.message.Message):
+    """EvaluateCheckpointResponse is how far it is, or the end."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: builtins.int
+    EVALUATION_FIELD_NUMBER: builtins.int
+    @property
+    def progress(self) -> global___EvaluationProgress:
+        """How far it is."""
+
+    @property
+    def evaluation(self) -> global___CheckpointEvaluation:
+        """Set in the last message."""
+
+    def __init__(
+        self,
+        *,
+        progress: global___EvaluationProgress | None = ...,
+        evaluation: global___CheckpointEvaluation | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["evaluation", b"evaluation", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["evaluation", b"evaluation", "progress", b"progress"]) -> None: ...
+
+global___EvaluateCheckpointResponse = EvaluateCheckpointResponse
+
+@typing.final
 class KeepCheckpointRequest(google.protobuf.message.Message):
     """KeepCheckpointRequest names a checkpoint."""
 

@@ -50,6 +50,11 @@ class CheckpointServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.FromString,
                 _registered_method=True)
+        self.EvaluateCheckpoint = channel.unary_stream(
+                '/horizon_proto.v1.CheckpointService/EvaluateCheckpoint',
+                request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.EvaluateCheckpointRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.EvaluateCheckpointResponse.FromString,
+                _registered_method=True)
         self.MergeCheckpoint = channel.unary_stream(
                 '/horizon_proto.v1.CheckpointService/MergeCheckpoint',
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointRequest.SerializeToString,
@@ -88,6 +93,14 @@ class CheckpointServiceServicer(object):
     def SampleCheckpoint(self, request, context):
         """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
         time is answered; others wait for their turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvaluateCheckpoint(self, request, context):
+        """EvaluateCheckpoint evaluates a checkpoint on eval sets, on the node's processors, as its job's own evaluations do, and streams the
+        progress. One call at a time is answered; others wait for their turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +145,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.SampleCheckpoint,
                     request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.SerializeToString,
+            ),
+            'EvaluateCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.EvaluateCheckpoint,
+                    request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.EvaluateCheckpointRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.EvaluateCheckpointResponse.SerializeToString,
             ),
             'MergeCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.MergeCheckpoint,
@@ -231,6 +249,33 @@ class CheckpointService(object):
             '/horizon_proto.v1.CheckpointService/SampleCheckpoint',
             horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.SerializeToString,
             horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/horizon_proto.v1.CheckpointService/EvaluateCheckpoint',
+            horizon__proto_dot_v1_dot_checkpoint__pb2.EvaluateCheckpointRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_checkpoint__pb2.EvaluateCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

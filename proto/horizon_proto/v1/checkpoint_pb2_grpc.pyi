@@ -41,6 +41,14 @@ class CheckpointServiceStub:
     time is answered; others wait for their turn.
     """
 
+    EvaluateCheckpoint: grpc.UnaryStreamMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointResponse,
+    ]
+    """EvaluateCheckpoint evaluates a checkpoint on eval sets, on the node's processors, as its job's own evaluations do, and streams the
+    progress. One call at a time is answered; others wait for their turn.
+    """
+
     MergeCheckpoint: grpc.UnaryStreamMultiCallable[
         horizon_proto.v1.checkpoint_pb2.MergeCheckpointRequest,
         horizon_proto.v1.checkpoint_pb2.MergeCheckpointResponse,
@@ -82,6 +90,14 @@ class CheckpointServiceAsyncStub:
     ]
     """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
     time is answered; others wait for their turn.
+    """
+
+    EvaluateCheckpoint: grpc.aio.UnaryStreamMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointResponse,
+    ]
+    """EvaluateCheckpoint evaluates a checkpoint on eval sets, on the node's processors, as its job's own evaluations do, and streams the
+    progress. One call at a time is answered; others wait for their turn.
     """
 
     MergeCheckpoint: grpc.aio.UnaryStreamMultiCallable[
@@ -131,6 +147,16 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse], collections.abc.AsyncIterator[horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse]]:
         """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
         time is answered; others wait for their turn.
+        """
+
+    @abc.abstractmethod
+    def EvaluateCheckpoint(
+        self,
+        request: horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointResponse], collections.abc.AsyncIterator[horizon_proto.v1.checkpoint_pb2.EvaluateCheckpointResponse]]:
+        """EvaluateCheckpoint evaluates a checkpoint on eval sets, on the node's processors, as its job's own evaluations do, and streams the
+        progress. One call at a time is answered; others wait for their turn.
         """
 
     @abc.abstractmethod

@@ -88,6 +88,7 @@ EFFECTS: Mapping[str, Effect] = {
             "ModelService/FinalizeModel",
             "ModelService/DeleteModel",
             "CheckpointService/SampleCheckpoint",
+            "CheckpointService/EvaluateCheckpoint",
             "CheckpointService/MergeCheckpoint",
             "CheckpointService/DeleteCheckpoint",
             "CheckpointService/KeepCheckpoint",

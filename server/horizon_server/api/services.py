@@ -14,6 +14,7 @@ from horizon_server.records.account import Principal
 from horizon_server.services.access import has_lost_rights
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.audit import Audit
+from horizon_server.services.evaluating import Evaluations
 from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.retention import Retention
 from horizon_server.services.identity import IdentityService
@@ -39,6 +40,7 @@ class Services:
     datasets: DatasetService
     previews: Previews
     samples: Samples
+    evaluations: Evaluations
     merges: Merges
     models: ModelService
     blobs: Uploads

@@ -29,7 +29,7 @@ from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
-from horizon_server.planning.sampling import with_answers
+from horizon_server.planning.sampling import evaluated_folder, with_answers
 from horizon_server.planning.spec_warnings import spec_warnings
 from horizon_server.planning.step_time import predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
@@ -237,6 +237,26 @@ class Planner:
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
         execution = self._execution(spec, gpu)
         return self._planned(spec, folder, execution, limit, data=data, longest_document=longest_document)
+
+    def plan_evaluation(self, spec: JobSpec, path: Path) -> tuple[Execution, Ledger]:
+        """Return how a checkpoint of a job is evaluated besides the job, on the host, and the memory that takes: as the
+        job's own evaluations on the host, without moments and gradients.
+
+        Raises: InvalidModel, InvalidSpec as `plan`.
+        """
+        spec, folder = spec.model_copy(update={"device": "host"}), evaluated_folder(path, spec.train)
+        together = micro_batch_tokens(folder.shape.hidden_size, "host")
+        execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together)
+        case = _Case(
+            spec=spec,
+            folder=folder,
+            host_limit_bytes=self.host_limit_bytes,
+            rates=None,
+            layer=self._layer_memory(folder),
+            data=None,
+            longest_document=None,
+        )
+        return execution, case.ledger(execution)
 
     def _planned(
         self,

@@ -64,6 +64,21 @@ def trained_layout(folder: Path, train: TrainSpec) -> StoreLayout:
     )
 
 
+def evaluated_folder(folder: Path, train: TrainSpec) -> ModelFolder:
+    """A job's model, laid out for weights that are only read, each with the bits that the job's store has of it.
+
+    Raises: InvalidModel, InvalidSpec as `open_for_training`.
+    """
+    found = open_for_training(folder, train)
+    place_of = {place.name: place for _, place in found.layout.tensors()}
+    layout = weights_only(
+        found.layout,
+        is_bfloat16=lambda name: not place_of[name].exact,
+        packing_of=lambda name: place_of[name].packing,
+    )
+    return dataclasses.replace(found, layout=layout)
+
+
 def sample_memory(layout: StoreLayout) -> SampleMemory:
     """What a child that answers from weights of this layout takes at most."""
     embedding, *layers, head = (unit.num_elements for unit in layout.units)

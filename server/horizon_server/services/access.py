@@ -58,7 +58,7 @@ def require_change(
 
 
 def require_sample(principal: Principal, owner: str, what: str, *, project: str = "") -> None:
-    """Allow having prompts answered by a checkpoint of a job of `owner`: who may see it and may use the node.
+    """Allow having a checkpoint of a job of `owner` answer prompts, or evaluated: who may see it and may use the node.
 
     Raises NotFound when the caller may not even see the job, NotAllowed for viewers and for tokens that allow no
     changes.

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ class _Idle:
 
 
 class SamplingChild:
-    """Starts the child, asks it, and ends it. `busy_bytes` is the host memory of a call that runs, which the queue must
-    leave to it.
+    """Starts the child, asks it, and ends it. `busy_bytes` is the host memory of a call that runs and of what others
+    hold, which the queue must leave to them.
 
     Thread: belongs to one event loop. One call at a time; the others may come whenever they like.
     """
@@ -104,8 +104,22 @@ class SamplingChild:
             else:
                 await child.end()
         finally:
-            self.busy_bytes = 0
+            self.busy_bytes -= memory.total
         return answer, was_loaded
+
+    @contextlib.asynccontextmanager
+    async def held(self, num_bytes: int, refusal: Callable[[int, int], DoesNotFit]) -> AsyncIterator[None]:
+        """Hold memory for another child until the end of the block; the idle child makes room. Raises what `refusal`
+        makes of the bytes that are needed and those that are free, when running jobs leave too little."""
+        async with self._lock:
+            await self._end()
+            if num_bytes > (free := self._unpromised()):
+                raise refusal(num_bytes, free)
+            self.busy_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.busy_bytes -= num_bytes
 
     async def make_room(self, job_id: str, num_bytes: int) -> None:
         """End the idle child where a job that takes its memory now does not fit beside it; then the child's is free."""
@@ -126,18 +140,21 @@ class SamplingChild:
             if idle is not None and idle.model == model and idle.child.is_running:
                 self._idle = None
                 idle.watch.cancel()
-                self.busy_bytes = memory.total
+                self.busy_bytes += memory.total
                 return idle.child
             await self._end()
-            free = max(0, self._free_bytes(""))
-            if memory.total > free:
+            if memory.total > (free := self._unpromised()):
                 raise DoesNotFit(
                     f"answering with this checkpoint takes {size_text(memory.total)} of host memory (weights "
                     f"{size_text(memory.planes)}), and the node's jobs leave {size_text(free)}; sample again when they "
                     "have ended, or pull the checkpoint"
                 )
-            self.busy_bytes = memory.total
+            self.busy_bytes += memory.total
             return None
+
+    def _unpromised(self) -> int:
+        """Host memory that neither jobs nor calls have."""
+        return max(0, self._free_bytes("") - self.busy_bytes)
 
     async def _start(self, request: SampleRequest, memory: SampleMemory) -> Child:
         task = ChildTask(

@@ -209,8 +209,9 @@ class StoreLayout:
 
     @cached_property
     def first_trained_unit(self) -> int:
-        """Backward ends there: what comes before it is frozen."""
-        return next(unit.index for unit in self.units if unit.trained_elements)
+        """Backward ends there: what comes before it is frozen. Behind the last unit where everything is, as in a store
+        whose weights are only read."""
+        return next((unit.index for unit in self.units if unit.trained_elements), len(self.units))
 
     @property
     def num_skipped_layers(self) -> int:

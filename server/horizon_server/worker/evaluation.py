@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.engine.data import DocumentPrompt, PreparedDataset, StepPlan
@@ -30,7 +31,6 @@ from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.sampling import stop_tokens
 from horizon_server.worker_link.orders import Orders
-from horizon_server.worker_link.request import WorkerRequest
 
 MAX_SHOWN_ANSWERS = 8
 MAX_SHOWN_CHARACTERS = 2000
@@ -39,6 +39,9 @@ _OF_FIRST_SET = ("eval_loss", "num_targets", "num_correct", "method_figures")
 
 MakePlan = Callable[[PreparedDataset, bool], StepPlan]
 """The plan of one pass over a set in the file's order; packed or not."""
+
+OnStep = Callable[[str, int, int], None]
+"""Is told of each step over a set: its name, the steps done and all of them."""
 
 
 class _Interrupted(Exception):
@@ -50,7 +53,8 @@ class Evaluation:
 
     def __init__(
         self,
-        request: WorkerRequest,
+        spec: JobSpec,
+        prepared: Mapping[str, Path],
         folder: ModelFolder,
         *,
         store: HostStore,
@@ -59,17 +63,17 @@ class Evaluation:
         turn: DeviceTurn,
         make_plan: MakePlan,
         answer_ends: Collection[int] = (),
+        on_step: OnStep = lambda *_: None,
     ) -> None:
-        """`folder` is the job's model, laid out for it; `answer_ends` are the tokens that end trained answers.
+        """`prepared` has the folder of each eval set, by its name. `folder` is the job's model, laid out for it;
+        `answer_ends` are the tokens that end trained answers.
 
         Raises:
             InvalidSpec: no row of the set to answer has a prompt that fits.
         """
-        self._spec, self._orders, self._turn = request.spec, orders, turn
-        self._make_plan = make_plan
-        self.sets = {
-            name: MethodData(request.evaluations[name], self._spec, is_evaluated=True) for name in self._spec.eval_sets
-        }
+        self._spec, self._orders, self._turn = spec, orders, turn
+        self._make_plan, self._on_step = make_plan, on_step
+        self.sets = {name: MethodData(prepared[name], spec, is_evaluated=True) for name in spec.eval_sets}
         generate = self._spec.eval.generate
         self.answers: Sequence[EvalAnswer] = ()
         """All answers of the newest evaluation, whole."""
@@ -129,6 +133,7 @@ class Evaluation:
                 raise _Interrupted
             parts.append(data.evaluate(trainer, plan, i))
             self._turn.boundary()
+            self._on_step(name, i + 1, plan.num_steps)
         return data.total(parts)
 
     def plans(self, trainer: Trainer) -> list[tuple[MethodData, StepPlan]]:

@@ -21,6 +21,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import TrainSpec
 from horizon_server.store import numa
 from horizon_server.store.checkpoint import AdapterExport
 from horizon_server.store.host_store import HostStore
@@ -96,15 +97,7 @@ class SetUp:
 
     def step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
         """Return the plan of a dataset in rows and steps as the job's."""
-        train = self.request.spec.train
-        return StepPlan(
-            dataset,
-            sequence_length=train.sequence_length,
-            tokens_per_step=train.tokens_per_step,
-            packing_limit=self.template.packing_limit,
-            group_size=dataset.group_size,
-            **how,
-        )
+        return make_step_plan(dataset, self.request.spec.train, self.template, **how)
 
     def load(self, *, resume_from: Path | None, from_memory: bool) -> continuation.Continuation:
         """Fill the store: from what a killed worker left in it, a checkpoint, or the model."""
@@ -142,3 +135,15 @@ class SetUp:
                 parts.callback(self.trace.write, self.request.trace)
             parts.callback(self.store.close)
             parts.callback(self.device.close)
+
+
+def make_step_plan(dataset: PreparedDataset, train: TrainSpec, template: Template, **how: Any) -> StepPlan:
+    """Return the plan of a dataset in the rows and steps of a job; `how` are further arguments of the plan."""
+    return StepPlan(
+        dataset,
+        sequence_length=train.sequence_length,
+        tokens_per_step=train.tokens_per_step,
+        packing_limit=template.packing_limit,
+        group_size=dataset.group_size,
+        **how,
+    )

@@ -105,7 +105,8 @@ class Training:
         self._ending = Ending(num_steps=self._plan.num_steps, limits=request.limits, evaluation=self._spec.eval)
         # Before the first turn: a prompt that cannot be answered is found before anything is trained.
         self._evaluation = Evaluation(
-            request,
+            self._spec,
+            request.evaluations,
             self._set_up.folder,
             store=self._store,
             device=self._device,

@@ -260,6 +260,14 @@ CASES: Mapping[str, tuple[Case, ...]] = {
             instead="INVALID_ARGUMENT",
         ),
     ),
+    # As for answers; this job has no eval set.
+    "CheckpointService/EvaluateCheckpoint": (
+        Case(
+            SAMPLE,
+            _of(lambda job_id: checkpoint_pb2.EvaluateCheckpointRequest(job_id=job_id, step=3), job_id=_known),
+            instead="INVALID_ARGUMENT",
+        ),
+    ),
     # This checkpoint holds no adapter.
     "CheckpointService/MergeCheckpoint": (
         Case(

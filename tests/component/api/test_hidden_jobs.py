@@ -59,6 +59,7 @@ CALLS: dict[str, Make] = NAMING_A_JOB | {
     "CheckpointService/SampleCheckpoint": _named(
         checkpoint_pb2.SampleCheckpointRequest, step=3, prompts=[checkpoint_pb2.SamplePrompt(text="hello")]
     ),
+    "CheckpointService/EvaluateCheckpoint": _named(checkpoint_pb2.EvaluateCheckpointRequest, step=3),
     "CheckpointService/MergeCheckpoint": _named(checkpoint_pb2.MergeCheckpointRequest, step=3),
     "CheckpointService/DeleteCheckpoint": _named(checkpoint_pb2.DeleteCheckpointRequest, step=3),
     "HousekeepingService/Delete": _delete(housekeeping_pb2.RESOURCE_KIND_JOB),

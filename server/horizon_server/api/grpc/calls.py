@@ -32,7 +32,7 @@ from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
 from horizon_server.errors import InvalidSpec
-from horizon_server.events import MergeProgress, SampledText
+from horizon_server.events import EvaluationProgress, MergeProgress, SampledText
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
 from horizon_server.records.housekeeping import Selection
@@ -287,6 +287,10 @@ CALLS: Mapping[str, Call] = {
     "CheckpointService/ReadCheckpointFile": Call(read_checkpoint_file, ("offset", "data")),
     "CheckpointService/SampleCheckpoint": Call(
         _sample, lambda piece: {"text" if isinstance(piece, SampledText) else "figures": piece}
+    ),
+    "CheckpointService/EvaluateCheckpoint": Call(
+        lambda on, caller, r: on.evaluations.evaluate(caller, r.job_id, r.step, dict(r.sets)),
+        lambda line: {"progress" if isinstance(line, EvaluationProgress) else "evaluation": line},
     ),
     "CheckpointService/MergeCheckpoint": Call(
         _merge,
