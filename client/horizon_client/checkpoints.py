@@ -311,8 +311,7 @@ class AsyncCheckpoints:
     ) -> CheckpointEvaluation:
         """Have the node evaluate a checkpoint (a step, `last` or `best`) as its job's own evaluations do.
 
-        `sets` are pushed datasets by the names that their figures have; without any, the job's eval sets are used.
-        `job` may name the checkpoint itself, as JOB@STEP. The node evaluates one checkpoint at a time.
+        `sets` are pushed datasets by the names of their figures; without any, the job's. `job` may be JOB@STEP.
 
         Raises:
             NotFound, InvalidModel: when there is no such job, checkpoint or dataset; when the checkpoint is damaged.
