@@ -109,7 +109,7 @@ def test_a_refusal_is_tried_again(made: list[_Tracker], tmp_path: Path) -> None:
     assert made[0].has_written.wait(LONG_S)
     followers.close()
     assert made[0].steps == [1]
-    assert notices[1] == "mlflow: no answer; trying again in 0 s, and the job goes on meanwhile"
+    assert notices[1] == "mlflow: no answer; trying again in 0 s, and the job continues meanwhile"
 
 
 def test_a_dead_tracker_holds_up_neither_the_watch_nor_the_others(

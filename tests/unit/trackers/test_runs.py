@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.unit.trackers.events import JOB, eval_event, points, step_event, steps
+from tests.unit.trackers.following import follow, follow_apart
 
 from horizon_formats.trackers import (
     Ending,
@@ -37,14 +38,6 @@ Read = Callable[[str], list[tuple[int, float]]]
 @pytest.fixture
 def job() -> TrackedJob:
     return JOB
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_of_wandb() -> Iterator[None]:
-    """W&B's own process ends with these tests, not with all."""
-    yield
-    if (wandb := sys.modules.get("wandb")) is not None:
-        wandb.teardown()
 
 
 @pytest.fixture(autouse=True)
@@ -164,16 +157,15 @@ def test_a_resume_of_job_and_follower_is_one_run_with_each_step_once(
     tracker: str, tmp_path: Path, job: TrackedJob
 ) -> None:
     read = READERS[tracker](tmp_path, job)
-    first = Follower(tracker, job, _target(tmp_path))
-    first.write([*points(eval_event(0)), *steps([1, 2, 3])])
-    first.write([*points(eval_event(3, 2.5)), *steps([4])])
-    first.close(None)  # the laptop sleeps, or the daemon restarts
+    # W&B's own process belongs to the one that it was started from, and does not survive all that tests do with that.
+    run = follow_apart if tracker == "wandb" else follow
+    first = [[*points(eval_event(0)), *steps([1, 2, 3])], [*points(eval_event(3, 2.5)), *steps([4])]]
+    run(tracker, job, _target(tmp_path), first, None)  # the laptop sleeps, or the daemon restarts
     if tracker == "wandb":
         _in_the_next_second()
-    again = Follower(tracker, job, _target(tmp_path))
     # The job goes on from its checkpoint of step 2, and the stream is read from its beginning.
-    again.write([*points(eval_event(0)), *steps([1, 2, 3, 4]), *steps([3, 4, 5]), *points(eval_event(5, 2.0))])
-    again.close(Ending.FINISHED)
+    again = [*points(eval_event(0)), *steps([1, 2, 3, 4]), *steps([3, 4, 5]), *points(eval_event(5, 2.0))]
+    run(tracker, job, _target(tmp_path), [again], Ending.FINISHED)
 
     assert read("train/loss") == [(1, 3.0), (2, 4.0), (3, 5.0), (4, 6.0), (5, 7.0)]
     assert read("eval/loss") == [(0, 3.0), (3, 2.5), (5, 2.0)]
@@ -229,9 +221,7 @@ def test_mlflow_shows_spec_state_and_tags(tmp_path: Path, job: TrackedJob) -> No
 def test_wandb_has_the_config_and_whether_the_job_goes_on(tmp_path: Path, job: TrackedJob) -> None:
     pytest.importorskip("wandb")
     for ending in (None, Ending.KILLED):
-        follower = Follower("wandb", job, _target(tmp_path))
-        follower.write(steps([1]))
-        follower.close(ending)
+        follow_apart("wandb", job, _target(tmp_path), [steps([1])], ending)
         _in_the_next_second()
     records = _wandb_records(tmp_path, job)
     runs = [record.run for record in records if record.HasField("run")]
