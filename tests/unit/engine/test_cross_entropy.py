@@ -28,10 +28,10 @@ def case(vocab_size: int, dtype: torch.dtype, *, num_rows: int = 7) -> tuple[Ten
 
 
 def exact(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    return plain(logits.double(), targets, smoothing)
+    return by_torch(logits.double(), targets, smoothing)
 
 
-def plain(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def by_torch(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().clone().requires_grad_()
     loss = functional.cross_entropy(leaf, targets, reduction="sum", label_smoothing=smoothing) / NUM_TARGETS
     torch.autograd.backward(loss)
@@ -71,9 +71,9 @@ def test_loss_and_gradient_are_exact_to_rounding(
     got = chunk_loss(logits, targets, divisor=NUM_TARGETS, gradient_SV=out, smoothing=smoothing)
 
     assert error(got, loss) <= 2e-7
-    # A target's gradient loses digits where most of it is spread; how many depends on the processor, and plain fp32 loses
-    # more.
-    of_plain = error(plain(kept.float(), targets, smoothing)[1], gradient)
+    # A target's gradient loses digits where most of it is spread, and plain fp32 loses more; how many depends on the
+    # processor.
+    of_plain = error(by_torch(kept.float(), targets, smoothing)[1], gradient)
     assert error(out, gradient) <= (3e-3 if dtype == torch.bfloat16 else max(3e-7, of_plain))
     assert in_place or torch.equal(logits, kept)
     assert error(chunk_loss(kept, targets, divisor=NUM_TARGETS, smoothing=smoothing), loss) <= 2e-7
