@@ -264,8 +264,8 @@ def test_what_is_in_no_journal_is_known_by_its_beginning() -> None:
     from horizon_server.events import PIPE_KINDS, encode
     from horizon_server.worker_link.daemon_end import _UNKEPT_LINES
 
-    # Answers to prompts and merged models are other children's.
-    assert PIPE_KINDS - {"ready", "references", "sampled", "merge"} == {
+    # Answers to prompts, merged models and evaluations are other children's.
+    assert PIPE_KINDS - {"ready", "references", "sampled", "merge", "evaluation"} == {
         "turn_wanted",
         "turn_ended",
         "memory_released",
