@@ -37,10 +37,15 @@ async def submit(daemon: DaemonParts, name: str) -> JobRecord:
 
 
 async def checkpoint(daemon: DaemonParts, job: JobRecord) -> dict[str, bytes]:
-    """Every file of a job's last checkpoint: weights, moments, and the state of the trainer."""
+    """Every file of a job's last checkpoint but those that name the job, and the list of all files' hashes: weights,
+    moments, and the state of the trainer."""
     await daemon.until(job.job_id, JobState.SUCCEEDED)
     folder = daemon.state_dir / "jobs" / job.job_id / "checkpoints" / f"step-{STEPS[job.spec.name]:08d}"
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): content
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "manifest.json" and job.job_id.encode() not in (content := path.read_bytes())
+    }
     assert any(name.startswith("trainer/exp_avg_sq") for name in files), sorted(files)
     return files
 

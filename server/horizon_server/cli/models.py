@@ -97,9 +97,14 @@ def model_add(
     from horizon_server.services.housekeeping.caches import HUB_FOLDER
     from horizon_server.services.hub_models import add_model, known_model
 
+    with_services = partial(_with_services, config, state_dir, settings)
+
+    async def require_database(_: Services) -> None:
+        """One that cannot be read is refused before the hub is asked."""
+
+    with_services(require_database, only_look=True)
     model = find_model(hub_id, revision)
     name = name or model.repo
-    with_services = partial(_with_services, config, state_dir, settings)
     known = with_services(lambda services: known_model(services.models, model, name), only_look=True)
     if known is not None:
         click.echo(f"model {name} is here already, of commit {model.commit}", err=True)

@@ -98,6 +98,7 @@ def _lines(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ..
             for parameter in command.params:
                 if parameter.required:
                     value = parameter.type.choices[0] if isinstance(parameter.type, click.Choice) else "x1"
+                    value = "x1/x1" if words == ["model", "add"] else value  # an id of the hub
                     words += [value] if isinstance(parameter, click.Argument) else [parameter.opts[0], value]
             found.append(tuple(words))
     return found

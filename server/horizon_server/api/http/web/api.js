@@ -69,8 +69,10 @@ export async function call(path, { method = "GET", body, signal, accept = "appli
   }
   if (answer.ok) return answer;
   const told = (await answer.json().catch(() => null))?.error;
-  const message = told?.message || `The daemon answered ${answer.status}.`;
-  if (answer.status === 401) signOut(message);
+  const isToken = answer.status === 401;
+  const refusal = isToken ? "The daemon does not accept this token." : `The daemon answered ${answer.status}.`;
+  const message = told?.message || refusal;
+  if (isToken) signOut(message);
   throw new ApiError(message, { status: answer.status, reason: told?.reason, violations: told?.violations });
 }
 
