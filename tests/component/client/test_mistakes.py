@@ -28,7 +28,8 @@ def test_the_help_begins_with_what_it_is(run: Run) -> None:
     text = " ".join(run("--help").stdout.split())
     assert (
         "Fine-tune language models on a shared machine. horizon sends your model and your data to a machine that runs "
-        "horizond. That machine trains the model. You watch the training from here and download the result. Options:"
+        "horizond. That machine trains the model. You watch the training from here and download the result. Without a "
+        "command, horizon shows your jobs and the machine. Options:"
     ) in text
 
 

@@ -62,5 +62,5 @@ def test_what_cannot_be_is_said(run: Run) -> None:
     private = run("webhook", "add", "http://10.0.0.1/")
     assert private.exit_code == 2
     assert "an admin of the node can allow its network with the setting webhook_networks" in private.stderr
-    assert "'done' is no state of a job; choose from queued" in run("webhook", "add", URL, "--on", "done").stderr
+    assert "'done' is not a state of a job; choose from queued" in run("webhook", "add", URL, "--on", "done").stderr
     assert run("webhook", "add", URL, "--project", "nobodys").exit_code == 4

@@ -76,7 +76,7 @@ async def test_a_tracker_that_is_away_costs_nothing_and_gets_everything_later(
         texts = await _warnings(daemon, job.job_id)
     assert len(texts) == 1
     assert texts[0].startswith("mlflow: ")
-    assert texts[0].endswith("Training goes on, and the figures are written once mlflow takes them.")
+    assert texts[0].endswith("Training continues, and the figures are written once mlflow takes them.")
     async with make_daemon(state_dir, trackers=("mlflow",), mlflow_tracking_uri=there) as daemon:
         await daemon.parts.services.jobs.tracking.recover()
         await _all_written(daemon)
