@@ -14,7 +14,7 @@ from horizon_server.events import Message
 from horizon_server.records.job import JobState
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
     from tests.support.page_world import PageWorld
 
 Open = Callable[..., "Page"]
@@ -44,6 +44,31 @@ def test_signing_in_says_what_is_wrong_and_leads_to_the_address_that_was_asked_f
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("heading", name="slow")).to_be_visible()
     assert page.evaluate(stored) == [None, world.tokens["ann"], ""]
+
+
+def test_a_late_refusal_of_an_earlier_token_does_not_sign_out_who_came_after(world: PageWorld, open_page: Open) -> None:
+    page = open_page(None, "/jobs/slow")
+    refused: list[Route] = []
+
+    def hold_all_but_one(route: Route) -> None:
+        if route.request.headers.get("authorization") == "Bearer hzn_wrong":
+            refused.append(route)
+            if len(refused) > 1:
+                return
+        route.continue_()
+
+    page.route("**/horizon/v1/**", hold_all_but_one)
+    page.get_by_label("Token").fill("hzn_wrong")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert").filter(has_text=re.compile("token"))).to_be_visible()
+    page.get_by_label("Token").fill(world.tokens["ann"])
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("heading", name="slow")).to_be_visible()
+    assert len(refused) > 1
+    for route in refused[1:]:
+        with page.expect_event("requestfinished"):
+            route.continue_()
+    expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
 
 
 def test_every_address_can_be_opened_and_back_leads_where_one_was(world: PageWorld, open_page: Open) -> None:
@@ -173,6 +198,7 @@ def test_a_job_is_paused_resumed_and_cancelled_after_a_question(world: PageWorld
     page = open_page("ann", "/jobs/acted-on")
     pause = page.get_by_role("button", name="Pause")
     pause.click()
+    expect(page.get_by_role("dialog")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
     expect(pause).to_be_focused()

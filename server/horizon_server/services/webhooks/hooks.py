@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from horizon_server.db.webhooks import WebhookStore
-from horizon_server.errors import InvalidSpec, NotFound
+from horizon_server.errors import BadSetting, InvalidSpec, NotFound
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobState
 from horizon_server.records.webhook import Delivery, Webhook
@@ -52,7 +52,10 @@ class Webhooks:
         """
         require_webhook(principal, project)
         if project:
-            await self.accounts.require_project(project)
+            try:
+                await self.accounts.require_project(project)
+            except BadSetting as error:
+                raise InvalidSpec.of("project", error.message) from error
         unknown = [event for event in events if event not in _EVENTS]
         if unknown:
             problem = f"events has {unknown[0]!r:.80}; each must be one of {', '.join(_EVENTS)}"

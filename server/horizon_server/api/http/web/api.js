@@ -50,7 +50,8 @@ export function signOut(why = "") {
  * @returns {Promise<Response>}
  */
 export async function call(path, { method = "GET", body, signal, accept = "application/json" } = {}) {
-  const headers = { Authorization: `Bearer ${token}`, Accept: accept };
+  const asker = token;
+  const headers = { Authorization: `Bearer ${asker}`, Accept: accept };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let answer;
   try {
@@ -72,7 +73,8 @@ export async function call(path, { method = "GET", body, signal, accept = "appli
   const isToken = answer.status === 401;
   const refusal = isToken ? "The daemon does not accept this token." : `The daemon answered ${answer.status}.`;
   const message = told?.message || refusal;
-  if (isToken) signOut(message);
+  // An answer may come after the next user has signed in.
+  if (isToken && asker === token) signOut(message);
   throw new ApiError(message, { status: answer.status, reason: told?.reason, violations: told?.violations });
 }
 
@@ -106,7 +108,9 @@ export const lastAnswer = (path) => remembered.get(path);
 
 /** Read a path and remember its answer. */
 export async function readAndRemember(path, signal) {
+  const asker = token;
   const answer = await read(path, signal);
+  if (asker !== token) return answer;
   remembered.delete(path);
   remembered.set(path, answer);
   if (remembered.size > MOST_REMEMBERED) remembered.delete(remembered.keys().next().value);
