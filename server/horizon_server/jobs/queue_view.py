@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -71,6 +71,12 @@ class Situation:
         return ""
 
 
+def _told_by_name(jobs: Sequence[JobRecord]) -> dict[str, JobRecord]:
+    # Whoever may see one job of an owner in a project may see all of these: no hidden job changes what is said.
+    times = Counter((job.owner, job.project, job.spec.name) for job in jobs)
+    return {job.job_id: job for job in jobs if times[job.owner, job.project, job.spec.name] == 1}
+
+
 @dataclass(kw_only=True, eq=False)
 class QueueView:
     """Thread: belongs to one event loop; outlooks are worked out in a thread.
@@ -88,6 +94,8 @@ class QueueView:
     devices: Mapping[str, int]
     clock: Callable[[], float] = time.time
     outlooks: Mapping[str, Outlook] = field(init=False, default_factory=dict)
+    named: Mapping[str, JobRecord] = field(init=False, default_factory=dict)
+    """By id, the jobs of the last look at the queue whose names are enough to tell them from the other ones there."""
     _disk_bytes_per_s: float | None = field(init=False, default=None)
     _load_times: LoadTimes = field(init=False, default_factory=LoadTimes)
 
@@ -114,13 +122,15 @@ class QueueView:
             for job in await self.jobs.heads(MOST_WAITING)
             if job.job_id not in residences and max(job.not_before_s, held_back.get(job.job_id, 0.0)) <= now_s
         ]
-        residents = [await self.jobs.get(job_id) for job_id in residences]
+        found = [await self.jobs.get(job_id) for job_id in residences]
+        residents = [job for job in found if job is not None]
+        self.named = _told_by_name([*residents, *queued])
         allowances = await self.sharing.allowances()
         self.shares.set_allowances(allowances)
         situation = Situation(
             now_s=now_s,
             waiting=[self._waiting(job) for job in queued],
-            residents=[self._resident(job, residences[job.job_id]) for job in residents if job is not None],
+            residents=[self._resident(job, residences[job.job_id]) for job in residents],
             node=Node(
                 host_bytes=self.host_bytes(),
                 devices=self.devices,

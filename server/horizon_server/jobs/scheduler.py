@@ -90,6 +90,10 @@ class Scheduler:
             return replace(found, why=f"waits for its first turn on the device; {found.why}")
         return found
 
+    def named(self, job_id: str) -> JobRecord | None:
+        """Return a job that a reason may call by its name, as of the last look at the queue."""
+        return self.runtime.view.named.get(job_id)
+
     async def simulate(self, job: JobRecord) -> Outlook:
         """Return when a job would start and end if it were submitted now."""
         return await self.runtime.view.outlook_of(job, self._residences())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
 ITS_SHARE = ", its share "
+_JOB_ID = re.compile(r"\bjob_[0-9a-f]+\b")
 
 
 def time_text(time_s: float, now_s: float) -> str:
@@ -22,6 +24,11 @@ def span_text(start_s: float, end_s: float, now_s: float) -> str:
     """Two times: 13:40 to 15:40 UTC."""
     start, end = time_text(start_s, now_s), time_text(end_s, now_s)
     return f"{start.removesuffix(' UTC')} to {end}" if start.count(" ") == end.count(" ") == 1 else f"{start} to {end}"
+
+
+def with_names(why: str, name_of: Callable[[str], str | None]) -> str:
+    """A reason with the names of jobs in place of their ids, where `name_of` an id gives one."""
+    return _JOB_ID.sub(lambda found: name_of(found[0]) or found[0], why)
 
 
 def to_owner(why: str) -> str:

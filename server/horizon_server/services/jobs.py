@@ -41,7 +41,7 @@ from horizon_server.records.job import (
 )
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.records.sharing import Outlook
-from horizon_server.scheduling.texts import to_owner
+from horizon_server.scheduling.texts import to_owner, with_names
 from horizon_server.services.access import may_see, require_change, require_submit
 from horizon_server.services.accounts import UserLocks
 from horizon_server.services.inputs import Inputs
@@ -61,7 +61,7 @@ MAX_EVALUATIONS = 50
 """Of those whose answers are shown."""
 # What a terminal or page could take for more than text.
 _NO_CONTROL = dict.fromkeys([*(code for code in range(32) if chr(code) not in "\t\n\r"), 127])
-# Where a job's record keeps itself with its outlook: as its owner reads it, and as others do.
+# Where a job's record keeps itself with its outlook, by what callers read.
 _SHOWN = "shown with its outlook"
 # Spelled here, as `list` is a method of the service.
 Jobs = list[JobRecord]
@@ -471,15 +471,30 @@ class JobService:
         outlook = self.scheduler.outlook(job.job_id) if is_queued or job.job_state in RESIDENT else None
         if outlook is None:
             return job
-        # One record for all who ask until the queue is looked at again: what is sent of a record is made once, and kept
-        # with it.
-        shown: dict[bool, tuple[Outlook, JobRecord]] = vars(job).setdefault(_SHOWN, {})
-        is_owner = principal.name == job.owner
-        if is_owner not in shown or shown[is_owner][0] != outlook:
-            read = replace(outlook, why=to_owner(outlook.why)) if is_owner else outlook
+        read = self.as_read(principal, outlook, is_owner=principal.name == job.owner)
+        # One record for all who read the same until the queue is looked at again: what is sent of a record is made
+        # once, and kept with it.
+        of, records = vars(job).get(_SHOWN, (None, {}))
+        if of != outlook:
+            of, records = vars(job)[_SHOWN] = outlook, {}
+        if read.why not in records:
             place = outlook.place if is_queued and outlook.place else job.queue_position
-            shown[is_owner] = outlook, replace(job, outlook=read, queue_position=place)
-        return shown[is_owner][1]
+            records[read.why] = replace(job, outlook=read, queue_position=place)
+        shown: JobRecord = records[read.why]
+        return shown
+
+    def as_read(self, principal: Principal, outlook: Outlook, *, is_owner: bool) -> Outlook:
+        """Return an outlook as the caller reads it: other jobs are called by their names where the caller may see
+        them."""
+
+        def name_of(job_id: str) -> str | None:
+            job = self.scheduler.named(job_id)
+            if job is None or not may_see(principal, job.owner, project=job.project):
+                return None
+            return job.spec.name if job.owner == principal.name else f"{job.spec.name} of {job.owner}"
+
+        why = with_names(outlook.why, name_of)
+        return replace(outlook, why=to_owner(why) if is_owner else why)
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
         job = await self.get(principal, key)

@@ -124,4 +124,5 @@ class SharingService:
             queued_s=now_s,
             plan=proposal.plan,
         )
-        return await self.scheduler.simulate(job), proposal.plan
+        outlook = await self.scheduler.simulate(job)
+        return self.jobs.as_read(principal, outlook, is_owner=True), proposal.plan

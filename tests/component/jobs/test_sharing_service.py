@@ -279,6 +279,31 @@ async def test_no_two_rows_of_the_queue_have_the_same_place(quiet: DaemonParts) 
     assert rows == [("third", 1), ("second", 2), ("first", 3), ("fourth", 4)]
 
 
+async def test_a_reason_names_the_jobs_that_its_reader_may_see(quiet: DaemonParts) -> None:
+    lab = {name: await member_of_lab(quiet, name) for name in ("carl", "dora")}
+    carl = replace(lab["carl"], memberships={"lab": "member"})
+    first, mine = await quiet.submit(lab["dora"], "first"), await quiet.submit(lab["carl"], "mine")
+    hidden = await quiet.submit(ADA, "secret")
+    twins = [await quiet.submit(lab["carl"], "twin") for _ in range(2)]
+    view = quiet.parts.scheduler.runtime.view
+    await view.situation({})
+    ids = [job.job_id for job in (mine, first, hidden, twins[0])]
+    view.outlooks = {mine.job_id: Outlook(why=f"jobs {', '.join(ids[:3])} and {ids[3]} free it; job job_0abc is next")}
+
+    async def read_by(reader: Principal) -> str:
+        outlook = (await quiet.services.jobs.get(reader, mine.job_id)).outlook
+        assert outlook is not None
+        return outlook.why
+
+    words = f"jobs mine, first of dora, {hidden.job_id} and {twins[0].job_id} free it; job job_0abc is next"
+    assert await read_by(carl) == words
+    all_seen = f"jobs mine of carl, first of dora, secret of ada and {twins[0].job_id} free it; job job_0abc is next"
+    assert await read_by(ROOT) == all_seen
+    assert await read_by(carl) == words
+    queue = {job.job_id: job.outlook for job in await quiet.services.jobs.queue(carl)}
+    assert queue[mine.job_id] == Outlook(why=words)
+
+
 async def test_nothing_is_simulated_while_the_daemon_shuts_down(quiet: DaemonParts) -> None:
     await quiet.drain()
     for ask in (quiet.submit(ADA), quiet.services.sharing.simulate(ADA, quiet.spec())):

@@ -202,12 +202,19 @@ export const Announce = ({ text }) => html`
   <p class="unseen" role="status" aria-live="polite">${text}</p>
 `;
 
-/** A sentence of the daemon, in which jobs have ids: those that are known are linked by their names. */
+const JOBS_IN_TEXT = /(job_[0-9a-f]{8,}|(?<=\bjob )[A-Za-z0-9][A-Za-z0-9._-]*)/;
+
+/** The job of that id, or the only one of that name that has not ended. */
+function jobSaid(word) {
+  const named = () => [...live.jobs.values()].filter((job) => job.name === word && !hasEnded(job.state));
+  return live.jobs.get(word) || (named().length === 1 ? named()[0] : null);
+}
+
+/** A sentence of the daemon, in which jobs have names or ids: those that are known are linked by their names. */
 export function Said({ text }) {
-  const parts = (text || "").split(/(job_[0-9a-f]{8,})/);
-  return parts.map((part, i) => {
-    const job = i % 2 ? live.jobs.get(part) : null;
-    return job ? html`<a href="/jobs/${part}">${job.name}</a>` : part;
+  return (text || "").split(JOBS_IN_TEXT).map((part, i) => {
+    const job = i % 2 ? jobSaid(part) : null;
+    return job ? html`<a href="/jobs/${job.job_id}">${job.name}</a>` : part;
   });
 }
 
