@@ -171,7 +171,7 @@ async def test_a_worker_that_dies_frees_its_turn_and_then_its_memory(make: Make,
         dying = await daemon.submit(BOB, "dying", script)
         await daemon.until(dying.job_id, S.RUNNING, step=1)
         third = await daemon.submit(CLEO, "third")
-        await eventually(daemon, third, r"waiting for \d.* of host memory, \d.* are free; jobs? job_")
+        await eventually(daemon, third, r"waiting for \d.* of host memory, \d.* are free; jobs? other of ada")
         daemon.release("dying")
         failed = await daemon.until(dying.job_id, S.FAILED)
         assert failed.reason == "WORKER_DIED"
@@ -230,14 +230,14 @@ async def test_a_job_that_does_not_fit_waits_in_the_order_of_the_queue_and_prior
         parked, first, second, urgent = [
             await daemon.submit(BOB, name, Script(num_steps=1)) for name in ("parked", "first", "second", "urgent")
         ]
-        await eventually(daemon, parked, r"waiting for .* of host memory, .* are free; job job_\w+ frees it at about")
-        behind = await eventually(daemon, first, f"job {parked.job_id} is next")
+        await eventually(daemon, parked, r"waiting for .* of host memory, .* are free; job holder of ada frees it at about")
+        behind = await eventually(daemon, first, "job parked of bob is next")
         assert behind.outlook is not None and behind.outlook.share == 0.0
         await daemon.services.jobs.pause(BOB, parked.job_id)
         await daemon.services.jobs.resume(BOB, parked.job_id)
         await daemon.services.jobs.update(BOB, second.job_id, priority=10)
         await daemon.services.jobs.update(ROOT, urgent.job_id, priority=500)
-        await eventually(daemon, first, f"job {urgent.job_id} is next")
+        await eventually(daemon, first, "job urgent of bob is next")
         daemon.release("holder")
         loaded = [await daemon.until(job.job_id, S.SUCCEEDED) for job in (parked, first, second, urgent)]
         loaded.sort(key=lambda job: job.started_s)
@@ -250,7 +250,7 @@ async def test_an_urgent_job_has_the_device_to_itself(make: Make) -> None:
         for job in (usual, urgent):
             await daemon.until(job.job_id, S.RUNNING, step=1)
         await daemon.services.jobs.update(ROOT, urgent.job_id, priority=500)
-        await eventually(daemon, usual, f"the urgent job {urgent.job_id} with priority 500 goes first")
+        await eventually(daemon, usual, "the urgent job urgent of bob with priority 500 goes first")
         before_s = used_s(daemon, "ada", "bob")
         await daemon.until(urgent.job_id, step=(await daemon.job(urgent.job_id)).step + 60)
         # At most the slice that it had, and one because it has waited for long: however long these are, soon little
@@ -288,7 +288,7 @@ async def test_quotas_hold_jobs_and_say_what_would_free_them(make: Make) -> None
         running = await holds_the_device(daemon, ADA)
         assert running.plan is not None
         waiting = await daemon.submit(ADA, "waiting", Script(num_steps=1))
-        await eventually(daemon, waiting, f"^quota: 1 of 1 running jobs of user ada .*; .*{running.job_id}")
+        await eventually(daemon, waiting, f"^quota: 1 of 1 running jobs of user ada .*; .*job holder")
         await daemon.allow("project", "ada", max_host_bytes=running.plan.host_total_bytes + 1000)
         await daemon.allow("user", "ada")
         await eventually(daemon, waiting, r"^quota: .* of .* host memory of project ada .*, and this job needs .*; ")
