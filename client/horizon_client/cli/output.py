@@ -29,6 +29,7 @@ _GAP = 2
 _MIN_COLUMN = 4
 _SHORT_COLUMN = 12
 """Cells up to this length are shortened only when the long ones are not enough."""
+_SENTENCES, _MIN_SENTENCE = "WHY", 30
 _UNLIMITED = 100_000
 
 
@@ -128,7 +129,8 @@ def to_plain(value: Any) -> Any:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows under headers, columns aligned; cells are shortened to fit the terminal, the first column last."""
+    """Return rows under headers, columns aligned; cells are shortened to fit the terminal, the first column last. The
+    sentences of a last column WHY go on in further lines, where there is room for it."""
     # rich is imported where it is used, because it would make every `--help` wait for it
     from rich.console import Console
     from rich.table import Table
@@ -145,6 +147,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     least = sum(w if rigid else min(w, _MIN_COLUMN) for w, rigid in zip(widths, is_rigid, strict=True))
     gap = _GAP if width is None or least + _GAP * (len(columns) - 1) <= width else 1
     grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
+    others = sum(widths[:-1]) + gap * len(widths[:-1])
+    wraps = headers[-1] == _SENTENCES and width is not None and width - others >= _MIN_SENTENCE
     for column, widest, rigid in zip(columns, widths, is_rigid, strict=True):
         grid.add_column(
             Text(column[0], no_wrap=True, overflow="ellipsis"),
@@ -153,7 +157,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             min_width=min(widest, _MIN_COLUMN),
         )
     for row in rows:
-        grid.add_row(*(Text(clean(cell), no_wrap=True, overflow="ellipsis") for cell in row))
+        cells = [Text(clean(cell), no_wrap=True, overflow="ellipsis") for cell in row]
+        cells[-1].no_wrap = not wraps
+        grid.add_row(*cells)
     # Into a text, because rich would fill up every line with spaces
     sink = io.StringIO()
     Console(file=sink, width=width or _UNLIMITED, color_system=None).print(grid)
