@@ -40,7 +40,10 @@ def turn(role: str, content: str) -> dict[str, str]:
 def questions(count: int) -> list[tuple[str, str]]:
     """Questions and answers: of gsm8k where it is there, else made up."""
     if not QUESTIONS.is_file():
-        return [(f"What is {n} + {n}?\nThink.", f"{n} + {n} = {n + n}\n\n#### {n + n}") for n in range(count)]
+        return [
+            (f"What is {n} + {n}?\n{'Think. ' * n}", f"{n} + {n} = {n + n}\n{'Sure. ' * n}\n#### {n + n}")
+            for n in range(count)
+        ]
     with QUESTIONS.open(encoding="utf-8") as lines:
         rows = list(map(json.loads, itertools.islice(lines, count)))
     return [(row["question"], row["answer"]) for row in rows]

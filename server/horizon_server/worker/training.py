@@ -415,10 +415,10 @@ class Training:
                 f"{self._set_up.template.keeps_masks}"
             )
             self._events.send(Message(level="info", text=text))
-        rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
+        rows = f"{self._plan.num_rows:,} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = (
-            f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; "
-            f"{self._plan.num_steps} steps"
+            f"data: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens in {rows}; "
+            f"{self._plan.num_steps:,} steps"
         )
         if dataset.is_weighted:
             text += "; some answers have a weight, so the loss of a step is the weighted mean over its tokens"

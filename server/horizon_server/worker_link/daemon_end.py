@@ -152,6 +152,10 @@ class Worker:
                 if time.monotonic() > end_s:
                     raise WorkerFailed(f"{WHO} did not listen within {_START_S:.0f} s of its start") from error
                 await asyncio.sleep(_POLL_S)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                if await self.wait(_EXIT_S):
+                    raise
+                raise OtherVersion(f"{WHO} ended the connection without a greeting") from error
         self._connection = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE_BYTES)
         return greeting, planes
 
@@ -242,6 +246,8 @@ class Worker:
                 while line and not line.endswith(b"\n") and len(line) < MAX_GREETING_BYTES:
                     byte = connection.recv(1)
                     line = line + byte if byte else b""
+                if not line:
+                    raise ConnectionResetError("the connection has ended")
                 greeting: WorkerGreeting = decode_greeting(WorkerGreeting, line)
             except TimeoutError as error:
                 raise OtherVersion(f"{WHO} did not answer within {GREETING_S:.0f} s") from error

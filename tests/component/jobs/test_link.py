@@ -68,10 +68,26 @@ if __name__ == "__main__":
     serve_worker(work, who="the talker")
 """
 
+MUTE = """
+import pathlib, socket, sys, time
+from horizon_server.worker_link.protocol import SOCKET_FILE
+
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(str(pathlib.Path(sys.argv[1]).with_name(SOCKET_FILE)))
+listener.listen()
+accepted, _ = listener.accept()
+accepted.recv(65536)
+accepted.close()
+if pathlib.Path("stays").exists():
+    time.sleep(600)
+sys.exit(7)
+"""
+
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "talker.py").write_text(TALKER)
+    (tmp_path / "mute.py").write_text(MUTE)
     yield child_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     collect_workers(tmp_path)
 
@@ -258,6 +274,29 @@ def test_another_version_is_refused_and_the_worker_goes_on(tmp_path: Path, envir
         (tmp_path / "go").touch()
         worker.order(STOP)
         assert list(worker.lines())[-1] == Answer("drain")
+
+
+async def test_a_worker_that_dies_before_it_greets_has_died(tmp_path: Path, environment: dict[str, str]) -> None:
+    worker = await Worker.start("mute", request_of(tmp_path, ""), folder=tmp_path / "attempt", environment=environment)
+    with pytest.raises(ConnectionError):
+        await worker.connect(after=0, wants_planes=False)
+    with pytest.raises(WorkerDied, match="exit code 7"):
+        await worker.answer(Heard())
+    worker.leave()
+
+
+async def test_a_worker_that_lives_and_does_not_greet_is_refused(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizon_server.worker_link.daemon_end._EXIT_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stays").touch()
+    worker = await Worker.start("mute", request_of(tmp_path, ""), folder=tmp_path / "attempt", environment=environment)
+    with pytest.raises(OtherVersion, match="without a greeting"):
+        await worker.connect(after=0, wants_planes=False)
+    worker.kill()
+    assert await worker.wait()
+    worker.leave()
 
 
 def test_what_is_in_no_journal_is_known_by_its_beginning() -> None:
