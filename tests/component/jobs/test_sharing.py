@@ -230,7 +230,7 @@ async def test_a_job_that_does_not_fit_waits_in_the_order_of_the_queue_and_prior
         parked, first, second, urgent = [
             await daemon.submit(BOB, name, Script(num_steps=1)) for name in ("parked", "first", "second", "urgent")
         ]
-        await eventually(daemon, parked, r"waiting for .* of host memory, .* are free; job holder of ada frees it at about")
+        await eventually(daemon, parked, "waiting for .* of host memory, .*; job holder of ada frees it at about")
         behind = await eventually(daemon, first, "job parked of bob is next")
         assert behind.outlook is not None and behind.outlook.share == 0.0
         await daemon.services.jobs.pause(BOB, parked.job_id)
@@ -288,7 +288,7 @@ async def test_quotas_hold_jobs_and_say_what_would_free_them(make: Make) -> None
         running = await holds_the_device(daemon, ADA)
         assert running.plan is not None
         waiting = await daemon.submit(ADA, "waiting", Script(num_steps=1))
-        await eventually(daemon, waiting, f"^quota: 1 of 1 running jobs of user ada .*; .*job holder")
+        await eventually(daemon, waiting, "^quota: 1 of 1 running jobs of user ada .*; .*job holder")
         await daemon.allow("project", "ada", max_host_bytes=running.plan.host_total_bytes + 1000)
         await daemon.allow("user", "ada")
         await eventually(daemon, waiting, r"^quota: .* of .* host memory of project ada .*, and this job needs .*; ")
