@@ -1,5 +1,5 @@
 """What a reader waits for with a job of 100,000 steps: Chromium opens its page at a real daemon, five times, each with
-nothing kept from before.
+nothing kept from before. The daemon has shown its overview once, and at the first visit has read no step of the job.
 
     python -m bench.page [STEPS]
 
@@ -76,6 +76,12 @@ def main(num_steps: int) -> int:
         with page_world(state, model) as world:
             job_id = _job_of(world, state / "horizon.db", num_steps)
             browser = playwright.chromium.launch(executable_path=executable, args=flags)
+            overview = browser.new_page()
+            overview.goto(world.url)
+            overview.get_by_label("Token").fill(world.tokens["ann"])
+            overview.get_by_role("button", name="Sign in").click()
+            overview.get_by_role("heading", name="Overview").wait_for(timeout=_WAIT_MS)
+            overview.close()
             visits = [_visit(browser, world, f"/jobs/{job_id}") for _ in range(VISITS)]
             browser.close()
     print(f"{num_steps} steps, {VISITS} visits, load {os.getloadavg()[0]:.1f}\n")
