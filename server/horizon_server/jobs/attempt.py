@@ -282,6 +282,7 @@ class Attempt:
             digests=folders.digests,
             trace=self._log.with_name("trace.json") if self.runtime.settings.trace_workers else None,
             turns=True,
+            yields_processors=bool(self.turns.participants),
             device_lock=folders.device_lock(plan.device),
             limits=RunLimits(
                 max_steps=job.spec.limits.max_steps,

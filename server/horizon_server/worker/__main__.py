@@ -20,12 +20,12 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     """Run one attempt; returns its outcome with a reason and a message, as `Outcome` has them."""
     let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    # What is no request is refused below.
-    if isinstance(request, dict) and request.get("turns"):
+    # Heavy imports come after the orders are listened to, so that a stop during start-up is heard. What is no request is
+    # refused below.
+    if isinstance(request, dict) and request.get("yields_processors"):
         # Of the jobs that share the device, those that train come first until this one has its first turn.
         cpu_priority.lower_while_loading()
-    # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
-    cpu_priority.in_lowered_thread(_import_libraries)
+        cpu_priority.in_lowered_thread(_import_libraries)
     from horizon_server.worker.training import Training
     from horizon_server.worker_link.request import WorkerRequest
 

@@ -52,6 +52,9 @@ class WorkerRequest:
     """Where to write what ran when on the device's queues."""
     turns: bool = False
     """Whether the daemon grants turns on the device; without, it is this worker's all the time."""
+    yields_processors: bool = False
+    """Whether other jobs share the device already: while this one is loaded, they come first on the processors. Alone,
+    it has only programs beside it that are none of the daemon's, and would wait behind these."""
     device_lock: Path | None = None
     """Locked by the worker that uses the device."""
     limits: RunLimits = RunLimits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from horizon_server.jobs.folders import JobFolders
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT, JobRecord, JobState
 from horizon_server.spec import parse_job_spec
+from horizon_server.worker_link.protocol import REQUEST_FILE
 
 S = JobState
 BOB = Principal(name="bob", role="user", project="bob")
@@ -397,6 +399,20 @@ async def test_limits_and_an_early_stop_end_a_job_with_success(make: Make) -> No
         done = await daemon.until(worked.job_id, S.SUCCEEDED)
         assert done.reason == "WALL_CLOCK_LIMIT"
         assert done.ended_s - done.started_s == pytest.approx(15, abs=11)
+
+
+async def test_a_job_is_loaded_behind_others_on_the_processors_only_where_there_are_some(make: Make) -> None:
+    async with make() as daemon:
+        alone = await holds_the_device(daemon, ADA)
+        beside = await daemon.submit(BOB, "beside", Script(num_steps=1))
+        folders = daemon.parts.scheduler.runtime.folders
+        requests = [folders.log(job.job_id, 1).with_name(REQUEST_FILE) for job in (alone, beside)]
+        async with asyncio.timeout(WAIT_S):
+            while not requests[1].exists():
+                await asyncio.sleep(0.02)
+        daemon.release("holder")
+        await daemon.until(beside.job_id, S.SUCCEEDED)
+        assert [json.loads(file.read_text())["yields_processors"] for file in requests] == [False, True]
 
 
 async def test_a_loaded_job_that_waits_for_the_device_says_so(make: Make) -> None:
