@@ -20,8 +20,8 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     """Run one attempt; returns its outcome with a reason and a message, as `Outcome` has them."""
     let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    # Heavy imports come after the orders are listened to, so that a stop during start-up is heard. What is no request is
-    # refused below.
+    # Heavy imports come after the orders are listened to, so that a stop during start-up is heard. What is no request
+    # is refused below.
     if isinstance(request, dict) and request.get("yields_processors"):
         # Of the jobs that share the device, those that train come first until this one has its first turn.
         cpu_priority.lower_while_loading()

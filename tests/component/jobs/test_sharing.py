@@ -407,9 +407,7 @@ async def test_a_job_is_loaded_behind_others_on_the_processors_only_where_there_
         beside = await daemon.submit(BOB, "beside", Script(num_steps=1))
         folders = daemon.parts.scheduler.runtime.folders
         requests = [folders.log(job.job_id, 1).with_name(REQUEST_FILE) for job in (alone, beside)]
-        async with asyncio.timeout(WAIT_S):
-            while not requests[1].exists():
-                await asyncio.sleep(0.02)
+        await eventually(daemon, beside, "waits for its first turn on the device")
         daemon.release("holder")
         await daemon.until(beside.job_id, S.SUCCEEDED)
         assert [json.loads(file.read_text())["yields_processors"] for file in requests] == [False, True]
