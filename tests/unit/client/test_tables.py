@@ -28,7 +28,7 @@ def test_a_reason_goes_on_in_further_lines_of_its_column(shown: list[str]) -> No
 
 @pytest.mark.parametrize("shown", [50], indirect=True)
 def test_a_reason_is_shortened_where_its_column_would_be_a_ribbon(shown: list[str]) -> None:
-    assert len(shown) == 3 and "…" in shown[1] and max(map(len, shown)) <= 50
+    assert len(shown) == 3 and "\N{HORIZONTAL ELLIPSIS}" in shown[1] and max(map(len, shown)) <= 50
 
 
 @pytest.mark.parametrize("shown", [None], indirect=True)
