@@ -23,16 +23,23 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package 
 expect = sync_api.expect
 
 
+def sign_in(page: Page, token: str) -> None:
+    page.get_by_label("Token").fill(token)
+    page.get_by_role("button", name="Sign in").click()
+
+
+def sign_in_after_a_refusal(page: Page, token: str) -> None:
+    sign_in(page, "hzn_wrong")
+    expect(page.get_by_role("alert").filter(has_text=re.compile("token"))).to_be_visible()
+    sign_in(page, token)
+    expect(page.get_by_role("heading", name="slow")).to_be_visible()
+
+
 def test_signing_in_says_what_is_wrong_and_leads_to_the_address_that_was_asked_for(
     world: PageWorld, open_page: Open
 ) -> None:
     page = open_page(None, "/jobs/slow")
-    page.get_by_label("Token").fill("hzn_wrong")
-    page.get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("alert").filter(has_text=re.compile("token"))).to_be_visible()
-    page.get_by_label("Token").fill(world.tokens["ann"])
-    page.get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("heading", name="slow")).to_be_visible()
+    sign_in_after_a_refusal(page, world.tokens["ann"])
     expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
     stored = "[sessionStorage.getItem('horizon-token'), localStorage.getItem('horizon-token'), document.cookie]"
     assert page.evaluate(stored) == [world.tokens["ann"], None, ""]
@@ -58,12 +65,7 @@ def test_a_late_refusal_of_an_earlier_token_does_not_sign_out_who_came_after(wor
         route.continue_()
 
     page.route("**/horizon/v1/**", hold_all_but_one)
-    page.get_by_label("Token").fill("hzn_wrong")
-    page.get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("alert").filter(has_text=re.compile("token"))).to_be_visible()
-    page.get_by_label("Token").fill(world.tokens["ann"])
-    page.get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("heading", name="slow")).to_be_visible()
+    sign_in_after_a_refusal(page, world.tokens["ann"])
     assert len(refused) > 1
     for route in refused[1:]:
         with page.expect_event("requestfinished"):

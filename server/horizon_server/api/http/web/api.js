@@ -108,9 +108,7 @@ export const lastAnswer = (path) => remembered.get(path);
 
 /** Read a path and remember its answer. */
 export async function readAndRemember(path, signal) {
-  const asker = token;
   const answer = await read(path, signal);
-  if (asker !== token) return answer;
   remembered.delete(path);
   remembered.set(path, answer);
   if (remembered.size > MOST_REMEMBERED) remembered.delete(remembered.keys().next().value);
