@@ -47,6 +47,9 @@ async def test_a_projects_webhook_is_of_its_admins_and_its_address_of_its_owner(
         await post.add(bob, inbox.url(), project="ada")
     with pytest.raises(NotFound, match="project nowhere does not exist"):
         await post.add(cy, inbox.url(), project="nowhere")
+    with pytest.raises(InvalidSpec, match="project 'a b' is not allowed: it must be") as malformed:
+        await post.add(Principal(name="root", role="admin", project="root"), inbox.url(), project="a b")
+    assert [violation.field for violation in malformed.value.violations] == ["project"]
     webhook = await post.add(cy, inbox.url("/T0/secret"), project="ada")
     [seen] = await post.webhooks.list(bob)
     assert seen.url == "http://127.0.0.1/..."
