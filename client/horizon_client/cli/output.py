@@ -29,7 +29,10 @@ _GAP = 2
 _MIN_COLUMN = 4
 _SHORT_COLUMN = 12
 """Cells up to this length are shortened only when the long ones are not enough."""
-_SENTENCES, _MIN_SENTENCE = "WHY", 30
+_SENTENCES = "WHY"
+"""Header of a last column whose cells are sentences."""
+_MIN_SENTENCE = 30
+"""Columns of the terminal that sentences need to be wrapped; with fewer they are shortened."""
 _UNLIMITED = 100_000
 
 
@@ -130,7 +133,7 @@ def to_plain(value: Any) -> Any:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows under headers, columns aligned; cells are shortened to fit the terminal, the first column last. The
-    sentences of a last column WHY go on in further lines, where there is room for it."""
+    sentences of a last column WHY are wrapped instead, where there is room for it."""
     # rich is imported where it is used, because it would make every `--help` wait for it
     from rich.console import Console
     from rich.table import Table
