@@ -513,8 +513,8 @@ def _last_checkpoint(state: Path, job_id: str) -> Path:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """sha256 of every file but the manifests, whose versions and times are not part of the result. The id of the job,
-    which is drawn anew in each trial, counts as the word JOB."""
+    """sha256 of every file but the manifests, whose versions and times are not part of the result. The id of the job
+    differs from trial to trial, so it is replaced by the word JOB before."""
     job_id = folder.parent.parent.name.encode()
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes().replace(job_id, b"JOB")).hexdigest()

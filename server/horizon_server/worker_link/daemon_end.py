@@ -153,6 +153,7 @@ class Worker:
                     raise WorkerFailed(f"{WHO} did not listen within {_START_S:.0f} s of its start") from error
                 await asyncio.sleep(_POLL_S)
             except (BrokenPipeError, ConnectionResetError) as error:
+                # It closes the connection when it dies, and when it does not accept this daemon.
                 if await self.wait(_EXIT_S):
                     raise
                 raise OtherVersion(f"{WHO} ended the connection without a greeting") from error

@@ -69,7 +69,7 @@ if __name__ == "__main__":
 """
 
 MUTE = """
-import pathlib, socket, sys, time
+import pathlib, signal, socket, sys
 from horizon_server.worker_link.protocol import SOCKET_FILE
 
 listener = socket.socket(socket.AF_UNIX)
@@ -79,7 +79,7 @@ accepted, _ = listener.accept()
 accepted.recv(65536)
 accepted.close()
 if pathlib.Path("stays").exists():
-    time.sleep(600)
+    signal.pause()
 sys.exit(7)
 """
 
