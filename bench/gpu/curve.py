@@ -88,8 +88,8 @@ RETURN_COLUMNS = {
     "update exposed s": ".3f",
     "host launched": ".1%",
 }
-_LEAST_LIMIT_S, _LIMIT_SHARE = 20.0, 0.5
-"""Of a point: it may stand still for half of what is left."""
+_LEAST_LIMIT_S, _LIMIT_SHARE, _LIMIT_TIMES = 20.0, 0.5, 3.0
+"""Of a point: it may stand still for half of what is left, and take three times as long as the last one's tokens did."""
 _HOST_TOLERANCE = 0.25
 _MANY_TOKENS = 1 << 16
 """Of a point; up to here it takes three steps, above two."""
@@ -142,7 +142,8 @@ def run_points(
             while works and pending and (pending[0].clip, pending[0].base) == (clip, base):
                 point = pending.pop(0)
                 cells = _who(model.shape, point)
-                if not clock.allows((_num_steps(point) + 0.5) * seconds_per_token * point.tokens):
+                expected_s = (_num_steps(point) + 0.5) * seconds_per_token * point.tokens
+                if not clock.allows(expected_s):
                     report.row(**cells, note="no time left")
                     continue
                 found = threads_for(task, point.host_gbps)
@@ -152,7 +153,8 @@ def run_points(
                 report.note(begun=point.name)
                 try:
                     # Ends the process, whatever stands still in it.
-                    faulthandler.dump_traceback_later(max(_LEAST_LIMIT_S, _LIMIT_SHARE * clock.left_s), exit=True)
+                    limit_s = max(_LEAST_LIMIT_S, _LIMIT_SHARE * clock.left_s, _LIMIT_TIMES * expected_s)
+                    faulthandler.dump_traceback_later(limit_s, exit=True)
                     measured = _measure(task, model, store, device, point, found)
                 except Exception as error:  # noqa: BLE001 whatever a library raises on a machine that nobody has tried.
                     works = False

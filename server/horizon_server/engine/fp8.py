@@ -94,14 +94,15 @@ class Fp8Visit:
 
 
 def cast_rows(values_RK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounded values and each row's scale, which maps its largest value to the format's largest. Shapes: [R, K], [R,
-    1]."""
+    """Rounded values, row by row in memory whatever their source is, and each row's scale, which maps its largest value
+    to the format's largest. Shapes: [R, K], [R, 1]."""
     largest = torch.finfo(dtype).max
     highest_R1 = torch.linalg.vector_norm(values_RK, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
     # A row of zeros needs some scale. Gradients are small, so the least one is far below theirs.
     scales_R1 = highest_R1.clamp(min=1e-30) / largest
     # The quotient may exceed the largest value by its own rounding, and e4m3 has no infinity to become.
-    return (values_RK / scales_R1).clamp_(-largest, largest).to(dtype), scales_R1
+    rounded_RK = (values_RK / scales_R1).clamp_(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
+    return rounded_RK, scales_R1
 
 
 def scaled_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

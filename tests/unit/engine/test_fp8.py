@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -38,6 +39,17 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows() -> None:
     back = rounded.float() * scales
     assert torch.equal(back[0], values[0])
     assert not bool(torch.isfinite(back[1:]).all(1).any())
+
+
+def test_a_gpu_gets_every_operand_row_by_row() -> None:
+    """cuBLASLt takes no other layout, which torch checks without a GPU too."""
+    with FakeTensorMode():
+        inputs, weight, gradient = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((48, 64), (96, 64), (48, 96))
+        )
+        cast = Fp8Weight.of(weight, for_backward=True)
+        assert cast.product(inputs).shape == (48, 96)
+        assert cast.input_gradient(gradient).shape == (48, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

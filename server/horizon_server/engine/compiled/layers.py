@@ -173,8 +173,4 @@ def _load(
         raise NotCompilable(entry.refusal if entry else "there is no compiled code of it")
     if only_faster and entry.speedup <= 1:
         raise NotCompilable(f"the compiled layer is not faster than the eager one ({entry.speedup:.2f} times as fast)")
-    try:
-        code = LayerCode(library.code(key))
-    except RuntimeError as error:
-        raise NotCompilable(f"its code cannot be loaded ({str(error).splitlines()[0]})") from error
-    return _Kind(key=key, pattern=pattern, code=code, entry=entry)
+    return _Kind(key=key, pattern=pattern, code=LayerCode(library.code(key)), entry=entry)

@@ -15,6 +15,7 @@ from torch import Tensor
 from horizon_server.engine import linear  # noqa: F401
 from horizon_server.engine.attention import kernels  # noqa: F401
 from horizon_server.engine.compiled.call_pattern import NotCompilable
+from horizon_server.engine.compiled.cpp_compiler import with_torchs_runtime
 from horizon_server.engine.fused import rms_norm, rotary, swiglu  # noqa: F401
 
 if TYPE_CHECKING:  # tracing loads the compiler, which a process that only runs the code does without
@@ -25,12 +26,16 @@ _ONE_THREAD = True
 
 
 class CompilerFailed(NotCompilable):
-    """There is no compiler, or it does not take the code."""
+    """There is no compiler, or it does not take the code, or what it made cannot be loaded."""
 
 
 class LayerCode:
     """The two functions of a package, as `LayerGraphs` describes them. Call them without gradients, on the compute
-    queue."""
+    queue.
+
+    Raises:
+        CompilerFailed: the package cannot be loaded here.
+    """
 
     def __init__(self, path: Path) -> None:
         # The loader itself: the function around it imports the compiler, for seconds, to check what this machine can
@@ -38,8 +43,11 @@ class LayerCode:
         loader = torch._C._aoti.AOTIModelPackageLoader
         # Run by one thread at a time: a loader for several would wait, with Python's lock in hand, until the device has
         # ended the run before (pytorch#197516), so that the host could never run ahead of a GPU.
-        self._forward = loader(str(path), _FORWARD, _ONE_THREAD, 1, -1)
-        self._backward = loader(str(path), _BACKWARD, _ONE_THREAD, 1, -1)
+        try:
+            self._forward = loader(str(path), _FORWARD, _ONE_THREAD, 1, -1)
+            self._backward = loader(str(path), _BACKWARD, _ONE_THREAD, 1, -1)
+        except RuntimeError as error:
+            raise CompilerFailed(f"its code cannot be loaded ({_first_line(error)})") from error
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
         """The layer's output. The list is emptied."""
@@ -62,19 +70,27 @@ def build_package(graphs: LayerGraphs, path: Path) -> None:
     from torch._inductor.package.package import package_aoti
 
     try:
-        files: dict[str, Any] = {_FORWARD: _compiled(graphs.forward), _BACKWARD: _compiled(graphs.backward)}
+        compiler = with_torchs_runtime(path.parent / "compiler")
+        files: dict[str, Any] = {
+            _FORWARD: _compiled(graphs.forward, compiler),
+            _BACKWARD: _compiled(graphs.backward, compiler),
+        }
         package_aoti(str(path), files)
     except Exception as error:  # The compiler raises whatever its own tools do.
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-        raise CompilerFailed(f"the compiler failed ({type(error).__name__}: {lines[0][:300]})") from error
+        raise CompilerFailed(f"the compiler failed ({type(error).__name__}: {_first_line(error)})") from error
 
 
-def _compiled(graph: Graph) -> list[Any]:
+def _first_line(error: Exception) -> str:
+    return next((line[:300] for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def _compiled(graph: Graph, compiler: str) -> list[Any]:
     from torch._inductor.compile_fx import compile_fx_aot
     from torch.fx.experimental import _config as shape_config
 
     settings = {
         "aot_inductor.package": True,
+        "cpp.cxx": (compiler,),
         # Headers are most of what the wrapper's compiler reads, and its own speed hardly matters: it calls kernels.
         "aot_inductor.compile_wrapper_opt_level": "O0",
         # /proc/cpuinfo says what the processor has. Compiling and loading a trial of every extension takes half a
