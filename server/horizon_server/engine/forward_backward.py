@@ -244,7 +244,7 @@ class ForwardBackward:
             current.seed(0, index)
             with torch.no_grad(), charged(self._device, 0 if noise_1TD is None else noise_1TD.nbytes):
                 hidden_1TD, calls = template.embed(
-                    parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index], noise_1TD
+                    parameters, tokens.row_ids_N[span], tokens.position_ids[index], tokens.boundaries[index], noise_1TD
                 )
             self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
@@ -361,7 +361,7 @@ class ForwardBackward:
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
                 with products:
-                    hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span], noise_1TD=noise_1TD)
+                    hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids[index], noise_1TD=noise_1TD)
                 torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
             # Not by a hook: other parameters of the unit may still read what came in.
             if weight_TD.grad is not None:

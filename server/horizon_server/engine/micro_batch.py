@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from horizon_formats.checks import UNTRAINED
 from horizon_server.engine.device.protocol import Device
@@ -20,6 +21,7 @@ from horizon_server.errors import InvalidData
 
 # As in the rows that users upload, and as torch's cross_entropy takes it.
 IGNORED_LABEL = UNTRAINED
+_ALIGNMENT_BYTES = 16
 
 Item = TypeVar("Item")
 
@@ -78,6 +80,7 @@ class StepTokens:
     it.
 
     `boundaries` are of each micro-batch: where its documents start and the last one ends. They stay on the host too.
+    `position_ids` are of each micro-batch as well, [T].
     """
 
     spans: tuple[slice, ...]
@@ -85,7 +88,7 @@ class StepTokens:
     rows_R: Tensor
     placed_rows_R: Tensor
     row_ids_N: Tensor
-    position_ids_N: Tensor
+    position_ids: tuple[Tensor, ...]
     supervised_S: Tensor
     targets_S: Tensor
 
@@ -112,7 +115,7 @@ class StepTokens:
             rows_R=rows_R,
             placed_rows_R=device.place(rows_R),
             row_ids_N=device.place(row_ids_N),
-            position_ids_N=device.place(torch.cat([m.position_ids_T for m in micro_batches])),
+            position_ids=_placed_apart([m.position_ids_T for m in micro_batches], device),
             supervised_S=device.place(supervised_S),
             targets_S=device.place(labels_N[supervised_S]),
         )
@@ -121,6 +124,14 @@ class StepTokens:
     def num_targets(self) -> int:
         """Supervised tokens of the step, by which every chunk of the loss is scaled."""
         return self.targets_S.numel()
+
+
+def _placed_apart(parts: Sequence[Tensor], device: Device) -> tuple[Tensor, ...]:
+    """In one copy, and each part at an address that code compiled for a GPU takes as it is: from any other it makes a
+    copy first, with a warning, in each layer."""
+    padded = [functional.pad(part, (0, -part.nbytes % _ALIGNMENT_BYTES // part.itemsize)) for part in parts]
+    placed = device.place(torch.cat(padded)).split([part.numel() for part in padded])
+    return tuple(piece[: part.numel()] for piece, part in zip(placed, parts, strict=True))
 
 
 def grouped(items: Sequence[Item], sizes: Iterable[int], limit: int) -> list[list[Item]]:

@@ -323,12 +323,13 @@ class Planner:
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: "
                 "host or auto"
             )
-        # A default must have been tried: `auto` stays on the host until tests/gpu has passed on a GPU.
-        device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
+        asked = spec.train.compute_dtype
+        # `auto` is the GPU where there is one, but for what only the host computes in.
+        on_gpu = spec.device == "cuda" or (spec.device == "auto" and bool(self._accelerators) and asked != "float32")
+        device_kind: DeviceKind = "cuda" if on_gpu else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
             limit_bytes = usable_device_bytes((gpu or self._accelerators[0]).memory_bytes)
-        asked = spec.train.compute_dtype
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run
         # on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked

@@ -154,7 +154,9 @@ class JobSpec(Section):
         description="Higher first, among the jobs of one user. How users share the node does not depend on it.",
     )
     device: Literal["auto", "cuda", "host"] = Field(
-        default="auto", description="Where the layers are computed. auto means host in this version."
+        default="auto",
+        description="Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and "
+        "with train.compute_dtype: float32.",
     )
     eval_fraction: float = Field(
         default=0.0,

@@ -13,7 +13,7 @@ import torch  # noqa: F401  # loads the runtime
 from horizon_server.engine.compiled.cpp_compiler import with_torchs_runtime
 
 RUNTIME = b"libstdc++.so.6"
-SOURCE = "#include <regex>\nint f(const char* text) { return std::regex_match(text, std::regex(\"a+\")); }\n"
+SOURCE = '#include <regex>\nint f(const char* text) { return std::regex_match(text, std::regex("a+")); }\n'
 
 
 def runtime_of(compiler: str, source: Path) -> bytes:

@@ -26,3 +26,14 @@ def test_ids_are_renumbered_over_the_whole_step() -> None:
     assert tokens.supervised_S.tolist() == [0, 1]
     assert tokens.targets_S.tolist() == [4, 90]
     assert tokens.num_targets == 2
+
+
+def test_the_positions_of_every_micro_batch_are_where_compiled_code_reads_them_without_a_copy() -> None:
+    device = HostDevice(num_threads=1)
+    rows = [row([5] * sum(lengths), [5] * sum(lengths), lengths) for lengths in ((3,), (2, 3), (4,), (1,))]
+    tokens = StepTokens.of(rows, device)
+    device.close()
+
+    for found, given in zip(tokens.position_ids, rows, strict=True):
+        assert torch.equal(found, given.position_ids_T)
+        assert found.data_ptr() % 16 == 0
