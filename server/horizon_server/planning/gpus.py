@@ -1,10 +1,12 @@
 """GPUs that a plan can ask about without having one: the parameters of the step-time model from data sheets, estimated,
 not measured.
 
-A rate is the data sheet's peak times a share that training kernels are known to reach. One H100 showed 670 of 989
-TFLOP/s in GEMMs of a 7B layer at 4,096 tokens, and 560 at 1,024; its attention 430 forward and 360 backward;
-elementwise kernels 2.6 of 3.35 TB/s. The other GPUs get the same shares, but for their GEMMs: an H100 is held back by
-its power limit more than older and smaller GPUs are.
+A rate is the data sheet's peak times a share that training kernels reach. Those of the H100 are measured, on one of the
+SXM form with torch 2.11 (bench/RESULTS.md, 2026-11-26). In a step of a 7B model, where the power limit lowers the
+clock, products ran at 710 of 989 TFLOP/s (722 in runs of a few milliseconds) and attention on documents of 4,096 at 252
+forward and 224 backward (290 to 330 and 247 to 269); kernels of compiled layers moved 2.9 of 3.35 TB/s. The other GPUs
+get the same shares, but for their products and for attention, whose kernels do not use what is new in Hopper: an H100
+is held back by its power limit more than older and smaller GPUs are.
 """
 
 from __future__ import annotations
@@ -14,14 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.rates import DeviceRates, WidthRates
+from horizon_server.planning.rates import Curve, DeviceRates, WidthRates
 
 # Shares of the peak by the tokens of a micro-batch; the H100's, relative to its share at 4,096 tokens.
-_BY_TOKENS = ((256, 0.55), (1024, 0.836), (4096, 1.0), (16384, 1.03))
-_ATTENTION_FORWARD = ((1024, 0.333), (4096, 0.435))
-_ATTENTION_BACKWARD = ((1024, 0.263), (4096, 0.364))
-_ELEMENTWISE, _ACCUMULATE = 0.776, 0.657
-# Of PCI Express, pinned memory: 50 of 63 GB/s.
+_BY_TOKENS = ((256, 0.55), (1024, 0.835), (4096, 1.0), (16384, 1.03))
+_ELEMENTWISE, _ACCUMULATE = 0.87, 0.739
+# Of PCI Express, pinned memory: 50 of 63 GB/s. Measured: 55 up and 53 down alone, 41 to 48 both at once.
 _LINK = 0.8
 
 # Estimated: single-threaded gather and scatter of rows of some KiB, and a memset, on a server's processor.
@@ -43,6 +43,21 @@ PCIE_4, PCIE_5 = 31.5e9, 63e9
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Shares of the peak that attention reaches, by the length of a document."""
+
+    forward: Curve
+    backward: Curve
+
+
+_ESTIMATED_ATTENTION = Attention(forward=((1024, 0.333), (4096, 0.435)), backward=((1024, 0.263), (4096, 0.364)))
+_HOPPER_ATTENTION = Attention(
+    forward=((256, 0.08), (1024, 0.16), (4096, 0.255), (16384, 0.28)),
+    backward=((256, 0.07), (1024, 0.147), (4096, 0.226), (16384, 0.26)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A data sheet. `bf16_flops_per_s` is dense; `gemm_share` is of it, at 4,096 tokens; `device_name` is a part of the
     driver's name."""
@@ -53,6 +68,7 @@ class Gpu:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     gemm_share: float
+    attention: Attention = _ESTIMATED_ATTENTION
 
 
 GPUS: Mapping[str, Gpu] = {
@@ -63,7 +79,8 @@ GPUS: Mapping[str, Gpu] = {
         bf16_flops_per_s=989.4e12,
         memory_bytes_per_s=3.35e12,
         link_bytes_per_s=PCIE_5,
-        gemm_share=0.677,
+        gemm_share=0.697,
+        attention=_HOPPER_ATTENTION,
     ),
     # The same data sheet, PCIe card: 756 TFLOP/s, 80 GB at 2.0 TB/s, 350 W.
     "h100-pcie": Gpu(
@@ -73,6 +90,7 @@ GPUS: Mapping[str, Gpu] = {
         memory_bytes_per_s=2.0e12,
         link_bytes_per_s=PCIE_5,
         gemm_share=0.6,
+        attention=_HOPPER_ATTENTION,
     ),
     # NVIDIA H200 data sheet, SXM: 989.4 TFLOP/s, 141 GB at 4.8 TB/s, PCIe 5.
     "h200": Gpu(
@@ -81,7 +99,8 @@ GPUS: Mapping[str, Gpu] = {
         bf16_flops_per_s=989.4e12,
         memory_bytes_per_s=4.8e12,
         link_bytes_per_s=PCIE_5,
-        gemm_share=0.677,
+        gemm_share=0.697,
+        attention=_HOPPER_ATTENTION,
     ),
     # NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOP/s, 2.039 TB/s, PCIe 4.
     "a100-80g": Gpu(
@@ -147,8 +166,8 @@ def estimated_rates(
         num_threads=num_threads,
         measured=False,
         peak_flops_per_s=peak,
-        attention_forward_flops_per_s=tuple((tokens, share * peak) for tokens, share in _ATTENTION_FORWARD),
-        attention_backward_flops_per_s=tuple((tokens, share * peak) for tokens, share in _ATTENTION_BACKWARD),
+        attention_forward_flops_per_s=tuple((tokens, share * peak) for tokens, share in gpu.attention.forward),
+        attention_backward_flops_per_s=tuple((tokens, share * peak) for tokens, share in gpu.attention.backward),
         accumulate_bytes_per_s=_ACCUMULATE * gpu.memory_bytes_per_s,
         widths=(width,),
         h2d_bytes_per_s=link,
