@@ -89,7 +89,7 @@ RETURN_COLUMNS = {
     "host launched": ".1%",
 }
 _LEAST_LIMIT_S, _LIMIT_SHARE, _LIMIT_TIMES = 20.0, 0.5, 3.0
-"""Of a point: it may stand still for half of what is left, and take three times as long as the last one's tokens did."""
+"""Of a point: it may stand still for half of what is left, or for three times as long as the last one's tokens took."""
 _HOST_TOLERANCE = 0.25
 _MANY_TOKENS = 1 << 16
 """Of a point; up to here it takes three steps, above two."""
