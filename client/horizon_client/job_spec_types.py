@@ -327,7 +327,7 @@ class JobSpec(_Required, total=False):
     """Higher first, among the jobs of one user. How users share the node does not depend on it. Default: 0."""
     device: Literal["auto", "cuda", "host"]
     """Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and with
-    train.compute_dtype: float32. Default: 'auto'."""
+    train.compute_dtype: float32. It is decided when the job is submitted. Default: 'auto'."""
     eval_fraction: float
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash. Default: 0.0."""
     report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]

@@ -237,10 +237,11 @@ class Attempt:
         assert self.job.plan is not None, "no job is queued without a plan"
         await self.make_room(self.job.plan.host_total_bytes)
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since
-        # the submission.
+        # the submission. The kind of device may not: on another one, a job that has begun would compute in other
+        # numbers.
         plan = await asyncio.to_thread(
             self.runtime.planner.plan_to_start,
-            self.job.spec,
+            self.job.spec.model_copy(update={"device": self.job.plan.execution.device_kind}),
             model,
             longest_document=prepared.longest_document,
             data=prepared.size,

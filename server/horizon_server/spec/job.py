@@ -156,7 +156,7 @@ class JobSpec(Section):
     device: Literal["auto", "cuda", "host"] = Field(
         default="auto",
         description="Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and "
-        "with train.compute_dtype: float32.",
+        "with train.compute_dtype: float32. It is decided when the job is submitted.",
     )
     eval_fraction: float = Field(
         default=0.0,

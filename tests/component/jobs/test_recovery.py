@@ -14,6 +14,7 @@ from tests.daemon_parts import WAIT_S, DaemonParts, Script
 from tests.support.processes import processes_of
 
 from horizon_server.events import StepDone
+from horizon_server.planning.machine import Accelerator
 from horizon_server.records.job import JobState
 
 S = JobState
@@ -204,3 +205,17 @@ async def test_a_job_that_kills_its_daemon_again_and_again_fails(make_daemon: Ma
         daemon.release("deadly")
         done = await daemon.until(job.job_id, S.SUCCEEDED)
         assert done.attempt == 5, "deaths before a user resumed it do not count"
+
+
+async def test_a_job_stays_on_the_kind_of_device_that_it_was_planned_on(
+    make_daemon: MakeDaemon, state_dir: Path
+) -> None:
+    async with make_daemon(state_dir, queue=False) as daemon:
+        job = await daemon.submit(ADA, "planned")
+        assert (job.spec.device, job.plan and job.plan.execution.device_kind) == ("auto", "host")
+        # As after a restart on which the driver was found.
+        daemon.services.jobs.planner._accelerators = (Accelerator(index=0, name="H100", memory_bytes=80 << 30),)
+        assert daemon.services.jobs.planner._execution(job.spec).device_kind == "cuda"
+        daemon.start_queue()
+        done = await daemon.until(job.job_id, S.SUCCEEDED)
+        assert done.plan is not None and done.plan.execution.device_kind == "host"
