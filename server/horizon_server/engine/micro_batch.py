@@ -130,7 +130,7 @@ def _placed_apart(parts: Sequence[Tensor], device: Device) -> tuple[Tensor, ...]
     """In one copy, and each part at an address that code compiled for a GPU takes as it is: from any other it makes a
     copy first, with a warning, in each layer."""
     padded = [functional.pad(part, (0, -part.nbytes % _ALIGNMENT_BYTES // part.itemsize)) for part in parts]
-    placed = device.place(torch.cat(padded)).split([part.numel() for part in padded])
+    placed = torch.split(device.place(torch.cat(padded)), [part.numel() for part in padded])
     return tuple(piece[: part.numel()] for piece, part in zip(placed, parts, strict=True))
 
 
