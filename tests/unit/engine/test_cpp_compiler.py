@@ -23,7 +23,7 @@ def runtime_of(compiler: str, source: Path) -> bytes:
     return RUNTIME if RUNTIME in made.read_bytes() else b""
 
 
-def test_a_compiler_without_a_shared_runtime_links_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_a_shared_runtime_links_torchs(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -39,18 +39,15 @@ def test_a_compiler_without_a_shared_runtime_links_torchs(tmp_path: Path, monkey
     # gcc compiles C++ as well, and adds no runtime by itself.
     bare.write_text(f'#!/bin/sh\nexec gcc "$@" -L{alone} -lstdc++\n', "utf-8")
     bare.chmod(0o755)
-    monkeypatch.setenv("CXX", str(bare))
     assert runtime_of(str(bare), source) == b""
 
     for _ in range(2):  # what an earlier compilation has left is replaced
-        program = with_torchs_runtime(tmp_path / "compiler")
+        program = with_torchs_runtime(str(bare), tmp_path / "compiler")
 
     # TorchInductor looks for g++ in the name.
     assert Path(program).name == "g++" and os.access(program, os.X_OK)
     assert runtime_of(program, source) == RUNTIME
 
 
-def test_no_compiler_is_left_to_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert with_torchs_runtime(tmp_path / "compiler") == "g++"
+def test_no_compiler_is_left_to_be_reported(tmp_path: Path) -> None:
+    assert with_torchs_runtime("no-such-compiler", tmp_path / "compiler") == "no-such-compiler"

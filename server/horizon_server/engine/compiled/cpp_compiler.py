@@ -11,14 +11,12 @@ import shlex
 import shutil
 from pathlib import Path
 
-_DEFAULT = "g++"
 _RUNTIME, _LINK_NAME = "libstdc++.so.6", "libstdc++.so"
 
 
-def with_torchs_runtime(folder: Path) -> str:
-    """A program in `folder` that calls the compiler, which CXX may name, so that the linker finds torch's C++ runtime
-    before any other. The plain name where there is no compiler or no such runtime."""
-    name = os.environ.get("CXX", _DEFAULT)
+def with_torchs_runtime(name: str, folder: Path) -> str:
+    """A program in `folder` that calls the compiler of that name so that the linker finds torch's C++ runtime before
+    any other. The name itself where there is no such compiler or no such runtime."""
     compiler, runtime = shutil.which(name), _loaded(_RUNTIME)
     if compiler is None or runtime is None:
         return name

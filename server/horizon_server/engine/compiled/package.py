@@ -67,10 +67,12 @@ def build_package(graphs: LayerGraphs, path: Path) -> None:
         CompilerFailed: there is no compiler, or it does not take the code.
     """
     # Here, because only the process that compiles needs it: it takes seconds and hundreds of megabytes.
+    from torch._inductor import config
     from torch._inductor.package.package import package_aoti
 
     try:
-        compiler = with_torchs_runtime(path.parent / "compiler")
+        # The last of the names that TorchInductor tries: CXX, or g++.
+        compiler = with_torchs_runtime(config.cpp.cxx[-1], path.parent / "compiler")
         files: dict[str, Any] = {
             _FORWARD: _compiled(graphs.forward, compiler),
             _BACKWARD: _compiled(graphs.backward, compiler),
