@@ -163,7 +163,8 @@ def test_bytes_seconds_and_pins_are_accounted(engine: Engine) -> None:
     assert report.h2d.bytes == (2 * layers - last_two + units[-1].num_elements + 2 * rows) * bf16_bytes
     assert report.d2h.bytes == (layers + units[-1].num_elements + rows) * bf16_bytes
     assert report.compute_s > 0 and report.h2d.busy_s > 0 and report.d2h.busy_s > 0
-    assert 0 < report.h2d.exposed_s < report.duration_s
+    # On a busy machine compute may come after the copy has ended.
+    assert 0 <= report.h2d.exposed_s < report.duration_s
     assert runtime.memory_bytes == 1 << 30
     assert run.store.plane("hi").data_ptr() in runtime.registered
     assert run.store.plane("grad").data_ptr() in runtime.registered
