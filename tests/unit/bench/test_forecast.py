@@ -63,6 +63,9 @@ def test_the_forecast_is_within_four_percent_of_what_an_h100_did(name: str, toke
     variant = dataclasses.replace(VARIANTS[name], host_gbps=MEASURED_HOST)
     found = forecast(variant, tokens, model_7b()).model_flops_per_s / 1e12
     assert found == pytest.approx(MEASURED[name, tokens], rel=0.04)
+    row = f"{tokens:,} tokens{', eager layers' if name == 'eager-today' else ''} |"
+    (line,) = (line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {row}"))
+    assert f"| {MEASURED[name, tokens]:.0f} | {found:.0f} |" in line, "the page says something else"
 
 
 def test_the_page_shows_what_the_model_says() -> None:

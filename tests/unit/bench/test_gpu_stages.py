@@ -203,8 +203,8 @@ def test_what_is_predicted_for_the_table_agrees_with_an_independent_review(title
 
     found = [forecast(variant, tokens, folder).model_flops_per_s / 1e12 for tokens in TOKENS]
 
-    # Of 8k-token steps on a base in 4 bits it is told most by launches, which neither counts. The rates of products and
-    # attention are measured since then, and the review's were estimates.
+    # Launches, which neither model counts, take much of a step of 8k tokens on a base in 4 bits. The rates of products
+    # and attention have been measured since then; the review's were estimates.
     least_sure = 0.18 if variant.unpacks else 0.12
     for tokens, value, expected in zip(TOKENS, found, REVIEWED[title], strict=False):
         assert value == pytest.approx(expected, rel=least_sure if tokens == TOKENS[0] else 0.08), tokens
