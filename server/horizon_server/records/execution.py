@@ -61,9 +61,9 @@ NOTHING_STAYS = Residency()
 class Execution:
     """On what a job computes, in which numbers, and where things are meanwhile. None of it is part of the job's spec.
 
-    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens` (also what
-    dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in which order sums are
-    made.
+    It changes memory and speed and never the result, but for rounding: `compute_dtype`, `micro_batch_tokens` and
+    `lanes` (also what dropout and noise draw), `num_threads` and `head_chunk_tokens` decide in which numbers and in
+    which order sums are made.
     """
 
     device_kind: DeviceKind = "host"
@@ -71,9 +71,15 @@ class Execution:
     device_limit_bytes: int = 1 << 60
     """What the job may have on the device."""
     gpu: str = ""
-    """UUID of the GPU that `cuda` means; empty where it is the first that torch finds."""
+    """UUID of the GPU that `cuda` means, of several ranks one each with commas between; empty where it is the first
+    that torch finds."""
+    num_ranks: int = 1
+    """Devices that compute each step together, with a process each (a rank)."""
+    lanes: int = 1
+    """Parts that a step is divided into, a power of two. The gradients of a lane add up in the order of its
+    micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""
     num_threads: int = 1
-    """Threads that the host computes with."""
+    """Threads that the host computes with; each rank has as many."""
     optimizer_threads: int | None = None
     """None: what `update_threads` makes of this process's CPUs."""
     numa_interleave: bool = False
