@@ -9,7 +9,7 @@ Shapes: R = rows of a table that are used, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -115,7 +115,15 @@ class ResidentDevice:
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+    def upload_unit(
+        self,
+        store: HostStore,
+        index: int,
+        out: Tensor,
+        *,
+        only_trained: bool = False,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
         out.copy_(self._units[index])
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
@@ -126,8 +134,11 @@ class ResidentDevice:
     def upload(self, source: Tensor, out: Tensor) -> None:
         out.copy_(source)
 
-    def download(self, source: Tensor, target: Tensor) -> None:
+    def download(self, source: Tensor, target: Tensor, *, label: str = "") -> None:
         target.copy_(source)
+
+    def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
+        out.copy_(torch.linalg.vector_norm(values.view(-1, block_elements), dim=1).double().square_())
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         self._numbers.pending.append((source.clone(), target))

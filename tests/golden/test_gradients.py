@@ -13,6 +13,7 @@ from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor
 
 from horizon_server.engine.forward_backward import ForwardBackward
+from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 
@@ -114,9 +115,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     steps: list[list[tuple[int, ...]]] = []
     gradients = ForwardBackward.gradients
 
-    def noted(self: ForwardBackward, micro_batches: list[MicroBatch], key: StepKey, *args: Any, **how: Any) -> float:
-        steps.append([micro_batch.document_lengths for micro_batch in micro_batches])
-        return gradients(self, micro_batches, key, *args, **how)
+    def noted(self: ForwardBackward, rows: StepRows, key: StepKey, *args: Any, **how: Any) -> float:
+        steps.append([micro_batch.document_lengths for micro_batch in rows.micro_batches])
+        return gradients(self, rows, key, *args, **how)
 
     monkeypatch.setattr(ForwardBackward, "gradients", noted)
     return steps

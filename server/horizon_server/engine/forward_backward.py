@@ -27,16 +27,21 @@ from horizon_server.engine.fp8 import Fp8Visit, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.kept_products import KeptProducts
+from horizon_server.engine.lane_sums import RowExchange
+from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
-from horizon_server.engine.step_pass import StepKey, StepPass, charged
+from horizon_server.engine.ranks import ALONE, Ranks
+from horizon_server.engine.step_pass import Chunk, StepKey, StepPass, charged, in_lane
 from horizon_server.engine.template import Template, VisitNorms
+from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
+from horizon_server.store.ownership import Ownership
 
 Enqueue = Callable[[Tensor], None]
 
@@ -62,8 +67,13 @@ class ForwardBackward:
         execution: Execution,
         *,
         compiled: CompiledLayers,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
+        self._ranks, self._owned_rows = ranks, None
+        ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        if execution.lanes > 1 and template.embeds_by_rows and ownership.has_rows:
+            self._owned_rows = ownership.rows()
         self._recipe, self._residency, self._compiled = recipe, execution.residency, compiled
         chunk_tokens = execution.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name)
         self._head_chunk_tokens = chunk_tokens
@@ -76,18 +86,24 @@ class ForwardBackward:
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
-            template, device, sink, self.activations, last_output=num_kept, label_smoothing=recipe.label_smoothing
+            template,
+            device,
+            sink,
+            self.activations,
+            last_output=num_kept,
+            label_smoothing=recipe.label_smoothing,
+            ranks=ranks,
         )
         self.first_square: float | None = None
         """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was
         measured."""
         self.logprobs_S: Tensor | None = None
-        """The log-probabilities of the last step's supervised tokens, on the CPU, where it had an objective that needs
-        them."""
+        """The log-probabilities of the last step's supervised tokens, of all ranks, on the CPU, where it had an
+        objective that needs them."""
 
     def gradients(
         self,
-        micro_batches: Sequence[MicroBatch],
+        rows: StepRows,
         key: StepKey,
         objective: StepObjective | None = None,
         *,
@@ -95,20 +111,24 @@ class ForwardBackward:
     ) -> float:
         """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns,
         every trained unit's gradient is on the host. With `measure_first`, and of more micro-batches than one,
-        `first_square` is what the first of them gave the layers.
+        `first_square` is what the first of them gave the layers, on the rank that computes it. A rank that follows
+        takes an objective without tensors: the first one has them.
         """
-        current = self._start(micro_batches, key)
-        if measure_first and len(micro_batches) > 1:
+        current = self._start(rows, key)
+        if measure_first and len(rows.micro_batches) > 1 and self._ranks.leads and rows.lanes[0]:
             current.first_square = self._device.place(torch.zeros((), dtype=torch.float64))
         if objective is not None and objective.objective.is_cross_entropy:
             assert objective.weights_S is not None, "checked before the step"
             weights_S = objective.weights_S.float()
-            current.weights_S, current.divisor = self._device.place(weights_S), float(weights_S.double().sum())
+            current.divisor = float(weights_S.double().sum())
+            start = sum(current.logprobs_of_ranks[: self._ranks.rank])
+            current.weights_S = self._device.place(weights_S[start : start + current.tokens.num_targets])
         elif objective is not None:
-            current.objective = objective.placed(self._device.place)
+            current.runs_twice = True
+            current.objective = objective.placed(self._device.place) if self._ranks.leads else None
             current.logprobs_S = self._empty_logprobs(current)
-        self._sink.reserve(current.tokens.row_ids_N.numel())
-        self._sink.start_step()
+        self._sink.reserve(sum(micro_batch.num_tokens for micro_batch in rows.micro_batches))
+        self._sink.start_step(current.embedding.exchange or self._row_exchange(rows))
         # The skipped layers write their outputs into one place, which is the input of the first that is not.
         places = [max(0, i - self._num_skipped) for i in range(len(self._layers) + 1)]
         forward = [
@@ -130,23 +150,31 @@ class ForwardBackward:
             program.append((current.embedding, partial(self._enqueue_embed_backward, current)))
         self._run(current, program)
         self.first_square = None if current.first_square is None else float(current.first_square)
-        self.logprobs_S = None if current.logprobs_S is None else current.logprobs_S.cpu()
+        self.logprobs_S = self._logprobs_of_all(current)
         return self._sink.loss
 
-    def loss(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def loss(self, rows: StepRows) -> tuple[float, int]:
         """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the
         likeliest."""
-        current = self._start(micro_batches)
+        current = self._start(rows)
         current.num_correct = self._device.place(torch.zeros((), dtype=torch.int64))
         self._run_forward(current, self._head_pass.enqueue_loss)
-        return self._sink.loss, int(current.num_correct)
+        return self._sink.loss, int(self._ranks.meet([float(current.num_correct)]).sum())
 
-    def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def log_probabilities(self, rows: StepRows) -> Tensor:
         """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""
-        current = self._start(micro_batches)
+        current = self._start(rows)
         current.logprobs_S = self._empty_logprobs(current)
         self._run_forward(current, self._head_pass.enqueue_log_probabilities)
-        return current.logprobs_S.cpu()
+        found = self._logprobs_of_all(current)
+        assert found is not None
+        return found
+
+    def _logprobs_of_all(self, current: StepPass) -> Tensor | None:
+        """Those of the supervised tokens of all ranks, in order; None where the pass has none."""
+        if current.logprobs_S is None:
+            return None
+        return self._ranks.join_parts(current.logprobs_S.cpu(), current.logprobs_of_ranks)
 
     def _empty_logprobs(self, current: StepPass) -> Tensor:
         # NaN, so that a token that no chunk reached would show.
@@ -159,8 +187,9 @@ class ForwardBackward:
         self._run(current, [embed, *forward, (self._head, partial(enqueue_head, current))])
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """What goes into the first layer and what comes out of the last. Shapes: [N, D] both."""
-        current = self._start(micro_batches)
+        """What goes into the first layer and what comes out of the last; every rank computes all of it. Shapes: [N, D]
+        both."""
+        current = self._start(StepRows.single(micro_batches))
         # The first layer writes from 0 to 1 and all others within 1, so that 0 still holds what went in.
         forward = [
             (unit, partial(self._enqueue_layer, current, i, min(i, 1), 1)) for i, unit in enumerate(self._layers)
@@ -169,21 +198,36 @@ class ForwardBackward:
         inputs, outputs = self.activations.layer_input(0), self.activations.layer_input(1)
         return inputs.cpu().clone(), outputs.cpu().clone()
 
-    def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> StepPass:
-        by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
+    def _start(self, rows: StepRows, key: StepKey | None = None) -> StepPass:
+        by_rows = self._template.embeds_by_rows
+        num_lanes = len(rows.lanes)
+        # A pass of one lane is computed by all ranks.
+        of_ranks = [range(1)] * self._ranks.num_ranks if num_lanes == 1 else self._ranks.lanes(num_lanes)
+        lanes = of_ranks[self._ranks.rank]
+        micro_batches = rows.of(lanes)
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
         # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
-        self.activations.reserve(sum(micro_batch.num_tokens for micro_batch in micro_batches))
-        tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
+        self.activations.reserve(max(1, sum(micro_batch.num_tokens for micro_batch in micro_batches)))
+        tokens = StepTokens.of(
+            [rows.lanes[lane] for lane in lanes],
+            self._device,
+            num_rows=None if by_rows else self._template.vocab_size,
+        )
+        exchange = None if self._ranks.is_alone else self._row_exchange(rows)
+        if exchange is not None:
+            self._stream.reserve(exchange)
         return StepPass(
             tokens=tokens,
-            embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
+            embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None, exchange=exchange),
             # Of supervised tokens only: the head runs on no others.
-            chunks=[slice(start, start + size) for start in range(0, tokens.num_targets, size)],
-            # In fp64, because the losses of all chunks of a step add up in it.
-            loss=self._device.place(torch.zeros((), dtype=torch.float64)),
-            divisor=tokens.num_targets,
+            chunks=self._chunks(tokens, lanes, num_lanes),
+            # In fp64, because the losses of all chunks of a lane add up in it.
+            loss=self._device.place(torch.zeros(len(lanes), dtype=torch.float64)),
+            divisor=rows.num_targets,
+            logprobs_of_ranks=tuple(sum(m.num_targets for m in rows.of(of_rank)) for of_rank in of_ranks),
+            step_lanes=lanes,
+            num_lanes=num_lanes,
             key=key,
             generator=self._device.generator if self._template.draws_random_numbers else None,
             noise_N1=self._noise_magnitudes(micro_batches)
@@ -191,9 +235,32 @@ class ForwardBackward:
             else None,
         )
 
+    def _chunks(self, tokens: StepTokens, lanes: range, num_lanes: int) -> list[Chunk]:
+        size = self._head_chunk_tokens
+        return [
+            Chunk(
+                lane=index,
+                tokens=slice(start, min(start + size, targets.stop)),
+                name=in_lane(lane, start - targets.start, num_lanes),
+            )
+            for index, (lane, targets) in enumerate(zip(lanes, tokens.target_lanes, strict=True))
+            for start in range(targets.start, targets.stop, size)
+        ]
+
+    def _row_exchange(self, rows: StepRows) -> RowExchange | None:
+        """Which rows of the table travel; None where it is frozen, or read as a whole."""
+        if self._owned_rows is None:
+            return None
+        if len(rows.lanes) == 1:
+            used = rows.rows_in_use(range(1))
+            return RowExchange.between([used] * self._ranks.num_ranks, self._ranks, self._owned_rows)
+        return RowExchange.of(rows, self._ranks, self._owned_rows)
+
     def _noise_magnitudes(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """NEFTune's alpha / sqrt(L * D) for each token, where L is the length of its document. Shapes: [N, 1]."""
-        lengths = torch.tensor([length for micro_batch in micro_batches for length in micro_batch.document_lengths])
+        lengths = torch.tensor(
+            [length for micro_batch in micro_batches for length in micro_batch.document_lengths], dtype=torch.int64
+        )
         magnitudes = self._recipe.neftune_noise_alpha / (lengths * self._template.hidden_size).sqrt()
         return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
 
@@ -209,7 +276,7 @@ class ForwardBackward:
         magnitudes_T1 = current.noise_N1[span]
         shape = (1, magnitudes_T1.shape[0], self._template.hidden_size)
         noise_1TD = torch.empty(shape, dtype=self._device.compute_dtype, device=magnitudes_T1.device)
-        self._device.generator.manual_seed(current.key.seed_of(NOISE, index))
+        self._device.generator.manual_seed(current.key.seed_of(NOISE, current.name_of(index)))
         return noise_1TD.uniform_(-1.0, 1.0, generator=self._device.generator).mul_(magnitudes_T1)
 
     def _run(self, current: StepPass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
@@ -297,11 +364,11 @@ class ForwardBackward:
 
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
-        gradients = self._sink.open(layer + 1)
+        unit = self._sink.open(layer + 1)
         visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)
         kept_input, is_last = layer - self._num_skipped, layer + 1 == self._first_trained
 
-        def backward(index: int, span: slice) -> None:
+        def backward(index: int, span: slice, gradients: UnitGradients | None) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for
             # a change here.
@@ -326,16 +393,21 @@ class ForwardBackward:
                 gradient_TD.copy_(hidden_1TD.grad[0])
 
         def measure(total: Tensor) -> None:
-            if gradients is not None:
-                total.add_(gradients.square_sum())
+            if unit is not None:
+                total.add_(unit.lanes[0].square_sum())
 
-        for index, span in enumerate(current.tokens.spans):
-            activations.await_input(kept_input, span)
-            self._device.compute.submit(partial(backward, index, span), label=f"backward {layer + 1}")
-            if index == 0 and current.first_square is not None:
-                self._device.compute.submit(partial(measure, current.first_square), label=f"backward {layer + 1}")
-            # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
-            activations.consumed(kept_input, span)
+        for lane, numbers in enumerate(current.tokens.lanes):
+            gradients = None if unit is None else unit.lanes[lane]
+            for index in numbers:
+                span = current.tokens.spans[index]
+                activations.await_input(kept_input, span)
+                self._device.compute.submit(partial(backward, index, span, gradients), label=f"backward {layer + 1}")
+                if index == 0 and current.first_square is not None:
+                    self._device.compute.submit(partial(measure, current.first_square), label=f"backward {layer + 1}")
+                # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
+                activations.consumed(kept_input, span)
+            if unit is not None:
+                unit.close(lane)
         self._sink.send(layer + 1)
 
     def _enqueue_embed_backward(self, current: StepPass, flat: Tensor) -> None:
@@ -343,13 +415,14 @@ class ForwardBackward:
         padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
         # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
         padding_row = padding_rows[0][0] if padding_rows else -1
-        # A tied table's gradient holds the head's part already, and that is of all rows.
-        by_rows, has_table = template.embeds_by_rows and not template.tied, template.table_place.has_gradient
-        gradients = sink.open(0, tokens.rows_R if by_rows else None)
-        assert gradients is not None, "backward comes here only for what is trained"
-        table = self._table(current, gradients.flat, by_rows=by_rows) if has_table else None
+        has_table = template.table_place.has_gradient
+        # In a step of one lane, a tied table's gradient holds the head's part already, and that is of all rows.
+        by_rows = template.embeds_by_rows and not (template.tied and self._owned_rows is None)
+        rows_R = tokens.rows_R if by_rows else None
+        unit = sink.open(0, rows_R)
+        assert unit is not None, "backward comes here only for what is trained"
 
-        def backward(index: int, span: slice) -> None:
+        def backward(index: int, span: slice, gradients: UnitGradients) -> None:
             leaves, products = unit_leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the
@@ -367,27 +440,33 @@ class ForwardBackward:
             if weight_TD.grad is not None:
                 activations.gradient[span].copy_(weight_TD.grad)
 
-        def add_up(span: slice) -> None:
+        def add_up(span: slice, table: Tensor) -> None:
             sink.reached.update(template.table_place.stored_names)
             # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds
             # in the same order every time on cuda too; index_add_ with repeated rows does not.
             gradient_RD = torch.ops.aten.embedding_dense_backward(
                 activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
             )
-            assert table is not None
             if by_rows or not template.embeds_by_rows:
                 table.add_(gradient_RD)
             else:
                 # Rows are distinct, so that no two additions meet and the result is the same in any order.
                 table.index_add_(0, tokens.placed_rows_R, gradient_RD)
 
-        for index, span in enumerate(tokens.spans):
-            self._device.compute.submit(partial(backward, index, span), label="backward 0")
-        num_tokens = tokens.row_ids_N.numel()
-        for start in range(0, num_tokens if has_table else 0, EMBEDDING_GRADIENT_TOKENS):
-            span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, num_tokens))
-            self._device.compute.submit(partial(add_up, span), label="backward 0")
-        sink.send(0, tokens.rows_R if by_rows else None)
+        for lane, numbers in enumerate(tokens.lanes):
+            gradients = unit.lanes[lane]
+            sink.start_table(gradients, rows_R)
+            for index in numbers:
+                work = partial(backward, index, tokens.spans[index], gradients)
+                self._device.compute.submit(work, label="backward 0")
+            if has_table and numbers:
+                table = self._table(current, gradients.flat, by_rows=by_rows)
+                end = tokens.spans[numbers[-1]].stop
+                for start in range(tokens.spans[numbers[0]].start, end, EMBEDDING_GRADIENT_TOKENS):
+                    span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, end))
+                    self._device.compute.submit(partial(add_up, span, table), label="backward 0")
+            unit.close(lane)
+        sink.send(0, rows_R)
 
     def _keep(self, current: StepPass, layer: int, index: int, products: KeptProducts) -> None:
         """Keep a layer's products of a micro-batch, where there is room."""

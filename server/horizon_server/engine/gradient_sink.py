@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.lane_sums import LaneGradients, LaneSums, Leaf, RowExchange
+from horizon_server.engine.lanes import sum_lanes
 from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.adamw import RowGradient
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ownership import Ownership
 
 
 class GradientSink:
@@ -35,10 +39,20 @@ class GradientSink:
     """
 
     def __init__(
-        self, template: Template, store: HostStore, device: Device, optimizer: Optimizer, *, num_slots: int
+        self,
+        template: Template,
+        store: HostStore,
+        device: Device,
+        optimizer: Optimizer,
+        *,
+        num_slots: int,
+        ranks: Ranks = ALONE,
+        num_lanes: int = 1,
     ) -> None:
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
+        self._ranks, self._num_lanes = ranks, num_lanes
         units = template.layout.units
+        self._owned = [parts[ranks.rank] for parts in _parts(template, ranks)]
         # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at
         # its end.
         self._numbers = device.allocate_host("staging", 2 * (len(units) + 1), torch.float64)
@@ -54,6 +68,20 @@ class GradientSink:
             num_slots=num_slots,
             edge_elements=max(units[0].trained_elements, template.layout.head_gradient_elements),
         )
+        self._lanes: LaneSums | None = None
+        self._lane_numbers = torch.empty(0)
+        if num_lanes > 1:
+            self._lane_numbers = device.allocate_host(
+                "staging", 2 * LaneSums.num_numbers(template, ranks), torch.float64
+            )
+            self._lanes = LaneSums(
+                template,
+                device,
+                ranks,
+                num_lanes=num_lanes,
+                slot_elements=max(*(unit.trained_elements for unit in units), template.layout.head_gradient_elements),
+                numbers=self._lane_numbers,
+            )
         self._landing: SlotRings | None = None
         self._has_rows = template.layout.has_row_gradients
         assert not self._has_rows or template.embeds_by_rows, "a unit that is a table alone is looked up by rows"
@@ -65,22 +93,36 @@ class GradientSink:
                 units,
                 allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
                 give_back=device.free_host,
-                elements_of=lambda unit: unit.trained_elements,
+                elements_of=lambda unit: _size(self._owned[unit.index]),
                 num_slots=num_slots,
                 edge_elements=max(
-                    unit.trained_elements
+                    _size(self._owned[unit.index])
                     for unit in units
                     if unit.kind == "head" or (unit.kind == "embedding" and not self._has_rows)
                 ),
             )
         self._open: dict[int, Slot] = {}
-        self._gradients: dict[int, UnitGradients] = {}
+        self._square_sums: Tensor | None = None
         self.reached: set[str] = set()
 
     @property
     def square_sums(self) -> Tensor:
         """Of the step begun last. Shapes: [units]."""
-        return self._sets[self._set, 1:]
+        if self._lanes is None:
+            return self._sets[self._set, 1:]
+        if self._square_sums is None:
+            units = self._template.layout.units
+            sums = [self._lanes.square_sum(unit.index) if unit.trained_elements else 0.0 for unit in units]
+            self._square_sums = torch.tensor(sums, dtype=torch.float64)
+        return self._square_sums
+
+    def all_reached(self) -> set[str]:
+        """The tensors that got a gradient, on any rank. Once all gradients are on the host."""
+        if self._lanes is not None:
+            for unit in self._template.layout.units:
+                if unit.trained_elements:
+                    self.reached |= self._lanes.reached(unit.index)
+        return self.reached
 
     @property
     def loss(self) -> float:
@@ -88,8 +130,10 @@ class GradientSink:
         return float(self._sets[self._set, 0])
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for the embedding's gradient in a step of this number of tokens; the queues must be idle but for
-        the optimizer's."""
+        """Make room for the embedding's gradient in a step of this number of tokens, of all ranks; the queues must be
+        idle but for the optimizer's."""
+        if self._lanes is not None:
+            self._lanes.reserve(num_tokens)
         if not self._has_rows:
             return
         num_values = min(num_tokens, self._template.vocab_size) * self._template.hidden_size
@@ -103,25 +147,31 @@ class GradientSink:
         dtype = self._store.grad_dtype or self._device.gradient_dtype
         return self._device.allocate_host("staging", num_values, dtype)
 
-    def start_step(self) -> None:
-        """Forget the last step's numbers, so that a trained unit that sends no gradient is noticed."""
+    def start_step(self, rows: RowExchange | None = None) -> None:
+        """Forget the last step's numbers, so that a trained unit that sends no gradient is noticed. `rows` are those
+        of the embedding, in a step of several lanes."""
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
-        for unit in self._template.layout.units:
-            if not unit.trained_elements:
-                self.square_sums[unit.index] = 0
+        if self._lanes is not None:
+            self._square_sums = None
+            self._lanes.start_step(rows)
+        else:
+            for unit in self._template.layout.units:
+                if not unit.trained_elements:
+                    self.square_sums[unit.index] = 0
         # A new one, because updates of the last step may still look at theirs.
         self.reached = set()
 
-    def open(self, unit_index: int, rows_R: Tensor | None = None) -> UnitGradients | None:
-        """Memory for a unit's gradients, None where it has none; compute waits until it is free. With `rows_R` it is
-        zeros for these rows of the embedding.
+    def open(self, unit_index: int, rows_R: Tensor | None = None) -> LaneGradients | None:
+        """Memory for a unit's gradients in each lane, None where it has none; compute waits until it is free. With
+        `rows_R` it is zeros for these rows of the embedding.
         """
         if not self._has_gradient(unit_index):
             return None
         template, units, compute = self._template, self._template.layout.units, self._device.compute
         places, unit = template.places[unit_index], units[unit_index]
-        if unit_index == 0 and template.layout.shares_gradient:
+        zeroed: list[slice] = []
+        if self._lanes is None and unit_index == 0 and template.layout.shares_gradient:
             # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed
             # for it.
             slot = self._open[0] = self._open.pop(len(units) - 1)
@@ -130,26 +180,72 @@ class GradientSink:
         else:
             slot = self._open[unit_index] = self._rings.take(unit_index, compute)
             flat = slot.flat
+            if unit.kind == "head" and template.layout.shares_gradient:
+                zeroed = self._around_table()
         if rows_R is not None:
             # Not the whole slot: a table of many rows is far larger than what a step uses of it.
-            flat = flat[: rows_R.numel() * template.hidden_size]
-            compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
-            return UnitGradients([], flat, unit, reached=self.reached)
-        gradients = self._gradients[unit_index] = UnitGradients(places, flat, unit, reached=self.reached)
-        if unit_index == 0 and template.table_place.has_gradient and not template.tied:
-            zero = partial(gradients.start_from_zero, template.table_place)
-            compute.submit(zero, label=f"zero gradient {unit_index}")
-        return gradients
+            flat, places = flat[: rows_R.numel() * template.hidden_size], []
+        flats, leaves = [flat], [Leaf()]
+        if self._lanes is not None:
+            if rows_R is None:
+                # So that no more is added up than what was computed.
+                is_head = unit.kind == "head"
+                flat = flat[: template.layout.head_gradient_elements if is_head else unit.trained_elements]
+            flats, leaves = self._lanes.buffers(flat), self._lanes.leaves
+        return LaneGradients(
+            lanes=[UnitGradients(places, flats[leaf.buffer], unit, reached=self.reached) for leaf in leaves],
+            leaves=leaves,
+            flats=flats,
+            compute=compute,
+            label=f"backward {unit_index}",
+            zeroed=zeroed,
+        )
+
+    def start_table(self, gradients: UnitGradients, rows_R: Tensor | None = None) -> None:
+        """Zero the embedding's table, or the rows that `rows_R` picks, where the gradients of tokens are added to it,
+        in one lane."""
+        template = self._template
+        if rows_R is not None:
+            self._device.compute.submit(gradients.flat.zero_, label="zero gradient 0")
+        elif template.table_place.has_gradient and not (self._lanes is None and template.tied):
+            self._device.compute.submit(
+                partial(gradients.start_from_zero, template.table_place), label="zero gradient 0"
+            )
+
+    def _around_table(self) -> list[slice]:
+        """What the head's slot has of the embedding's unit besides the table."""
+        head, unit = self._template.layout.units[-1], self._template.layout.units[0]
+        table = self._template.layout.find(self._template.embedding_name)[1]
+        start, end = head.num_elements, head.num_elements + unit.trained_elements
+        return [slice(start, start + table.offset), slice(start + table.offset + table.num_elements, end)]
 
     def send_loss(self, loss: Tensor) -> None:
-        """Send the loss, ahead of the gradients of the same step."""
-        self._device.d2h.wait(self._device.compute.record())
-        self._device.read_back(loss, self._sets[self._set, 0])
+        """Send the loss, ahead of the gradients of the same step. Shapes: [lanes of this rank]."""
+        device, ranks = self._device, self._ranks
+        device.d2h.wait(device.compute.record())
+        if self._num_lanes == 1:
+            device.read_back(loss[0], self._sets[self._set, 0])
+            return
+        total = device.place(torch.zeros((), dtype=torch.float64))
+
+        def add_up() -> None:
+            lanes = ranks.lanes(self._num_lanes)
+            own = loss.new_zeros(self._num_lanes)
+            own[lanes[ranks.rank].start : lanes[ranks.rank].stop] = loss
+            of_ranks = ranks.collect(own, "d2h")
+            of_lanes = [of_rank[range_.start : range_.stop] for of_rank, range_ in zip(of_ranks, lanes, strict=True)]
+            total.copy_(sum_lanes(torch.cat(of_lanes)))
+
+        device.d2h.submit(add_up, label="loss")
+        device.read_back(total, self._sets[self._set, 0])
 
     def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:
         """Send what compute has accumulated since `open`; with `rows_R` these rows of the embedding, one after the
         other."""
         if not self._has_gradient(unit_index):
+            return
+        if self._lanes is not None:
+            self._send_lanes(self._lanes, unit_index, rows_R)
             return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing = self._open[unit_index], None
@@ -158,7 +254,6 @@ class GradientSink:
             target = self._row_values[: gradient.numel()]
             self.row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
         else:
-            device.compute.submit(self._gradients.pop(unit_index).finish, label=f"backward {unit_index}")
             if not unit.trained_elements:
                 # A head that is frozen but for the table that it shares, whose gradient follows.
                 return
@@ -177,7 +272,7 @@ class GradientSink:
         # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
         # Views of this step's set, because the update may ask when the next step has begun with the other one.
-        loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]
+        loss, square_sum, reached = self._sets[self._set, 0], self.square_sums[unit_index], self.reached
         device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
         if self._landing is not None:
             self._optimizer.update_landed(
@@ -185,13 +280,55 @@ class GradientSink:
                 target if rows_R is None or self.row_gradient is None else self.row_gradient,
                 device.d2h.record(),
                 lambda: math.isfinite(loss) and math.isfinite(square_sum),
-                self.reached,
+                lambda: reached,
             )
             if landing is not None:
                 # To the update's queue and not to d2h: the update still reads it when the copy is over.
                 self._landing.release(landing, self._optimizer.queue)
         if not (unit.kind == "head" and template.layout.shares_gradient):
             self._rings.release(self._open.pop(unit_index), device.d2h)
+
+    def _send_lanes(self, lanes: LaneSums, unit_index: int, rows_R: Tensor | None) -> None:
+        """Send this rank's part of the sum over all lanes to the host."""
+        device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
+        slot, landing, owned = self._open.pop(unit_index), None, self._owned[unit_index]
+        device.d2h.wait(device.compute.record())
+        if unit.kind == "head" and template.layout.shares_gradient:
+            lanes.keep_table(slot.flat, unit.num_elements)
+        if unit.trained_elements:
+            if unit_index == 0:
+                self._optimizer.wait_for_update(device.d2h, 0)
+            reached, loss = self.reached, self._sets[self._set, 0]
+            if rows_R is None:
+                gradient = lanes.sum_unit(unit_index, slot.flat, reached)
+            else:
+                gradient = lanes.sum_rows(slot.flat, reached)
+            is_rows = unit_index == 0 and self._has_rows
+            if is_rows:
+                assert lanes.rows is not None, "start_step came first"
+                target = self._row_values[: gradient.numel()]
+                self.row_gradient = RowGradient(
+                    rows_R=lanes.rows.own_U, values_RD=target.view(-1, template.hidden_size)
+                )
+            elif self._landing is not None:
+                landing = self._landing.take(unit_index, device.d2h)
+                target = landing.flat[: _size(owned)]
+            else:
+                target = self._store.unit(unit_index, "grad")[owned]
+            device.download(gradient, target, label=f"gradient {unit_index}")
+            if self._landing is not None:
+                at = lanes.numbers_of(unit_index)
+                self._optimizer.update_landed(
+                    unit_index,
+                    self.row_gradient if is_rows and self.row_gradient is not None else target,
+                    device.d2h.record(),
+                    lambda: math.isfinite(loss) and bool(torch.isfinite(at.squares).all()),
+                    lambda: reached | at.reached(),
+                )
+                if landing is not None:
+                    self._landing.release(landing, self._optimizer.queue)
+        lanes.sent_extras()
+        self._rings.release(slot, device.d2h)
 
     def _has_gradient(self, unit_index: int) -> bool:
         layout = self._template.layout
@@ -201,16 +338,33 @@ class GradientSink:
     def open_slots(self) -> None:
         """Have slots on the device again after `close_slots`."""
         self._rings.open()
+        if self._lanes is not None:
+            self._lanes.open()
 
     def close_slots(self) -> None:
         """Free the slots on the device. The queues must be idle but for the optimizer's, whose updates read host memory
         alone."""
         self._rings.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def close(self) -> None:
         """Free all memory. The queues must be idle."""
-        self._rings.close()
+        self.close_slots()
         self._device.free_host(self._numbers)
+        if self._lanes is not None:
+            self._device.free_host(self._lane_numbers)
         self._device.free_host(self._row_values)
         if self._landing is not None:
             self._landing.close()
+
+
+def _parts(template: Template, ranks: Ranks) -> list[tuple[slice, ...]]:
+    """The parts of each unit's trained elements that the ranks own."""
+    ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+    return [ownership.trained(unit.index) for unit in template.layout.units]
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size

@@ -23,7 +23,8 @@ from horizon_server.engine.cross_entropy import chunk_loss, log_probabilities, n
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.leaves import unit_leaves
-from horizon_server.engine.step_pass import StepPass, charged
+from horizon_server.engine.ranks import ALONE, Ranks
+from horizon_server.engine.step_pass import Chunk, StepPass, charged
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
 
@@ -45,7 +46,9 @@ class HeadPass:
         *,
         last_output: int,
         label_smoothing: float,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._template, self._device, self._sink, self._activations = template, device, sink, activations
         self._last_output, self._label_smoothing = last_output, label_smoothing
         self._unit_index = template.layout.units[-1].index
@@ -55,11 +58,12 @@ class HeadPass:
         """The mean cross-entropy, without gradients; hidden states are those of a pass without backward."""
         tokens = current.tokens
 
-        def head(chunk: slice) -> None:
+        def head(chunk: Chunk) -> None:
             logits_SV = self._logits(current, flat, self._activations.layer_input(0), chunk)
+            targets_S = tokens.targets_S[chunk.tokens]
             if current.num_correct is not None:
-                current.num_correct += num_correct(logits_SV, tokens.targets_S[chunk])
-            current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], divisor=current.divisor)
+                current.num_correct += num_correct(logits_SV, targets_S)
+            current.loss[chunk.lane] += chunk_loss(logits_SV, targets_S, divisor=current.divisor)
 
         for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label="head loss")
@@ -73,71 +77,97 @@ class HeadPass:
     def enqueue_gradients(self, current: StepPass, flat: Tensor) -> None:
         """Loss and gradients, of the cross-entropy or of the objective that the pass has."""
         tokens, activations, compute = current.tokens, self._activations, self._device.compute
-        gradients = self._sink.open(self._unit_index)
+        unit = self._sink.open(self._unit_index)
         coefficients_S = torch.empty(0)
 
-        def cross_entropy(chunk: slice, logits_SV: Tensor, gradient_SV: Tensor) -> None:
-            current.loss += chunk_loss(
+        def cross_entropy(chunk: Chunk, logits_SV: Tensor, gradient_SV: Tensor) -> None:
+            current.loss[chunk.lane] += chunk_loss(
                 logits_SV,
-                tokens.targets_S[chunk],
+                tokens.targets_S[chunk.tokens],
                 divisor=current.divisor,
-                weights_S=None if current.weights_S is None else current.weights_S[chunk],
+                weights_S=None if current.weights_S is None else current.weights_S[chunk.tokens],
                 gradient_SV=gradient_SV,
                 smoothing=self._label_smoothing,
             )
 
-        def weighted(chunk: slice, logits_SV: Tensor, gradient_SV: Tensor) -> None:
-            write_gradient(logits_SV, tokens.targets_S[chunk], coefficients_S[chunk], gradient_SV)
+        def weighted(chunk: Chunk, logits_SV: Tensor, gradient_SV: Tensor) -> None:
+            write_gradient(logits_SV, tokens.targets_S[chunk.tokens], coefficients_S[chunk.tokens], gradient_SV)
 
         def ask() -> None:
             nonlocal coefficients_S
-            assert current.objective is not None and current.logprobs_S is not None
-            loss, coefficients_S = current.objective(current.logprobs_S)
-            current.loss += loss
+            loss, coefficients_S = self._ask(current)
+            current.loss[0] += loss
 
         # Tokens without a target get no gradient from the head, but backward reads theirs.
         compute.submit(activations.gradient.zero_, label="zero hidden gradient")
         write = cross_entropy
-        if current.objective is not None:
+        if current.runs_twice:
             self._enqueue_log_probabilities(current, flat, layer_input=self._last_output)
             compute.submit(ask, label="objective")
             write = weighted
-        for chunk in current.chunks:
-            work = partial(self._chunk_gradients, current, flat, gradients, chunk, partial(write, chunk))
-            compute.submit(work, label=f"backward {self._unit_index}")
+        for lane in range(len(tokens.lanes)):
+            gradients = None if unit is None else unit.lanes[lane]
+            for chunk in (chunk for chunk in current.chunks if chunk.lane == lane):
+                work = partial(self._chunk_gradients, current, flat, gradients, chunk, partial(write, chunk))
+                compute.submit(work, label=f"backward {self._unit_index}")
+            if unit is not None:
+                unit.close(lane)
         # First, because an update in backward looks at the loss as soon as the first gradient has landed.
         self._sink.send_loss(current.loss)
         self._sink.send(self._unit_index)
         for span in tokens.spans:
             activations.consumed(self._last_output, span)
 
+    def _ask(self, current: StepPass) -> tuple[Tensor, Tensor]:
+        """The objective's loss, on the first rank, and its derivative by each log-probability of this rank. The first
+        rank asks it about the tokens of all, and tells the others."""
+        ranks, sizes = self._ranks, current.logprobs_of_ranks
+        logprobs_S = current.logprobs_S
+        assert logprobs_S is not None
+        if ranks.is_alone:
+            assert current.objective is not None
+            return current.objective(logprobs_S)
+        padded = logprobs_S.new_zeros(max(sizes))
+        padded[: logprobs_S.numel()] = logprobs_S
+        of_ranks = ranks.collect(padded, "compute")
+        loss = logprobs_S.new_zeros((), dtype=torch.float64)
+        found_S = logprobs_S.new_zeros(sum(sizes), dtype=torch.float64)
+        if current.objective is not None:
+            all_S = torch.cat([of_rank[:size] for of_rank, size in zip(of_ranks, sizes, strict=True)])
+            loss, found_S = current.objective(all_S)
+            found_S = found_S.contiguous()
+        ranks.tell(found_S, "compute")
+        start = sum(sizes[: ranks.rank])
+        return loss, found_S[start : start + sizes[ranks.rank]]
+
     def _enqueue_log_probabilities(self, current: StepPass, flat: Tensor, *, layer_input: int) -> None:
-        def head(chunk: slice) -> None:
+        def head(chunk: Chunk) -> None:
             assert current.logprobs_S is not None
             logits_SV = self._logits(current, flat, self._activations.layer_input(layer_input), chunk)
-            current.logprobs_S[chunk] = log_probabilities(logits_SV, current.tokens.targets_S[chunk])
+            targets_S = current.tokens.targets_S[chunk.tokens]
+            current.logprobs_S[chunk.tokens] = log_probabilities(logits_SV, targets_S)
 
         for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label="head log-probabilities")
 
-    def _logits(self, current: StepPass, flat: Tensor, hidden_ND: Tensor, chunk: slice) -> Tensor:
+    def _logits(self, current: StepPass, flat: Tensor, hidden_ND: Tensor, chunk: Chunk) -> Tensor:
         """The logits of a chunk, without a graph. Shapes: [S, V]."""
         parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._unit_index]}
         # Outside training it draws nothing. In training the same as when the chunk runs again for its gradients.
-        current.seed(self._unit_index, chunk.start)
+        current.seed_by(self._unit_index, chunk.name)
         with torch.no_grad():
-            return self._template.head(parameters, hidden_ND[current.tokens.supervised_S[chunk]][None])
+            return self._template.head(parameters, hidden_ND[current.tokens.supervised_S[chunk.tokens]][None])
 
     def _chunk_gradients(
-        self, current: StepPass, flat: Tensor, gradients: UnitGradients | None, chunk: slice, write: WriteGradient
+        self, current: StepPass, flat: Tensor, gradients: UnitGradients | None, chunk: Chunk, write: WriteGradient
     ) -> None:
         """The gradients of a chunk, for the hidden states and the head's weights, from that of the logits, which
         `write` writes."""
         template, activations = self._template, self._activations
-        supervised_S = current.tokens.supervised_S[chunk]
+        supervised_S = current.tokens.supervised_S[chunk.tokens]
         hidden_1SD = activations.layer_input(self._last_output)[supervised_S][None].requires_grad_(self._has_backward)
         leaves, products = unit_leaves(template.places[self._unit_index], flat, gradients)
-        current.seed(self._unit_index, chunk.start)
+        current.seed_by(self._unit_index, chunk.name)
         # Autograd does not keep the logits, so that they are not in what `workspace` counts.
         logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
         with charged(self._device, logits_bytes), self._device.workspace(("head", supervised_S.numel())):

@@ -9,25 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.planning.residency import resident_units
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ownership import Ownership
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRequest:
-    """One unit wanted on the device. `rows_R` picks rows of the embedding; other units come whole."""
+    """One unit wanted on the device. `rows_R` picks rows of the embedding; other units come whole. Of several ranks,
+    `exchange` says which rows each of them uses."""
 
     unit_index: int
     rows_R: Tensor | None = None
+    exchange: RowExchange | None = None
 
 
 class LayerStream:
@@ -43,8 +49,11 @@ class LayerStream:
         *,
         num_slots: int,
         resident_layers: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         assert num_slots >= 1
+        self._ranks, self._ownership = ranks, Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        self._sent_rows: Tensor | None = None
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._num_slots = num_slots
         units = template.layout.units
@@ -103,6 +112,17 @@ class LayerStream:
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
         self._rings.close()
+        if self._sent_rows is not None:
+            self._device.free(self._sent_rows)
+            self._sent_rows = None
+
+    def reserve(self, rows: RowExchange) -> None:
+        """Make room for the rows that other ranks use in a pass. The queues must be idle."""
+        num_elements = sum(sent.numel() for sent in rows.sent) * self._template.hidden_size
+        if self._sent_rows is None or self._sent_rows.numel() < num_elements:
+            if self._sent_rows is not None:
+                self._device.free(self._sent_rows)
+            self._sent_rows = self._device.allocate("weights", num_elements, self._device.compute_dtype)
 
     def _fetch(self, requests: Sequence[UnitRequest], position: int) -> tuple[Slot, Event | None]:
         """A slot for a request, and the event after which its weights are there; None where they never left."""
@@ -124,18 +144,55 @@ class LayerStream:
         for index in indices:
             # The copy waits in its queue for the last step's update of this unit alone, so that the others update
             # meanwhile.
-            self._optimizer.wait_for_update(device.h2d, index, request.rows_R)
-            if request.rows_R is not None:
+            owned_U = request.rows_R if request.exchange is None else request.exchange.own_U
+            self._optimizer.wait_for_update(device.h2d, index, owned_U)
+            if request.exchange is not None:
+                self._exchange_rows(request.exchange, slot.flat)
+            elif request.rows_R is not None:
                 rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
                 device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
             else:
                 end = start + units[index].num_elements
-                device.upload_unit(self._store, index, slot.flat[start:end], only_trained=only_trained)
+                self._upload(index, slot.flat[start:end], only_trained=only_trained)
                 start = end
         if device.compute_dtype != torch.float32:
-            for piece in template.exact_pieces(request.unit_index):
+            pieces = template.exact_pieces(request.unit_index)
+            if pieces:
+                self._optimizer.wait_for_ranks(device.h2d, request.unit_index)
+            for piece in pieces:
                 device.upload_exact(self._store, request.unit_index, piece.piece.read, piece.end_of(slot.flat))
         return slot, device.h2d.record()
+
+    def _upload(self, index: int, flat: Tensor, *, only_trained: bool) -> None:
+        """Append the copy of a unit, this rank's part or all of it, once all ranks have updated theirs."""
+        device, ranks = self._device, self._ranks
+        if ranks.is_alone:
+            device.upload_unit(self._store, index, flat, only_trained=only_trained)
+            return
+        if not ranks.gathers:
+            self._optimizer.wait_for_ranks(device.h2d, index)
+            device.upload_unit(self._store, index, flat, only_trained=only_trained)
+            return
+        divisions = [self._ownership.trained(index)]
+        if not only_trained:
+            divisions.append(self._ownership.frozen(index))
+        parts = [parts[ranks.rank] for parts in divisions]
+        device.upload_unit(self._store, index, flat, only_trained=only_trained, parts=parts)
+        for division in divisions:
+            if division[-1].stop > division[0].start:
+                device.h2d.submit(partial(ranks.complete, flat, division, "h2d"), label=f"gather unit {index}")
+
+    def _exchange_rows(self, rows: RowExchange, flat: Tensor) -> None:
+        """Append the journey of embedding rows from the ranks that own them to those that use them."""
+        device, width = self._device, self._template.hidden_size
+        sent_rows = torch.cat(list(rows.sent))
+        assert self._sent_rows is not None, "reserve comes first"
+        sent = self._sent_rows[: sent_rows.numel() * width]
+        device.upload_rows(self._store, self._template.embedding_name, sent_rows, sent.view(-1, width))
+        received = flat[: rows.rows_R.numel() * width]
+        sizes = [used.numel() * width for used in rows.sent]
+        work = partial(self._ranks.exchange, received, sent, [count * width for count in rows.received], sizes, "h2d")
+        device.h2d.submit(work, label="exchange of rows")
 
     def _stays(self, requests: Sequence[UnitRequest], position: int) -> bool:
         """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
 import torch
@@ -80,9 +80,12 @@ class StepTokens:
     it.
 
     `boundaries` are of each micro-batch: where its documents start and the last one ends. They stay on the host too.
-    `position_ids` are of each micro-batch as well, [T].
+    `position_ids` are of each micro-batch as well, [T]. `lanes` are the micro-batches of each lane (`engine.lanes`),
+    and `target_lanes` its part of the supervised tokens.
     """
 
+    lanes: tuple[range, ...]
+    target_lanes: tuple[slice, ...]
     spans: tuple[slice, ...]
     boundaries: tuple[Tensor, ...]
     rows_R: Tensor
@@ -93,23 +96,25 @@ class StepTokens:
     targets_S: Tensor
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], device: Device, *, num_rows: int | None = None) -> StepTokens:
-        """Join the micro-batches in the order given. With `num_rows`, ids keep their numbers in a table of `num_rows`
-        rows."""
-        assert micro_batches, "a step has at least one micro-batch"
-        spans, start = [], 0
-        for micro_batch in micro_batches:
-            spans.append(slice(start, start + micro_batch.num_tokens))
-            start += micro_batch.num_tokens
-        ids_N = torch.cat([m.input_ids_T for m in micro_batches])
+    def of(cls, lanes: Sequence[Sequence[MicroBatch]], device: Device, *, num_rows: int | None = None) -> StepTokens:
+        """Join the micro-batches of all lanes in the order given; there may be none. With `num_rows`, ids keep their
+        numbers in a table of `num_rows` rows."""
+        micro_batches = list(chain.from_iterable(lanes))
+        ends = [0, *accumulate(micro_batch.num_tokens for micro_batch in micro_batches)]
+        spans = [slice(start, stop) for start, stop in pairwise(ends)]
+        ids_N = _joined([m.input_ids_T for m in micro_batches])
         # A step uses few rows of a large table, so only those cross the link.
         if num_rows is None:
             rows_R, row_ids_N = torch.unique(ids_N, return_inverse=True)
         else:
             rows_R, row_ids_N = torch.arange(num_rows), ids_N
-        labels_N = torch.cat([m.labels_T for m in micro_batches])
+        labels_N = _joined([m.labels_T for m in micro_batches])
         supervised_S = (labels_N != IGNORED_LABEL).nonzero()[:, 0]
+        numbers = [0, *accumulate(len(lane) for lane in lanes)]
+        targets = [0, *accumulate(sum(m.num_targets for m in lane) for lane in lanes)]
         return cls(
+            lanes=tuple(range(start, stop) for start, stop in pairwise(numbers)),
+            target_lanes=tuple(slice(start, stop) for start, stop in pairwise(targets)),
             spans=tuple(spans),
             boundaries=tuple(torch.tensor([0, *accumulate(m.document_lengths)]) for m in micro_batches),
             rows_R=rows_R,
@@ -122,15 +127,19 @@ class StepTokens:
 
     @property
     def num_targets(self) -> int:
-        """Supervised tokens of the step, by which every chunk of the loss is scaled."""
+        """Supervised tokens of these lanes."""
         return self.targets_S.numel()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 
 def _placed_apart(parts: Sequence[Tensor], device: Device) -> tuple[Tensor, ...]:
     """In one copy, and each part at an address that code compiled for a GPU takes as it is: from any other it makes a
     copy first, with a warning, in each layer."""
     padded = [functional.pad(part, (0, -part.nbytes % _ALIGNMENT_BYTES // part.itemsize)) for part in parts]
-    placed = torch.split(device.place(torch.cat(padded)), [part.numel() for part in padded])
+    placed = torch.split(device.place(_joined(padded)), [part.numel() for part in padded])
     return tuple(piece[: part.numel()] for piece, part in zip(placed, parts, strict=True))
 
 

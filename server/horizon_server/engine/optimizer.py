@@ -29,9 +29,11 @@ from torch import Tensor
 
 from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event, Queue, Work
+from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.recipe import Recipe
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ownership import Ownership
 
 IsFinite = Callable[[], bool]
 
@@ -50,16 +52,21 @@ class Optimizer:
     """Updates every unit of the store once per submitted step, on a queue of its own, and rows in use on another.
 
     `table` names the embedding table where a pass reads rows of it; None where it is frozen, or read and updated as a
-    whole. Thread: one driving thread submits; updates of one unit, or of one row, never overlap.
+    whole. Of several ranks, each updates what it owns. Thread: one driving thread submits; updates of one unit, or of
+    one row, never overlap.
     """
 
-    def __init__(self, store: HostStore, device: Device, *, num_threads: int, table: str | None) -> None:
-        self._store, self._num_threads, self._table = store, num_threads, table
+    def __init__(
+        self, store: HostStore, device: Device, *, num_threads: int, table: str | None, ranks: Ranks = ALONE
+    ) -> None:
+        self._store, self._num_threads, self._table, self._ranks = store, num_threads, table, ranks
+        self._ownership = Ownership(layout=store.layout, num_ranks=ranks.num_ranks)
         self.queue = device.host_queue("optimizer")
         # Another queue, because the rows are known when the first one is full of layers already.
         self._rows_queue = device.host_queue("optimizer rows")
         self._updated: dict[int, Event] = {}
         self._num_updates: Counter[int] = Counter()
+        self._generation_of: dict[int, int] = {}
         self._held: _HeldUpdate | None = None
         self._rows_in_use: tuple[Tensor, Event] | None = None
         self._if_finite: Callable[[Work, IsFinite], None] | None = None
@@ -82,7 +89,15 @@ class Optimizer:
         for unit in (first, embedding, *others):
             if not unit.trained_elements or (unit is embedding and self._table is not None):
                 continue
-            work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads, only=reached)
+            work = partial(
+                update_unit,
+                self._store,
+                unit.index,
+                hyper,
+                num_threads=self._num_threads,
+                only=reached,
+                part=self._owned(unit.index),
+            )
             self._queue_update(unit.index, work)
         if self._table is not None:
             if gradient is None:
@@ -108,12 +123,17 @@ class Optimizer:
         self._if_finite, self._hyper = if_finite, hyper
 
     def update_landed(
-        self, unit_index: int, gradient: Tensor | RowGradient, landed: Event, is_finite: IsFinite, reached: Set[str]
+        self,
+        unit_index: int,
+        gradient: Tensor | RowGradient,
+        landed: Event,
+        is_finite: IsFinite,
+        reached: Callable[[], Set[str]],
     ) -> None:
-        """Queue the update of one unit from a gradient that is there after `landed`, and with it what `is_finite` looks
-        at.
+        """Queue the update of one unit, or of what this rank owns of it, from a gradient that is there after `landed`,
+        and with it what `is_finite` and `reached` look at.
 
-        `reached` is as in `submit`; it is complete for the unit when the gradient has landed.
+        `reached` returns what it is in `submit`; it is complete for the unit when the gradient has landed.
         """
         hyper, if_finite = self._hyper, self._if_finite
         assert hyper is not None and if_finite is not None, "begin comes first"
@@ -121,20 +141,28 @@ class Optimizer:
         if isinstance(gradient, RowGradient):
 
             def update_table(rows_U: Tensor) -> None:
-                if_finite(partial(self._update_rows, hyper, gradient, reached, rows_U), is_finite)
+                if_finite(lambda: self._update_rows(hyper, gradient, reached(), rows_U), is_finite)
 
             # The event comes after the units above too, whose gradients decide whether this one counts.
             self._hold(_HeldUpdate(update=update_table, generation=self.generation, ready=self.queue.record()))
             return
-        num_threads = self._num_threads
-        update = partial(
-            update_unit, self._store, unit_index, hyper, num_threads=num_threads, grad=gradient, only=reached
-        )
+
+        def update() -> None:
+            update_unit(
+                self._store,
+                unit_index,
+                hyper,
+                num_threads=self._num_threads,
+                grad=gradient,
+                only=reached(),
+                part=self._owned(unit_index),
+            )
+
         self._queue_update(unit_index, partial(if_finite, update, is_finite))
 
     def wait_for_update(self, queue: Queue, unit_index: int, rows_U: Tensor | None = None) -> None:
         """Let `queue` wait until the last step's update of a unit is done, where there is one; with `rows_U`, of these
-        rows at least.
+        rows at least. Of several ranks, it waits for this one's part alone.
 
         The first call for the table releases its update, with `rows_U` ahead of everything else.
         """
@@ -152,10 +180,25 @@ class Optimizer:
         store holds."""
         return self._num_updates[unit_index]
 
+    def wait_for_ranks(self, queue: Queue, unit_index: int) -> None:
+        """Let `queue` wait until all ranks have done the last update of a unit, where there is one."""
+        # Not by a collective: the ranks share the store's memory, and its numbers say how far it is.
+        generation = self._generation_of.get(unit_index)
+        if not self._ranks.is_alone and generation is not None:
+
+            def wait() -> None:
+                if not self._store.generations.wait_for(unit_index, generation, lambda: self._ranks.is_broken):
+                    raise RuntimeError("another rank has died")
+
+            queue.submit(wait, label=f"ranks update unit {unit_index}")
+
     def finish(self) -> Event:
         """An event after all that was submitted, the table's rows included."""
         self._release()
         return self.queue.record()
+
+    def _owned(self, unit_index: int) -> slice:
+        return self._ownership.trained(unit_index)[self._ranks.rank]
 
     def _queue_update(self, unit_index: int, work: Work, generation: int | None = None) -> None:
         number = self.generation if generation is None else generation
@@ -169,6 +212,7 @@ class Optimizer:
         self.queue.submit(update, label=f"update {unit_index}")
         self._updated[unit_index] = self.queue.record()
         self._num_updates[unit_index] += 1
+        self._generation_of[unit_index] = number
 
     def _hold(self, held: _HeldUpdate) -> None:
         assert self._held is None, "a pass or `finish` comes between two steps"
@@ -180,7 +224,11 @@ class Optimizer:
             return
         held, self._held = self._held, None
         num_rows = self._store.layout.find(self._table)[1].shape[0]
-        in_use_V = torch.zeros(num_rows, dtype=torch.bool)
+        # Neither in use nor, of several ranks, another one's: all others.
+        done_V = torch.zeros(num_rows, dtype=torch.bool)
+        if not self._ranks.is_alone:
+            owned = self._ownership.rows()[self._ranks.rank]
+            done_V[: owned.start] = done_V[owned.stop :] = True
         if rows_U is not None:
             if held.ready is not None:
                 self._rows_queue.wait(held.ready)
@@ -193,8 +241,8 @@ class Optimizer:
             self._rows_in_use = rows_U, self._rows_queue.record()
             # So that whatever waits for the rest has waited for these rows too.
             self.queue.wait(self._rows_in_use[1])
-            in_use_V[rows_U] = True
-        self._queue_update(0, lambda: held.update((~in_use_V).nonzero()[:, 0]), held.generation)
+            done_V[rows_U] = True
+        self._queue_update(0, lambda: held.update((~done_V).nonzero()[:, 0]), held.generation)
 
     def _update_rows(self, hyper: AdamWStep, gradient: RowGradient, reached: Set[str], rows_U: Tensor) -> None:
         assert self._table is not None

@@ -29,14 +29,29 @@ class StepKey:
     seed: int
     step: int
 
-    def seed_of(self, unit_index: int, micro_batch: int) -> int:
-        """The seed of a unit's work on a micro-batch (for the head: on a chunk), within 63 bits.
+    def seed_of(self, unit_index: int, micro_batch: int | str) -> int:
+        """The seed of a unit's work on a micro-batch (for the head: on a chunk), within 63 bits. In a step of several
+        lanes a micro-batch is named by its lane and its number there.
 
         It is the same when the work runs for the first time, is recomputed in backward, or runs after a resume.
         """
         text = f"{self.seed}/{self.step}/{unit_index}/{micro_batch}"
         # Not hash(), which Python salts differently in every process.
         return int.from_bytes(hashlib.blake2b(text.encode("ascii"), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Supervised tokens that the head computes at once, all of one lane; `lane` counts from this rank's first one."""
+
+    lane: int
+    tokens: slice
+    name: int | str
+
+
+def in_lane(lane: int, number: int, num_lanes: int) -> int | str:
+    """What names a piece of a step by its lane and its number there; in a step of one lane, the number alone."""
+    return number if num_lanes == 1 else f"{lane}.{number}"
 
 
 @dataclass
@@ -48,12 +63,21 @@ class StepPass:
 
     tokens: StepTokens
     embedding: UnitRequest
-    chunks: Sequence[slice]
+    chunks: Sequence[Chunk]
     loss: Tensor
+    """By lane."""
     key: StepKey | None
+    step_lanes: range = range(1)
+    """The lanes of the step that this rank computes; `tokens` has them in this order."""
+    num_lanes: int = 1
+    """Of the whole step."""
     generator: torch.Generator | None = None
     objective: StepObjective | None = None
-    """Placed on the device; None is cross-entropy."""
+    """Placed on the device; None is cross-entropy, and on a rank that is told the coefficients by the first one."""
+    runs_twice: bool = False
+    """Whether the head runs forward for the log-probabilities before it runs for the gradients."""
+    logprobs_of_ranks: tuple[int, ...] = ()
+    """How many supervised tokens each rank has."""
     weights_S: Tensor | None = None
     """Of the cross-entropy, what each target counts beside the others; None is 1."""
     divisor: float = 0.0
@@ -73,9 +97,21 @@ class StepPass:
     product_bytes: int = 0
 
     def seed(self, unit_index: int, index: int) -> None:
-        """Have the work that follows draw the numbers that are its own, the first time and when it is recomputed."""
+        """Have the work on a micro-batch that follows draw the numbers that are its own, the first time and when it is
+        recomputed."""
+        self.seed_by(unit_index, self.name_of(index))
+
+    def seed_by(self, unit_index: int, name: int | str) -> None:
+        """As `seed`, for other work than that on a micro-batch."""
         if self.key is not None and self.generator is not None:
-            self.generator.manual_seed(self.key.seed_of(unit_index, index))
+            self.generator.manual_seed(self.key.seed_of(unit_index, name))
+
+    def name_of(self, index: int) -> int | str:
+        """What names a micro-batch in its step, whoever computes it."""
+        for lane, numbers in zip(self.step_lanes, self.tokens.lanes, strict=True):
+            if index in numbers:
+                return in_lane(lane, index - numbers.start, self.num_lanes)
+        raise AssertionError("every micro-batch is in a lane")
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.lanes import StepRows, lane_of_each
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
 from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
-from horizon_server.engine.objectives import StepObjective
+from horizon_server.engine.objectives import Documents, Objective, StepObjective, Told, WeightedSFT
 from horizon_server.engine.optimizer import (
     Optimizer,
     clip_coefficient,
@@ -32,6 +33,7 @@ from horizon_server.engine.optimizer import (
     num_updated_in_backward,
 )
 from horizon_server.engine.packing_limit import split_row, supports_packing
+from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.step_pass import StepKey
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
@@ -44,6 +46,39 @@ from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
 _STATE_VERSION = 1
+
+
+def _call_with(name: str, rows: Sequence[MicroBatch], objective: StepObjective | None = None) -> Call:
+    """A call that is given rows. Of an objective the other ranks need its weights, where it is cross-entropy; of any
+    other, that there is one."""
+    kind = None if objective is None else "weighted" if objective.objective.is_cross_entropy else "told"
+    weights = {"weights": objective.weights_S} if objective is not None and objective.weights_S is not None else {}
+    return Call(
+        name=name,
+        values={"documents": [list(row.document_lengths) for row in rows], "objective": kind},
+        tensors={
+            "input_ids": torch.cat([row.input_ids_T for row in rows]),
+            "position_ids": torch.cat([row.position_ids_T for row in rows]),
+            "labels": torch.cat([row.labels_T for row in rows]),
+            **(weights if kind == "weighted" else {}),
+        },
+    )
+
+
+def _given(call: Call) -> tuple[list[MicroBatch], StepObjective | None]:
+    """What `_call_with` has put into a call."""
+    documents: list[list[int]] = call.values["documents"]
+    sizes = [sum(lengths) for lengths in documents]
+    names = ("input_ids", "position_ids", "labels")
+    parts = zip(*(torch.split(call.tensors[name], sizes) for name in names), strict=True)
+    rows = [
+        MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=tuple(lengths))
+        for (ids, positions, labels), lengths in zip(parts, documents, strict=True)
+    ]
+    objective: Objective | None = {"weighted": WeightedSFT(), "told": Told()}.get(call.values["objective"])
+    if objective is None:
+        return rows, None
+    return rows, StepObjective(objective=objective, documents=Documents.of(rows), weights_S=call.tensors.get("weights"))
 
 
 class Trainer:
@@ -60,8 +95,10 @@ class Trainer:
         *,
         num_steps: int,
         compiled: CompiledLayers | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`num_steps` are those of the whole job, which the schedule of the learning rate spans."""
+        """`num_steps` are those of the whole job, which the schedule of the learning rate spans. Of several `ranks`,
+        each has a trainer: the first one is called, the others `follow` it."""
         assert store.layout == template.layout, "store and template share one layout"
         self._recipe, self._execution, self._num_steps = recipe, execution, num_steps
         self._template, self._store, self._device = template, store, device
@@ -76,7 +113,9 @@ class Trainer:
         num_threads = execution.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
         is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
         table = template.embedding_name if is_table_trained else None
-        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
+        self._ranks, self._is_together = ranks, False
+        self._packs: bool | None = None
+        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
         self._stream = LayerStream(
@@ -86,14 +125,31 @@ class Trainer:
             self._optimizer,
             num_slots=execution.num_weight_slots,
             resident_layers=execution.residency.resident_layers,
+            ranks=ranks,
         )
-        self._sink = GradientSink(template, store, device, self._optimizer, num_slots=execution.num_gradient_slots)
+        self._sink = GradientSink(
+            template,
+            store,
+            device,
+            self._optimizer,
+            num_slots=execution.num_gradient_slots,
+            ranks=ranks,
+            num_lanes=execution.lanes,
+        )
         self._forward_backward = ForwardBackward(
-            template, device, self._stream, self._sink, recipe, execution, compiled=compiled or CompiledLayers(template)
+            template,
+            device,
+            self._stream,
+            self._sink,
+            recipe,
+            execution,
+            compiled=compiled or CompiledLayers(template),
+            ranks=ranks,
         )
         self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
-        self._forward_backward.activations.reserve(recipe.tokens_per_step)
+        share = len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
+        self._forward_backward.activations.reserve(math.ceil(share * recipe.tokens_per_step))
         self._sink.reserve(recipe.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes,
@@ -108,22 +164,26 @@ class Trainer:
         self._noise_scale = NoiseScale()
         self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
-    @cached_property
+    @property
     def supports_packing(self) -> bool:
         """Whether the model keeps packed documents apart; tested once, on the real weights.
 
         Where it is False, `train_step` and `evaluate` split packed rows into single documents; where it is True, they
         split rows beyond the template's packing limit.
         """
-        self._take_device()
-        answer = supports_packing(
-            self._forward_backward.hidden_states,
-            vocab_size=self._template.vocab_size,
-            compute_dtype=self._device.compute_dtype,
-        )
-        # The trial does not count in any step's figures.
-        self._device.take_use()
-        return answer
+        # Not by functools, whose lock other ranks' trainers would share where they are threads of one process.
+        if self._packs is not None:
+            return self._packs
+        with self._together(Call(name="supports_packing")):
+            self._take_device()
+            self._packs = supports_packing(
+                self._forward_backward.hidden_states,
+                vocab_size=self._template.vocab_size,
+                compute_dtype=self._device.compute_dtype,
+            )
+            # The trial does not count in any step's figures.
+            self._device.take_use()
+            return self._packs
 
     def train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None = None) -> StepFigures:
         """One optimizer step over all micro-batches, which together are the batch. Without an objective it is mean
@@ -142,10 +202,14 @@ class Trainer:
             Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
+        with self._together(_call_with("train_step", micro_batches, objective)):
+            return self._train_step(micro_batches, objective)
+
+    def _train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None) -> StepFigures:
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
-        if objective is not None:
+        if objective is not None and self._ranks.leads:
             objective.check(rows)
         learning_rate = learning_rate_at(self.step, self._recipe, num_steps=self._num_steps)
         if self._updates_in_backward:
@@ -158,7 +222,7 @@ class Trainer:
         loss = self._forward_backward.gradients(parts, key, objective, measure_first=measure)
         if self._forward_backward.first_square is not None:
             weights_S = None if objective is None else objective.weights_S
-            self._measure_noise(self._forward_backward.first_square, parts, weights_S)
+            self._measure_noise(self._forward_backward.first_square, parts.micro_batches, weights_S)
         figures = StepFigures(
             step=self.step + 1,
             loss=loss,
@@ -172,16 +236,19 @@ class Trainer:
         figures = self._update(figures)
         # While the update runs.
         logprobs_S = self._forward_backward.logprobs_S
-        method_figures = {} if objective is None or logprobs_S is None else objective.figures(logprobs_S)
+        method_figures = {}
+        if objective is not None and logprobs_S is not None and self._ranks.leads:
+            method_figures = objective.figures(logprobs_S)
         use = self._device.take_use()
+        on_device, on_host = self._memory_bytes()
         return replace(
             figures,
             **vars(use),
             method_figures=method_figures,
             duration_s=time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
-            device_memory_bytes=dict(self._device.peak_bytes()),
-            host_memory_bytes={**self._store.host_bytes(), **self._device.host_peak_bytes()},
+            device_memory_bytes=on_device,
+            host_memory_bytes=on_host,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
@@ -194,14 +261,15 @@ class Trainer:
         Raises:
             InvalidData: as `train_step`.
         """
+        with self._together(_call_with("evaluate", micro_batches)):
+            return self._evaluate(micro_batches)
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
         total, num_targets, num_correct = 0.0, 0, 0
-        # In groups no larger than a step, so that an evaluation needs no more memory than training.
-        for group in grouped(
-            rows, (row.num_tokens for row in rows), self._forward_backward.activations.capacity_tokens
-        ):
+        for group in grouped(rows, (row.num_tokens for row in rows), self._most_tokens):
             group_targets = sum(row.num_targets for row in group)
             # The mean of no token is not a number.
             if group_targets:
@@ -236,14 +304,17 @@ class Trainer:
     def evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
         """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as
         in `evaluate`."""
+        with self._together(_call_with("evaluate_tokens", micro_batches)):
+            return self._evaluate_tokens(micro_batches)
+
+    def _evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
-        limit = self._forward_backward.activations.capacity_tokens
         # A group without a target has nothing for the head to do, and so nothing for the layers.
         parts = [
             self._forward_backward.log_probabilities(self._micro_batches(group))
-            for group in grouped(rows, (row.num_tokens for row in rows), limit)
+            for group in grouped(rows, (row.num_tokens for row in rows), self._most_tokens)
             if any(row.num_targets for row in group)
         ]
         logprobs_S = torch.cat(parts)
@@ -258,20 +329,31 @@ class Trainer:
         # Rows may have been divided and joined, their tokens' order is the same.
         return list(torch.split(logprobs_S, [row.num_targets for row in micro_batches])), figures
 
+    @property
+    def _most_tokens(self) -> int:
+        """Of a group that is evaluated at once, no larger than a step, so that an evaluation needs no more memory."""
+        capacity = self._forward_backward.activations.capacity_tokens
+        # Of several lanes, the groups must not depend on how many of them this rank has room for.
+        return self._recipe.tokens_per_step or capacity if self._execution.lanes > 1 else capacity
+
     def forget_weights(self) -> None:
         """Read all weights from the store again; for a caller that has changed them. Flushes."""
-        self.flush()
-        self._stream.forget()
+        with self._together(Call(name="forget_weights")):
+            self.flush()
+            self._stream.forget()
 
     def flush(self) -> None:
-        """Block until the store holds the result of every step taken; before saving, exporting or pausing.
+        """Block until the store holds the result of every step taken, by all ranks; before saving, exporting or
+        pausing.
 
         Raises:
             HorizonError: the first error that a queue of the device met.
         """
-        self._optimizer.finish().wait()
-        # Only now, because after a failure the queues skip their work but let every event happen.
-        self._device.raise_failure()
+        with self._together(Call(name="flush")):
+            self._optimizer.finish().wait()
+            # Only now, because after a failure the queues skip their work but let every event happen.
+            self._device.raise_failure()
+            self._ranks.meet()
 
     def state(self) -> dict[str, Any]:
         """What to keep, besides the store's planes, to continue exactly, as JSON values. Flushes."""
@@ -295,14 +377,15 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; the store must hold the planes of that moment."""
         assert state["version"] == _STATE_VERSION, f"unknown trainer state version {state['version']}"
-        self.flush()
-        self._stream.forget()
-        self.step = int(state["step"])
-        self._num_updates = int(state["num_updates"])
-        self._num_skipped = int(state["num_skipped"])
-        self._num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
-        if "noise_scale" in state:
-            self._noise_scale.restore(state["noise_scale"])
+        with self._together(Call(name="restore", values={"state": state})):
+            self.flush()
+            self._stream.forget()
+            self.step = int(state["step"])
+            self._num_updates = int(state["num_updates"])
+            self._num_skipped = int(state["num_skipped"])
+            self._num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
+            if "noise_scale" in state:
+                self._noise_scale.restore(state["noise_scale"])
 
     def release_device(self) -> None:
         """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
@@ -312,29 +395,74 @@ class Trainer:
         """
         if self._is_released:
             return
-        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
-            queue.record().wait()
-        self._is_released = True
-        # What is held back for the next pass too: it may be long until then, and a worker that is killed meanwhile
-        # leaves whole weights.
-        self._optimizer.finish()
-        self._stream.close()
-        self._sink.close_slots()
-        self._forward_backward.activations.release()
-        self._device.release_memory()
+        with self._together(Call(name="release_device")):
+            for queue in (self._device.h2d, self._device.compute, self._device.d2h):
+                queue.record().wait()
+            self._is_released = True
+            # What is held back for the next pass too: it may be long until then, and a worker that is killed meanwhile
+            # leaves whole weights.
+            self._optimizer.finish()
+            if not self._ranks.is_alone:
+                # Other work on the device of one rank may read what others update.
+                self.flush()
+            self._stream.close()
+            self._sink.close_slots()
+            self._forward_backward.activations.release()
+            self._device.release_memory()
 
     def close(self) -> None:
         """Finish what is under way and free the device's memory. The caller closes the device.
 
         It does not complain about a failure that `train_step` has already raised.
         """
-        # Work that is still queued would write into freed memory.
-        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
-            queue.record().wait()
-        self._optimizer.finish().wait()
-        self._stream.close()
-        self._sink.close()
-        self._forward_backward.activations.close()
+        with self._together(Call(name="close")):
+            # Work that is still queued would write into freed memory.
+            for queue in (self._device.h2d, self._device.compute, self._device.d2h):
+                queue.record().wait()
+            self._optimizer.finish().wait()
+            self._stream.close()
+            self._sink.close()
+            self._forward_backward.activations.close()
+
+    def follow(self) -> None:
+        """Do what the first rank's trainer does, until that is closed. On every other rank."""
+        calls: dict[str, Callable[[Call], object]] = {
+            "train_step": lambda call: self.train_step(*_given(call)),
+            "evaluate": lambda call: self.evaluate(_given(call)[0]),
+            "evaluate_tokens": lambda call: self.evaluate_tokens(_given(call)[0]),
+            "supports_packing": lambda call: self.supports_packing,
+            "forget_weights": lambda call: self.forget_weights(),
+            "flush": lambda call: self.flush(),
+            "restore": lambda call: self.restore(call.values["state"]),
+            "release_device": lambda call: self.release_device(),
+            "close": lambda call: self.close(),
+        }
+        while True:
+            call = self._ranks.receive()
+            calls[call.name](call)
+            if call.name == "close":
+                return
+
+    @contextmanager
+    def _together(self, call: Call) -> Iterator[None]:
+        """Have all ranks do what is in the block; what the block calls of this kind is a part of it."""
+        is_first = not self._is_together
+        if is_first and self._ranks.leads and not self._ranks.is_alone:
+            self._ranks.send(call)
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = not is_first
+
+    def _memory_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Peaks by component: of the device that holds the most of each, and of the host memory of all ranks."""
+        on_device, on_host = dict(self._device.peak_bytes()), dict(self._device.host_peak_bytes())
+        found = self._ranks.meet([*on_device.values(), *on_host.values()])
+        most, total = found.amax(0).tolist(), found.sum(0).tolist()
+        of_device = {name: int(size) for name, size in zip(on_device, most, strict=False)}
+        of_host = {name: int(size) for name, size in zip(on_host, total[len(on_device) :], strict=True)}
+        return of_device, {**self._store.host_bytes(), **of_host}
 
     def _take_device(self) -> None:
         """Have the memory that `release_device` has freed."""
@@ -370,7 +498,7 @@ class Trainer:
             # Before the update begins: its units are of no use to a later worker without the state that they belong to.
             self._store.generations.keep(self.on_update(figures, self._state()), generation=generation)
         if hyper is not None:
-            self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
+            self._optimizer.submit(hyper, self._sink.all_reached(), self._sink.row_gradient)
         limit = self._recipe.max_skipped_steps
         if limit and self._num_skipped_in_a_row >= limit:
             raise Diverged(
@@ -408,15 +536,27 @@ class Trainer:
         limit = template.packing_limit if self.supports_packing else 0
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
-    def _micro_batches(self, rows: list[MicroBatch]) -> list[MicroBatch]:
-        """The documents of the rows in micro-batches of up to `micro_batch_tokens`, whatever row they came in: short
-        rows are joined, as many products of small matrices take longer, and long ones of short documents divided, as
-        they would fall out of the caches."""
+    def _micro_batches(self, rows: list[MicroBatch]) -> StepRows:
+        """The documents of the rows in lanes of about equal size, and of each lane in micro-batches of up to
+        `micro_batch_tokens`, whatever row they came in: short rows are joined, as many products of small matrices take
+        longer, and long ones of short documents divided, as they would fall out of the caches."""
+        num_lanes = self._execution.lanes
+        if num_lanes == 1:
+            return StepRows.single(self._parts(rows))
+        # Rows of models that mix documents were taken apart before.
+        keeps_rows = self._template.needs_masks or not self._execution.micro_batch_tokens
+        pieces = rows if keeps_rows else [piece for row in rows for piece in split_row(row, max_tokens=1)]
+        lanes: list[list[MicroBatch]] = [[] for _ in range(num_lanes)]
+        for piece, lane in zip(pieces, lane_of_each([piece.num_tokens for piece in pieces], num_lanes), strict=True):
+            lanes[lane].append(piece)
+        return StepRows(lanes=tuple(tuple(self._parts(lane)) for lane in lanes))
+
+    def _parts(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         template, limit = self._template, self._execution.micro_batch_tokens
         if template.packing_limit is not None:
             limit = min(limit, template.packing_limit)
         # Of models with masks over all pairs, which would cost more than larger products save, rows stay as they are.
-        if not limit or template.needs_masks:
+        if not limit or template.needs_masks or not rows:
             return rows
         parts = split_row(MicroBatch.joined(rows), max_tokens=limit)
         # The trial on the weights comes last, it costs a forward.

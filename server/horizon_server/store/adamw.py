@@ -67,6 +67,7 @@ def update_unit(
     num_threads: int,
     grad: torch.Tensor | None = None,
     only: Set[str] | None = None,
+    part: slice | None = None,
 ) -> None:
     """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
 
@@ -74,18 +75,24 @@ def update_unit(
     With `only`, the unit's other tensors are not touched either: a tensor without a gradient is not decayed and keeps
     its moments, as in torch.optim.AdamW.
 
-    Shapes: grad [unit.trained_elements], fp32 or bf16; the store's own `grad` plane where it is None.
+    With `part`, only these of its trained elements are updated, and `grad` has no others.
+
+    Shapes: grad [unit.trained_elements] or [part], fp32 or bf16; the store's own `grad` plane where it is None.
     """
     unit = store.layout.units[unit_index]
-    grads = store.unit(unit_index, "grad") if grad is None else grad
-    assert grads.shape == (unit.trained_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
+    part = slice(0, unit.trained_elements) if part is None else part
+    num_elements = part.stop - part.start
+    grads = store.unit(unit_index, "grad")[part] if grad is None else grad
+    assert grads.shape == (num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
-    tensors = [tensor for tensor in unit.tensors if tensor.trained and (only is None or tensor.name in only)]
-    segments = (Segment * len(tensors))(
-        *(Segment(t.offset, t.num_elements, _decay_factor(t, hyper), t.lr_scale) for t in tensors)
-    )
+    found = []
+    for tensor in unit.tensors:
+        begin, end = max(tensor.offset, part.start), min(tensor.offset + tensor.num_elements, part.stop)
+        if tensor.trained and begin < end and (only is None or tensor.name in only):
+            found.append(Segment(begin - part.start, end - begin, _decay_factor(tensor, hyper), tensor.lr_scale))
+    segments = (Segment * len(found))(*found)
     scalars = _scalars(hyper)
-    views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
+    views = [store.unit(unit_index, plane)[part] for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
     if (kernel := native.library()) is None:
         _update_by_reference(views, grads, segments, scalars)
         return
@@ -148,6 +155,22 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
         total = kernel.hz_sum_squares(values.data_ptr(), is_bf16, values.numel(), partials.ctypes.data, num_threads)
     # No fp32 square overflows float64, so the sum is finite exactly when every element is.
     return SquaredSum(value=total, is_finite=math.isfinite(total))
+
+
+def square_blocks(values: torch.Tensor, block_elements: int, *, num_threads: int = 1) -> torch.Tensor:
+    """The sum of squares of each started block, in an order of its own that neither threads nor the machine change.
+
+    Shapes: values [N], fp32 or bf16, contiguous, on the CPU; returns [ceil(N / block_elements)], float64.
+    """
+    assert values.dim() == 1 and values.is_contiguous() and values.device.type == "cpu"
+    assert values.dtype in (torch.float32, torch.bfloat16), f"square_blocks takes fp32 or bf16, not {values.dtype}"
+    kernel = native.library()
+    if kernel is None:
+        return torch.from_numpy(reference.square_blocks(_raw(values), block_elements))
+    sums = torch.empty(-(-values.numel() // block_elements), dtype=torch.float64)
+    is_bf16 = values.dtype == torch.bfloat16
+    kernel.hz_square_blocks(values.data_ptr(), is_bf16, values.numel(), block_elements, sums.data_ptr(), num_threads)
+    return sums
 
 
 def _decay_factor(place: TensorLayout, hyper: AdamWStep) -> float:

@@ -54,13 +54,15 @@ class HostStore:
         grad_dtype: torch.dtype | None,
         owns_fds: bool,
         num_threads: int,
+        rank: int = 0,
+        max_ranks: int = 1,
     ) -> None:
         """Map `fds`; use `allocate` or `attach`."""
         self.layout = layout
         self.grad_dtype = grad_dtype
         self.fds = dict(fds)
         self._owns_fds = owns_fds
-        self.generations = Generations(layout, fds.get(generations_plane.PLANE))
+        self.generations = Generations(layout, fds.get(generations_plane.PLANE), rank=rank, max_ranks=max_ranks)
         self._planes: dict[str, torch.Tensor] = {}
         sizes = _sizes(layout, grad_dtype)
         # A memory file that has no block yet was never written, so its plane is zero without anybody writing zeros.
@@ -90,9 +92,17 @@ class HostStore:
 
     @classmethod
     def attach(
-        cls, layout: StoreLayout, fds: Mapping[str, int], *, grad_dtype: torch.dtype | None = torch.float32
+        cls,
+        layout: StoreLayout,
+        fds: Mapping[str, int],
+        *,
+        grad_dtype: torch.dtype | None = torch.float32,
+        rank: int = 0,
+        max_ranks: int = 1,
     ) -> HostStore:
         """A store on memory files that another process created by `plane_sizes` and owns; contents stay as they are.
+
+        Up to `max_ranks` processes may share it; this one is `rank`.
 
         Raises:
             ValueError: a plane's descriptor is missing.
@@ -107,7 +117,7 @@ class HostStore:
                     f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
                     "its folder has changed since; submit the job again"
                 )
-        return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0)
+        return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0, rank=rank, max_ranks=max_ranks)
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no
@@ -147,7 +157,11 @@ class HostStore:
     def merge_unpacked(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Like `merge_master`, for the unit's first part alone: what is not packed of it, or as much of that as `out`
         is long."""
-        hi, lo = (self.unit(index, plane)[: len(out)] for plane in ("hi", "lo"))
+        self.merge_part(index, slice(0, len(out)), out, num_threads=num_threads)
+
+    def merge_part(self, index: int, part: slice, out: torch.Tensor, *, num_threads: int = 1) -> None:
+        """Like `merge_unpacked`, for these elements of the unit alone; `out` begins where they do."""
+        hi, lo = (self.unit(index, plane)[part] for plane in ("hi", "lo"))
         num_exact = len(lo)
         merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
         out[num_exact : len(hi)].copy_(hi[num_exact:])

@@ -100,8 +100,9 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
+    lib.hz_square_blocks.argtypes = (pointer, number, size, size, pointer, number)
     lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
-    for function in (lib.hz_adamw, lib.hz_adamw_rows, lib.hz_merge, lib.hz_split, lib.hz_triad):
+    for function in (lib.hz_adamw, lib.hz_adamw_rows, lib.hz_merge, lib.hz_split, lib.hz_square_blocks, lib.hz_triad):
         function.restype = None
     lib.hz_sum_squares.restype = ctypes.c_double
     lib.hz_norm_block.restype = size

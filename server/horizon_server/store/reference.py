@@ -83,9 +83,16 @@ def adamw(
 
 def sum_squares(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> float:
     """Sum of squares in float64, in the kernel's order: lanes within a block, then the blocks one after another."""
-    total = 0.0
-    for start in range(0, len(values), NORM_BLOCK_ELEMENTS):
-        block = _widen(values[start : start + NORM_BLOCK_ELEMENTS])
+    return in_order(square_blocks(values, NORM_BLOCK_ELEMENTS))
+
+
+def square_blocks(
+    values: npt.NDArray[np.float32] | npt.NDArray[np.uint16], block_elements: int
+) -> npt.NDArray[np.float64]:
+    """Sums of squares in float64, one for each started block."""
+    sums = np.zeros(-(-len(values) // block_elements))
+    for index in range(len(sums)):
+        block = _widen(values[index * block_elements : (index + 1) * block_elements])
         rows = -(-len(block) // _NORM_LANES)
         squares = np.zeros(rows * _NORM_LANES)
         with np.errstate(invalid="ignore"):
@@ -94,8 +101,14 @@ def sum_squares(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> flo
             lanes = np.add.accumulate(squares.reshape(rows, _NORM_LANES), axis=0)[-1]
             while len(lanes) > 1:
                 lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-        total += float(lanes[0])
-    return total
+        sums[index] = lanes[0]
+    return sums
+
+
+def in_order(sums: npt.NDArray[np.float64]) -> float:
+    """The sum of these numbers, one after the other."""
+    with np.errstate(invalid="ignore"):
+        return float(np.add.accumulate(sums)[-1]) if len(sums) else 0.0
 
 
 def _widen(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

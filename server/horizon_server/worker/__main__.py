@@ -26,18 +26,30 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
         # Of the jobs that share the device, those that train come first until this one has its first turn.
         cpu_priority.lower_while_loading()
         cpu_priority.in_lowered_thread(_import_libraries)
+    from horizon_server.worker.rank_processes import RankProcesses
     from horizon_server.worker.training import Training
     from horizon_server.worker_link.request import WorkerRequest
 
-    training = Training(from_plain(WorkerRequest, request), events=link, orders=link.orders)
+    asked = from_plain(WorkerRequest, request)
+    others = None
+    if (num_ranks := asked.plan.execution.num_ranks) > 1:
+        # First, so that they import and lay out the model while this process does.
+        others = RankProcesses(num_ranks, link.request_file, planes=asked.planes, alive_fd=link.alive_fd)
+    training = None
     try:
+        training = Training(asked, events=link, orders=link.orders, others=others)
         outcome = training.run()
-    except BaseException:
+    except BaseException as error:  # noqa: BLE001  # it is raised again, or what it follows from
+        cause = error if others is None else others.cause_of(error)
+        if others is not None:
+            # What waits for them here fails, so that nothing is waited for while this rank closes.
+            others.kill()
         try:
-            training.close()
+            if training is not None:
+                training.close()
         except Exception:  # the daemon is sent the first error, which this one follows from
             logging.exception("closing failed too")
-        raise
+        raise cause from (None if cause is error else error)
     training.close()
     return dict(vars(outcome))
 

@@ -33,6 +33,7 @@ from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Orders
+from horizon_server.worker_link.request import WorkerRequest
 
 Choice = Literal["auto", "on", "off"]
 
@@ -71,6 +72,21 @@ class CompileRequest:
             num_threads=self.num_threads,
             num_tokens=self.num_tokens,
         )
+
+
+def compile_request(request: WorkerRequest) -> CompileRequest:
+    """What an attempt's layers are compiled for."""
+    train, execution = request.spec.train, request.plan.execution
+    return CompileRequest(
+        model=str(request.model),
+        library=str(request.compiled),
+        dtype=execution.compute_dtype,
+        device="cpu" if execution.device_kind == "host" else "cuda",
+        num_threads=execution.num_threads,
+        num_tokens=min(max(train.sequence_length, execution.micro_batch_tokens), train.tokens_per_step),
+        trainable=train.trainable,
+        lora=train.lora.model_dump(mode="json"),
+    )
 
 
 class Compilation:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from horizon_server.figures import StepFigures
 
-_STATUS = Path("/proc/self/status")
+_PROCESSES = Path("/proc")
 
 
 def host_components(figures: StepFigures, *, device: str, process_bytes: int) -> dict[str, int]:
@@ -25,8 +25,15 @@ def host_components(figures: StepFigures, *, device: str, process_bytes: int) ->
     return used
 
 
-def process_bytes() -> int:
-    """Return the resident heap, stacks and libraries of this process. The planes are shared memory and not among
-    them."""
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text("utf-8").splitlines() if ":" in line)
-    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024
+def process_bytes(others: Collection[int] = ()) -> int:
+    """Return the resident heap, stacks and libraries of this process, and of `others` by their ids. The planes are
+    shared memory and not among them."""
+    total = 0
+    for name in ("self", *map(str, others)):
+        try:
+            status = (_PROCESSES / name / "status").read_text("utf-8")
+        except OSError:
+            continue  # it has just ended
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        total += sum(int(fields.get(field, "0 kB").split()[0]) for field in ("RssAnon", "RssFile")) * 1024
+    return total

@@ -21,6 +21,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import Execution
 from horizon_server.spec import TrainSpec
 from horizon_server.store import numa
 from horizon_server.store.checkpoint import AdapterExport
@@ -51,8 +52,7 @@ class SetUp:
     def open(cls, request: WorkerRequest, events: EventWriter) -> SetUp:
         """Open everything. Raises InvalidSpec or InvalidModel: the job does not go with the model or its data."""
         train, execution = request.spec.train, request.plan.execution
-        folder = open_for_training(request.model, train)
-        template = Template.from_folder(folder.path, layout=folder.layout, recipe=train.recipe)
+        folder, template = template_of(request)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         longest = template.max_document_tokens
         if longest is not None and train.sequence_length > longest:
@@ -63,7 +63,6 @@ class SetUp:
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         if execution.numa_interleave and (refusal := numa.interleave()):
             events.send(Message(level="warning", text=refusal))
-        grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[execution.grad_bytes]
         trace = Trace() if request.trace else None
         return cls(
             request=request,
@@ -71,14 +70,14 @@ class SetUp:
             template=template,
             adapter=adapter,
             data=data,
-            store=HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype),
+            store=attached_store(request, template),
             device=device_for(
                 execution.device_kind,
                 compute_dtype=execution.compute_dtype,
                 limit_bytes=execution.device_limit_bytes,
                 num_threads=execution.num_threads,
                 trace=trace,
-                gpu=execution.gpu,
+                gpu=gpu_of_rank(execution, 0),
             ),
             trace=trace,
         )
@@ -101,7 +100,7 @@ class SetUp:
 
     def load(self, *, resume_from: Path | None, from_memory: bool) -> continuation.Continuation:
         """Fill the store: from what a killed worker left in it, a checkpoint, or the model."""
-        return continuation.load(
+        found = continuation.load(
             self.store,
             model=self.request.model,
             seed=self.request.spec.train.seed,
@@ -110,6 +109,8 @@ class SetUp:
             resume_from=resume_from,
             from_memory=from_memory,
         )
+        self.store.generations.share(self.request.plan.execution.num_ranks)
+        return found
 
     def data_identity(self) -> dict[str, Any]:
         """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has
@@ -135,6 +136,26 @@ class SetUp:
                 parts.callback(self.trace.write, self.request.trace)
             parts.callback(self.store.close)
             parts.callback(self.device.close)
+
+
+def template_of(request: WorkerRequest) -> tuple[ModelFolder, Template]:
+    """Return the model's folder, laid out for the job, and its template."""
+    folder = open_for_training(request.model, request.spec.train)
+    return folder, Template.from_folder(folder.path, layout=folder.layout, recipe=request.spec.train.recipe)
+
+
+def attached_store(request: WorkerRequest, template: Template, *, rank: int = 0) -> HostStore:
+    """Return the store on the planes that the daemon lends."""
+    execution = request.plan.execution
+    grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[execution.grad_bytes]
+    return HostStore.attach(
+        template.layout, request.planes, grad_dtype=grad_dtype, rank=rank, max_ranks=execution.lanes
+    )
+
+
+def gpu_of_rank(execution: Execution, rank: int) -> str:
+    """Return the UUID of a rank's GPU; empty where there are none, or it is the first that torch finds."""
+    return execution.gpu.split(",")[rank] if execution.gpu else ""
 
 
 def make_step_plan(dataset: PreparedDataset, train: TrainSpec, template: Template, **how: Any) -> StepPlan:

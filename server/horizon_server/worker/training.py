@@ -16,6 +16,7 @@ from horizon_server.durable import remove_unfinished
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.ranks import ALONE, Call
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
@@ -28,11 +29,12 @@ from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import is_input_table, is_output_projection
 from horizon_server.store.model_card import ResultFacts
-from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker.compilation import Compilation, compile_request
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
+from horizon_server.worker.rank_processes import RankProcesses
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
 from horizon_server.worker.result_facts import ResultRecorder
 from horizon_server.worker.saving import CheckpointWriter
@@ -59,8 +61,11 @@ _KEPT_FIGURES = (
 class Training:
     """One attempt's training. Thread: everything runs on the caller's; the engine has its own."""
 
-    def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
-        self._request = request
+    def __init__(
+        self, request: WorkerRequest, *, events: EventWriter, orders: Orders, others: RankProcesses | None = None
+    ) -> None:
+        """`others` are the further ranks of an attempt that has several devices."""
+        self._request, self._others, self._ranks = request, others, ALONE
         self._spec, self._events, self._orders = request.spec, events, orders
         self._execution = request.plan.execution
         self._num_input_tokens_seen = 0
@@ -203,6 +208,8 @@ class Training:
         # copies use the store.
         with ExitStack() as parts:
             parts.callback(self._set_up.close)
+            if self._others is not None:
+                parts.callback(self._others.close)
             if self._made_trainer is not None:
                 parts.callback(self._made_trainer.close)
             parts.callback(self._evaluation.close)
@@ -223,8 +230,14 @@ class Training:
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
         self._data_identity = self._set_up.data_identity()
         self._compiled = self._compiled_layers(self._set_up.template)
+        if self._others is not None:
+            self._ranks = self._others.join(self._execution.device_kind)
         if not self._turn.take():
             return False
+        if not self._ranks.is_alone:
+            # Only now may the other ranks take memory on their devices.
+            begin = {"num_steps": self._plan.num_steps, "compiled": self._compiled.keys}
+            self._ranks.send(Call(name="begin", values=begin))
         self._made_trainer = Trainer(
             self._set_up.template,
             store,
@@ -233,6 +246,7 @@ class Training:
             self._execution,
             num_steps=self._plan.num_steps,
             compiled=self._compiled,
+            ranks=self._ranks,
         )
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
@@ -282,19 +296,10 @@ class Training:
             self._evaluation.release_device()
 
     def _compiled_layers(self, template: Template) -> CompiledLayers:
-        train, request, execution = self._spec.train, self._request, self._execution
+        train, request = self._spec.train, self._request
         if request.compiled is None:
             return CompiledLayers(template)
-        wanted = CompileRequest(
-            model=str(request.model),
-            library=str(request.compiled),
-            dtype=execution.compute_dtype,
-            device="cpu" if execution.device_kind == "host" else "cuda",
-            num_threads=execution.num_threads,
-            num_tokens=min(max(train.sequence_length, execution.micro_batch_tokens), train.tokens_per_step),
-            trainable=train.trainable,
-            lora=train.lora.model_dump(mode="json"),
-        )
+        wanted = compile_request(request)
         # Products in FP8 are made of casts that no compiled layer has yet.
         choice = "off" if train.matmul == "fp8" else train.compile
         compilation = Compilation(template, wanted, choice=choice, events=self._events, orders=self._orders)
@@ -459,7 +464,8 @@ class Training:
         self._results.stepped(figures)
         self._pace.append(figures.duration_s)
         remaining = self._ending.last_step - figures.step
-        used = host_components(figures, device=self._device.name, process_bytes=process_bytes())
+        pids = [] if self._others is None else self._others.pids
+        used = host_components(figures, device=self._device.name, process_bytes=process_bytes(pids))
         done = StepDone(
             **{**vars(figures), "host_memory_bytes": used},
             num_steps=self._ending.last_step,

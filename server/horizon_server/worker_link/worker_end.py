@@ -39,6 +39,7 @@ from horizon_server.worker_link.protocol import (
     MAX_GREETING_BYTES,
     PID_FILE,
     PROTOCOL,
+    REQUEST_FILE,
     SOCKET_FILE,
     DaemonGreeting,
     WorkerGreeting,
@@ -68,12 +69,18 @@ class WorkerEnd(EventWriter):
     socket did not take at once, makes the journal durable, and reports progress."""
 
     def __init__(
-        self, folder: Path, *, planes: Mapping[str, int], orders: Orders, progress_every_s: float = PROGRESS_EVERY_S
+        self,
+        folder: Path,
+        *,
+        planes: Mapping[str, int],
+        orders: Orders,
+        progress_every_s: float = PROGRESS_EVERY_S,
+        alive_fd: int = -1,
     ) -> None:
         """`planes` are the descriptors of the memory that the daemon lent, by name: a later daemon gets them from
-        here."""
+        here. `alive_fd` is the one that is locked while a process of the attempt lives."""
         super().__init__()
-        self.orders = orders
+        self.orders, self.alive_fd, self.request_file = orders, alive_fd, folder / REQUEST_FILE
         self._planes, self._progress_every_s = dict(planes), progress_every_s
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._journal = os.open(folder / JOURNAL_FILE, flags, 0o600)
@@ -315,7 +322,14 @@ def serve_worker(work: Work, *, who: str, progress_every_s: float = PROGRESS_EVE
     request = json.loads(arguments.request.read_bytes())
     folder = arguments.request.parent
     replace_file(folder / PID_FILE, f"{os.getpid()} {start_time_of(os.getpid())}")
-    link = WorkerEnd(folder, planes=request["planes"], orders=orders, progress_every_s=progress_every_s)
+    link = WorkerEnd(
+        folder,
+        planes=request["planes"],
+        orders=orders,
+        progress_every_s=progress_every_s,
+        alive_fd=arguments.alive_fd,
+    )
+    link.request_file = arguments.request
     end = end_of(lambda: work(request, link), who)
     # Made here, where the memory that the work took is free again.
     link.send(end or Failure(OutOfMemory(f"{who} ran out of memory")))

@@ -17,7 +17,7 @@ def row(ids: list[int], labels: list[int], lengths: tuple[int, ...]) -> MicroBat
 
 def test_ids_are_renumbered_over_the_whole_step() -> None:
     device = HostDevice(num_threads=1)
-    tokens = StepTokens.of([row([90, 4, 90], [4, 90, -100], (3,)), row([7, 4], [-100, -100], (2,))], device)
+    tokens = StepTokens.of([[row([90, 4, 90], [4, 90, -100], (3,)), row([7, 4], [-100, -100], (2,))]], device)
     device.close()
 
     assert tokens.rows_R.tolist() == [4, 7, 90]
@@ -31,7 +31,7 @@ def test_ids_are_renumbered_over_the_whole_step() -> None:
 def test_the_positions_of_every_micro_batch_are_where_compiled_code_reads_them_without_a_copy() -> None:
     device = HostDevice(num_threads=1)
     rows = [row([5] * sum(lengths), [5] * sum(lengths), lengths) for lengths in ((3,), (2, 3), (4,), (1,))]
-    tokens = StepTokens.of(rows, device)
+    tokens = StepTokens.of([rows], device)
     device.close()
 
     for found, given in zip(tokens.position_ids, rows, strict=True):

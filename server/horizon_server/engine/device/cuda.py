@@ -11,7 +11,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Unpack
@@ -147,14 +147,23 @@ class CudaDevice(QueuedDevice):
         with memory_refusals():
             return self._runtime.place(tensor)
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+    def upload_unit(
+        self,
+        store: HostStore,
+        index: int,
+        out: Tensor,
+        *,
+        only_trained: bool = False,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
         """2 bytes a parameter, no cast; packed tensors cross the link as they are and become bf16 on the device.
 
         CUDA: h2d runs in order, so one buffer for packed bytes is enough.
         """
         unit = store.layout.units[index]
-        first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]
-        self._upload(store.unit(index, "hi")[: len(first)], first, label=f"unit {index}")
+        whole = [slice(0, unit.trained_elements if only_trained else unit.unpacked_elements)]
+        for part in whole if parts is None else parts:
+            self._upload(store.unit(index, "hi")[part], out[part], label=f"unit {index}")
         if unit.packed_bytes and not only_trained:
             assert self._packed is not None, "adopt comes first"
             block = self._packed[: unit.packed_bytes]
@@ -176,9 +185,13 @@ class CudaDevice(QueuedDevice):
     def upload(self, source: Tensor, out: Tensor) -> None:
         self._upload(source, out, label="layer input")
 
-    def download(self, source: Tensor, target: Tensor) -> None:
+    def download(self, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
         work = partial(self._send_to_host, source.view(-1), target.view(-1))
-        self.d2h.submit(work, num_bytes=target.nbytes, label="layer input")
+        self.d2h.submit(work, num_bytes=target.nbytes, label=label)
+
+    def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
+        """CUDA: launches on the current stream. In fp32 within a block, as `download_unit`."""
+        out.copy_(torch.linalg.vector_norm(values.view(-1, block_elements), dim=1).double().square_())
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         self.d2h.submit(partial(_copy, source, target), label="loss")

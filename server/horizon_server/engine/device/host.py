@@ -6,7 +6,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Unpack
@@ -17,7 +17,7 @@ from torch import Tensor
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
 from horizon_server.records.execution import DeviceKind
-from horizon_server.store.adamw import sum_squares
+from horizon_server.store.adamw import square_blocks, sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 
@@ -95,21 +95,31 @@ class HostDevice(QueuedDevice):
         """Compute reads host memory."""
         return tensor
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+    def upload_unit(
+        self,
+        store: HostStore,
+        index: int,
+        out: Tensor,
+        *,
+        only_trained: bool = False,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
         """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed
         tensors cross it as they are.
         """
         unit = store.layout.units[index]
-        first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]
+        whole = [slice(0, unit.trained_elements if only_trained else unit.unpacked_elements)]
+        copied = whole if parts is None else parts
         packed = None if only_trained or not unit.packed_bytes else store.unit(index, "packed")
-        num_bytes = first.nbytes + (0 if packed is None else packed.nbytes)
+        num_bytes = sum(out[part].nbytes for part in copied) + (0 if packed is None else packed.nbytes)
 
         def copy() -> None:
             with self._link(num_bytes):
-                if out.dtype is torch.float32:
-                    store.merge_unpacked(index, first)
-                else:
-                    first.copy_(store.unit(index, "hi")[: len(first)])
+                for part in copied:
+                    if out.dtype is torch.float32:
+                        store.merge_part(index, part, out[part])
+                    else:
+                        out[part].copy_(store.unit(index, "hi")[part])
             # Off the link's time: a GPU unpacks at the speed of its own memory.
             if packed is not None:
                 store.unpack(index, packed, out)
@@ -139,8 +149,11 @@ class HostDevice(QueuedDevice):
     def upload(self, source: Tensor, out: Tensor) -> None:
         self._copy(self.h2d, source, out)
 
-    def download(self, source: Tensor, target: Tensor) -> None:
-        self._copy(self.d2h, source, target)
+    def download(self, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
+        self._copy(self.d2h, source, target, label=label)
+
+    def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
+        out.copy_(square_blocks(values, block_elements))
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         self.d2h.submit(partial(target.copy_, source), label="loss")
@@ -154,12 +167,12 @@ class HostDevice(QueuedDevice):
 
         self.d2h.submit(copy, num_bytes=target.nbytes, label=label)
 
-    def _copy(self, queue: HostQueue, source: Tensor, target: Tensor) -> None:
+    def _copy(self, queue: HostQueue, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
         def copy() -> None:
             with self._link(target.nbytes):
                 target.copy_(source)
 
-        queue.submit(copy, num_bytes=target.nbytes, label="layer input")
+        queue.submit(copy, num_bytes=target.nbytes, label=label)
 
     @contextmanager
     def _link(self, num_bytes: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ Units: bytes are what crosses the link, seconds come from the queues themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -130,9 +130,17 @@ class Device(Protocol):
     def place(self, tensor: Tensor) -> Tensor:
         """Token ids and indices where compute can read them; small, and not part of the account."""
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+    def upload_unit(
+        self,
+        store: HostStore,
+        index: int,
+        out: Tensor,
+        *,
+        only_trained: bool = False,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
         """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has
-        the others already."""
+        the others already; with `parts`, other ranks send what is in none of them."""
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""
@@ -143,8 +151,16 @@ class Device(Protocol):
     def upload(self, source: Tensor, out: Tensor) -> None:
         """Append the copy of host memory, from `allocate_host`, to h2d."""
 
-    def download(self, source: Tensor, target: Tensor) -> None:
-        """Append the copy of device memory to d2h; `target` comes from `allocate_host`."""
+    def download(self, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
+        """Append the copy of device memory to d2h, rounded to the dtype of `target`, which comes from `allocate_host`
+        or the store."""
+
+    def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
+        """Write the sum of squares of each block of flat fp32 values into `out`, which is where they are. In work of
+        d2h; the order within a block is fixed.
+
+        Shapes: [N] to [N / block_elements], float64.
+        """
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         """Append the copy of a few numbers to d2h, too small to be part of the account."""

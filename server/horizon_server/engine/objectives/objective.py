@@ -123,6 +123,15 @@ class Objective(ABC):
         """Check what this objective alone asks of a step, after what all have in common. Raises: InvalidData."""
 
 
+class Told(Objective):
+    """Of a rank that follows: the first one has the objective, and tells the others each token's derivative."""
+
+    def _loss(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> Tensor:
+        raise AssertionError("the first rank has the objective")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepObjective:
     """An objective with all that it is given in one step, on the CPU.

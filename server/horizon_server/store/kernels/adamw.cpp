@@ -390,6 +390,15 @@ HZ_API double hz_sum_squares(const void* values, int values_are_bf16, int64_t n,
     return total;
 }
 
+// `out` holds one double per started block of `block` elements: the sum of its squares, as hz_sum_squares adds a block.
+HZ_API void hz_square_blocks(const void* values, int values_are_bf16, int64_t n, int64_t block, double* out,
+                             int num_threads) {
+    hz::for_each_range(n, block, num_threads, [&](int64_t at, int64_t count) {
+        out[at / block] = values_are_bf16 ? hz::sum_squares_bf16(static_cast<const uint16_t*>(values) + at, count)
+                                          : hz::sum_squares_fp32(static_cast<const float*>(values) + at, count);
+    });
+}
+
 HZ_API void hz_triad(double* a, const double* b, const double* c, double scale, int64_t n, int num_threads) {
     hz::for_each_range(n, hz::kChunk, num_threads,
                        [&](int64_t at, int64_t count) { hz::triad_range(a + at, b + at, c + at, scale, count); });

@@ -1,0 +1,421 @@
+"""Gradients of a step in several lanes: summed in a balanced tree, first the lanes of this rank, then over the ranks,
+of which each gets the sum of the parts that it owns.
+
+The lanes of a unit are computed one after the other. Each adds up in a buffer of its own, and is added to the one
+before as soon as both are the two halves of a subtree. So a few buffers serve any number of lanes, and the first one,
+the slot of the unit, ends with the sum. The subtrees that a rank can close by itself travel to the owners, who sum them
+in the same tree.
+
+Shapes: R = rows of the embedding that this rank uses, U = those that all ranks use of the rows that this rank owns,
+D = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.device.protocol import Device, Event, Queue
+from horizon_server.engine.lanes import (
+    Stack,
+    StepRows,
+    Subtree,
+    lanes_of_rank,
+    num_buffers,
+    roots_of,
+    sum_subtrees,
+)
+from horizon_server.engine.ranks import Ranks
+from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
+from horizon_server.store import reference
+from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, Ownership
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowExchange:
+    """Which rows of the embedding table travel in a step. All are ascending; `sent` and `received` have one item for
+    each rank."""
+
+    rows_R: Tensor
+    """Those that this rank's tokens use."""
+    own_U: Tensor
+    """Those that tokens of any rank use, of those that this rank owns."""
+    sent: tuple[Tensor, ...]
+    """Those of this rank's rows that each rank uses."""
+    received: tuple[int, ...]
+    """How many of this rank's rows each rank owns."""
+    num_owned: tuple[int, ...]
+    """How many rows in use each rank owns."""
+
+    @classmethod
+    def of(cls, rows: StepRows, ranks: Ranks, owned: Sequence[range]) -> RowExchange:
+        """Those of a step; `owned` are the rows of each rank."""
+        lanes = ranks.lanes(len(rows.lanes))
+        return cls.between([rows.rows_in_use(of_rank) for of_rank in lanes], ranks, owned)
+
+    @classmethod
+    def between(cls, used: Sequence[Tensor], ranks: Ranks, owned: Sequence[range]) -> RowExchange:
+        """`used` are the rows that each rank uses."""
+        in_use = torch.unique(torch.cat(list(used)))
+        mine = owned[ranks.rank]
+        return cls(
+            rows_R=used[ranks.rank],
+            own_U=_within(in_use, mine),
+            sent=tuple(_within(rows, mine) for rows in used),
+            received=tuple(_within(used[ranks.rank], range_).numel() for range_ in owned),
+            num_owned=tuple(_within(in_use, range_).numel() for range_ in owned),
+        )
+
+
+def _within(rows: Tensor, owned: range) -> Tensor:
+    """The rows of an ascending list that are in a range."""
+    start, stop = (int(torch.searchsorted(rows, bound)) for bound in (owned.start, owned.stop))
+    return rows[start:stop]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """Where a lane of this rank adds up, and which buffers are added to the one before them at its end."""
+
+    buffer: int = 0
+    joins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneGradients:
+    """The gradients of one unit, lane by lane of this rank.
+
+    Thread: the driver's; what it submits runs on compute.
+    """
+
+    lanes: Sequence[UnitGradients]
+    leaves: Sequence[Leaf]
+    flats: Sequence[Tensor]
+    """The buffers that the lanes add up in."""
+    compute: Queue
+    label: str
+    zeroed: Sequence[slice] = ()
+    """What no gradient of these places is written to, and is read all the same."""
+
+    def close(self, lane: int) -> None:
+        """All of a lane is submitted: add it to what it joins."""
+        self.compute.submit(partial(self._join, lane), label=self.label)
+
+    def _join(self, lane: int) -> None:
+        gradients, leaf = self.lanes[lane], self.leaves[lane]
+        gradients.finish()
+        for part in self.zeroed:
+            gradients.flat[part].zero_()
+        for right in leaf.joins:
+            self.flats[right - 1].add_(self.flats[right])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitNumbers:
+    """What the ranks have found of one unit's gradient in a step; it may be read once d2h has passed it.
+
+    Shapes: numbers [ranks, blocks and flags], of which a rank uses the first `num_blocks` and the last ones.
+    """
+
+    numbers: Tensor
+    num_blocks: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def squares(self) -> Tensor:
+        """The sums of squares of all blocks, in order."""
+        return torch.cat([self.numbers[rank, :count] for rank, count in enumerate(self.num_blocks)])
+
+    def reached(self) -> set[str]:
+        """The tensors that got a gradient on any rank."""
+        flags = self.numbers[:, -len(self.names) :].amax(0).tolist()
+        return {name for name, flag in zip(self.names, flags, strict=True) if flag > 0}
+
+
+class LaneSums:
+    """The buffers, the exchange between ranks, and the numbers of a step's gradients.
+
+    Thread: the driver's.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        device: Device,
+        ranks: Ranks,
+        *,
+        num_lanes: int,
+        slot_elements: int,
+        numbers: Tensor,
+    ) -> None:
+        """`slot_elements` are those of the largest gradient; `numbers` is host memory of `num_numbers` for two steps
+        in turn."""
+        self._template, self.device, self._ranks = template, device, ranks
+        self.ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        self._slot_elements = slot_elements
+        lanes = lanes_of_rank(ranks.rank, ranks.num_ranks, num_lanes)
+        self.leaves = _leaves(lanes)
+        self._num_extra = num_buffers(lanes) - 1
+        # The subtrees of all ranks, in the order in which they are received: first the first of each rank.
+        roots = [roots_of(of_rank) for of_rank in ranks.lanes(num_lanes)]
+        self._num_roots = len(roots[ranks.rank])
+        self._rounds = [
+            [(rank, of_rank[index]) for rank, of_rank in enumerate(roots) if index < len(of_rank)]
+            for index in range(max(map(len, roots)))
+        ]
+        self._num_subtrees = sum(map(len, roots))
+        self._extras: list[Tensor] = []
+        self._received: Tensor | None = None
+        self._row_sums: Tensor | None = None
+        self._row_tokens = 0
+        self._table: Tensor | None = None
+        self._extras_free: Event | None = None
+        self._found: dict[int, Tensor] = {}
+        self._numbers = numbers.view(2, -1)
+        self._set = 0
+        self.rows: RowExchange | None = None
+        """Of the step, where the embedding's gradient is rows."""
+        self.open()
+
+    @staticmethod
+    def num_numbers(template: Template, ranks: Ranks) -> int:
+        """How many numbers of all units a step has."""
+        ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        return sum(ranks.num_ranks * _numbers_of(ownership, unit.index) for unit in template.layout.units)
+
+    def open(self) -> None:
+        """Take the memory on the device, also after `close`."""
+        device, ownership = self.device, self.ownership
+        self._extras = [
+            device.allocate("gradients", self._slot_elements, torch.float32) for _ in range(self._num_extra)
+        ]
+        if self._template.layout.shares_gradient:
+            self._table = device.allocate("gradients", _size(ownership.trained(0)[self._ranks.rank]), torch.float32)
+        if not self._ranks.is_alone:
+            owned = max(_size(ownership.trained(unit.index)[self._ranks.rank]) for unit in self._template.layout.units)
+            self._received = device.allocate("gradients", self._num_subtrees * owned, torch.float32)
+            self._open_rows()
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for the rows of a step of this number of tokens of all ranks. The queues must be idle."""
+        if self._ranks.is_alone or not self._template.embeds_by_rows or num_tokens <= self._row_tokens:
+            return
+        self._row_tokens = num_tokens
+        if self._row_sums is not None:
+            self.device.free(self._row_sums)
+        self._open_rows()
+
+    def close(self) -> None:
+        """Free the memory on the device. The queues must be idle."""
+        for tensor in (*self._extras, self._received, self._row_sums, self._table):
+            if tensor is not None:
+                self.device.free(tensor)
+        self._extras, self._received, self._row_sums, self._table = [], None, None, None
+        self._found.clear()
+
+    def start_step(self, rows: RowExchange | None) -> None:
+        """Forget the numbers of the step before last."""
+        self._set = 1 - self._set
+        self._numbers[self._set].fill_(torch.nan)
+        self.rows = rows
+
+    def buffers(self, slot: Tensor) -> list[Tensor]:
+        """All buffers of a unit whose slot this is; compute waits until they are free."""
+        if self._extras_free is not None:
+            self.device.compute.wait(self._extras_free)
+            self._extras_free = None
+        return self._stack(slot)
+
+    def sent_extras(self) -> None:
+        """What was submitted to d2h reads other buffers than the slot; they are free after it."""
+        if self._num_roots > 1:
+            self._extras_free = self.device.d2h.record()
+
+    def keep_table(self, slot: Tensor, start: int) -> None:
+        """Submit the sum of the head's part of the table's gradient, which `slot` has from `start` on; it is kept for
+        the embedding's."""
+        unit, table = self._template.layout.units[0], self._table
+        assert table is not None, "the head shares the table's gradient"
+        own = self._submit_sum(0, self._roots(slot, start, start + unit.trained_elements))
+        self.device.d2h.submit(partial(table.copy_, own), label="gradient of the table")
+
+    def sum_unit(self, unit_index: int, slot: Tensor, reached: set[str]) -> Tensor:
+        """Submit the sum of a unit's gradient and its numbers; returns where this rank's part is then, fp32."""
+        unit = self._template.layout.units[unit_index]
+        own = self._submit_sum(unit_index, self._roots(slot, 0, unit.trained_elements))
+        if unit_index == 0 and self._table is not None:
+            self.device.d2h.submit(partial(own.add_, self._table), label="gradient of the table")
+        self._submit_numbers(unit_index, own, NORM_BLOCK_ELEMENTS, reached)
+        return own
+
+    def sum_rows(self, slot: Tensor, reached: set[str]) -> Tensor:
+        """The same for an embedding whose gradient is that of the rows in use; where the head has its part of it, that
+        of the whole table. Shapes: [U * D], or the rank's part of the table."""
+        rows, width = self.rows, self._template.hidden_size
+        assert rows is not None, "start_step comes first"
+        roots = self._roots(slot, 0, rows.rows_R.numel() * width)
+        own, block = roots[0], width
+        if not self._ranks.is_alone:
+            assert self._row_sums is not None, "reserve comes first"
+            own = self._row_sums[: rows.own_U.numel() * width]
+            self.device.d2h.submit(partial(self._sum_received_rows, roots, rows), label="gradient 0")
+        if (table := self._table) is not None:
+            first = self.ownership.rows()[self._ranks.rank].start
+            places_U = self.device.place(rows.own_U - first)
+            summed_UD, whole = own.view(-1, width), table[: len(self.ownership.rows()[self._ranks.rank]) * width]
+            self.device.d2h.submit(
+                partial(whole.view(-1, width).index_add_, 0, places_U, summed_UD), label="gradient of the table"
+            )
+            own, block = table, NORM_BLOCK_ELEMENTS
+        self._submit_numbers(0, own, block, reached)
+        return own
+
+    def square_sum(self, unit_index: int) -> float:
+        """Of a unit's gradient over all ranks, once d2h has passed it: block after block, in fp64."""
+        return reference.in_order(self.numbers_of(unit_index).squares.numpy())
+
+    def reached(self, unit_index: int) -> set[str]:
+        """The tensors of a unit that got a gradient on any rank, once d2h has passed it."""
+        return self.numbers_of(unit_index).reached()
+
+    def numbers_of(self, unit_index: int) -> UnitNumbers:
+        """What d2h brings of a unit in this step."""
+        unit, blocks = self._template.layout.units[unit_index], tuple(self._blocks(unit_index))
+        names = tuple(tensor.name for tensor in unit.tensors if tensor.trained)
+        return UnitNumbers(numbers=self._numbers_at(unit_index), num_blocks=blocks, names=names)
+
+    def _submit_sum(self, unit_index: int, roots: Sequence[Tensor]) -> Tensor:
+        if self._ranks.is_alone:
+            return roots[0]
+        assert self._received is not None, "open comes first"
+        sizes = [_size(part) for part in self.ownership.trained(unit_index)]
+        received = self._received
+        self.device.d2h.submit(partial(self._sum_received, roots, sizes), label=f"exchange {unit_index}")
+        return received[: sizes[self._ranks.rank]]
+
+    def _sum_received(self, roots: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        assert self._received is not None
+        own, start, found = sizes[self._ranks.rank], 0, list[tuple[Subtree, Tensor]]()
+        for index, senders in enumerate(self._rounds):
+            taken = self._received[start : start + own * len(senders)]
+            self._exchange(taken, roots, index, [own * self._sends(rank, index) for rank in self._all()], sizes)
+            found += zip((subtree for _, subtree in senders), taken.view(len(senders), own).unbind(), strict=True)
+            start += taken.numel()
+        sum_subtrees(sorted(found, key=lambda one: one[0]))
+
+    def _sum_received_rows(self, roots: Sequence[Tensor], rows: RowExchange) -> None:
+        """Each subtree's rows are spread over the rows in use that this rank owns: rows that it lacks are zeros."""
+        assert self._row_sums is not None
+        width, num_own = self._template.hidden_size, rows.own_U.numel()
+        taken = self._row_sums[num_own * width :]
+        start, found = 0, list[tuple[Subtree, int, Tensor]]()
+        for index, senders in enumerate(self._rounds):
+            counts = [rows.sent[rank].numel() * width * self._sends(rank, index) for rank in self._all()]
+            part = taken[start : start + sum(counts)]
+            self._exchange(part, roots, index, counts, [count * width for count in rows.received])
+            for rank, subtree in senders:
+                found.append((subtree, rank, taken[start : start + counts[rank]]))
+                start += counts[rank]
+        stack, free, sums = Stack(), [self._row_sums[: num_own * width]], list[Tensor]()
+        for subtree, rank, values in sorted(found, key=lambda one: one[0]):
+            spread = free.pop() if free else self._row_sums.new_empty(num_own * width)
+            spread.zero_()
+            places = torch.searchsorted(rows.own_U, rows.sent[rank]).to(spread.device)
+            # Rows are distinct, so nothing is added twice.
+            spread.view(-1, width).index_copy_(0, places, values.view(-1, width))
+            sums.append(spread)
+            for right in stack.push(subtree):
+                sums[right - 1].add_(sums[right])
+                free.append(sums.pop())
+
+    def _exchange(
+        self, out: Tensor, roots: Sequence[Tensor], index: int, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """The exchange of the subtree of that number of each rank that has as many."""
+        has_one = index < len(roots)
+        source = roots[index] if has_one else roots[0][:0]
+        self._ranks.exchange(out, source, out_sizes, sizes if has_one else [0] * len(sizes), "d2h")
+
+    def _sends(self, rank: int, index: int) -> bool:
+        return any(sender == rank for sender, _ in self._rounds[index])
+
+    def _all(self) -> range:
+        return range(self._ranks.num_ranks)
+
+    def _submit_numbers(self, unit_index: int, own: Tensor, block: int, reached: set[str]) -> None:
+        unit, target = self._template.layout.units[unit_index], self._numbers_at(unit_index)
+        names = [tensor.name for tensor in unit.tensors if tensor.trained]
+        num_blocks, num_most = own.numel() // block, target.shape[1] - len(names)
+        # Made here, so that the copy to the host has a source while the work that fills it is queued; d2h reads one
+        # step's before it fills the next one's.
+        if unit_index not in self._found:
+            self._found[unit_index] = self.device.place(torch.zeros(target.shape, dtype=torch.float64))
+        found = self._found[unit_index]
+
+        def work() -> None:
+            numbers = found.new_zeros(target.shape[1])
+            if num_blocks:
+                self.device.square_blocks(own, block, numbers[:num_blocks])
+            flags = torch.tensor([float(name in reached) for name in names], dtype=torch.float64)
+            numbers[num_most:].copy_(flags)
+            found.copy_(self._ranks.collect(numbers, "d2h"))
+
+        self.device.d2h.submit(work, label=f"norm {unit_index}")
+        self.device.read_back(found, target)
+
+    def _numbers_at(self, unit_index: int) -> Tensor:
+        """Of this step. Shapes: [ranks, blocks and flags]."""
+        start = 0
+        for index in range(unit_index):
+            start += self._ranks.num_ranks * _numbers_of(self.ownership, index)
+        size = self._ranks.num_ranks * _numbers_of(self.ownership, unit_index)
+        return self._numbers[self._set, start : start + size].view(self._ranks.num_ranks, -1)
+
+    def _blocks(self, unit_index: int) -> list[int]:
+        """How many blocks each rank has of a unit."""
+        if unit_index == 0 and self.rows is not None and self._table is None:
+            return list(self.rows.num_owned)
+        return [_size(part) // NORM_BLOCK_ELEMENTS for part in self.ownership.trained(unit_index)]
+
+    def _stack(self, slot: Tensor) -> list[Tensor]:
+        return [slot, *(extra[: slot.numel()] for extra in self._extras)]
+
+    def _roots(self, slot: Tensor, start: int, stop: int) -> list[Tensor]:
+        return [buffer[start:stop] for buffer in self._stack(slot)[: self._num_roots]]
+
+    def _open_rows(self) -> None:
+        if not self._template.embeds_by_rows or not self.ownership.has_rows or not self._row_tokens:
+            return
+        # The sum, and what is received: at most all tokens' rows, once for each subtree.
+        rows = self.ownership.rows()[self._ranks.rank]
+        num_rows = min(self._row_tokens, len(rows)) + min(
+            len(self._rounds) * self._row_tokens, self._num_subtrees * len(rows)
+        )
+        self._row_sums = self.device.allocate("gradients", num_rows * self._template.hidden_size, torch.float32)
+
+
+def _leaves(lanes: range) -> list[Leaf]:
+    stack, leaves = Stack(), list[Leaf]()
+    for lane in lanes:
+        buffer = len(stack.subtrees)
+        leaves.append(Leaf(buffer=buffer, joins=tuple(stack.push(Subtree(lane)))))
+    return leaves
+
+
+def _numbers_of(ownership: Ownership, unit_index: int) -> int:
+    """How many numbers of a unit a rank has at most: one for each block or row, one for each tensor."""
+    unit = ownership.layout.units[unit_index]
+    parts = [_size(part) // NORM_BLOCK_ELEMENTS for part in ownership.trained(unit_index)]
+    if unit_index == 0 and ownership.has_rows:
+        parts += [len(rows) for rows in ownership.rows()]
+    return max(parts) + sum(tensor.trained for tensor in unit.tensors)
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size

@@ -1,0 +1,180 @@
+"""The ranks of a job: processes with a device each that compute every step together, on one store.
+
+torch.distributed moves bytes between them and never adds: what a backend's sums give depends on the backend, its
+topology and the number of ranks, while a step's bits depend on its lanes alone (`engine.lanes`).
+
+There is one process group for each queue of a device, so that queues do not wait for each other, and one for calls from
+the first rank. Every rank queues the collectives of a group in the same order.
+
+Thread: the methods that take a queue's name are called in that queue's work; `send`, `receive` and `meet` by the
+driving thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from horizon_server.engine.lanes import lanes_of_rank
+from horizon_server.records.execution import DeviceKind
+
+QueueName = Literal["h2d", "compute", "d2h"]
+GROUPS = ("h2d", "compute", "d2h", "calls")
+# A rank waits for the first one while that waits for its turn on the device. Who has died is seen otherwise.
+_PATIENCE = timedelta(days=365)
+_BACKENDS: Mapping[DeviceKind, str] = {"host": "gloo", "cuda": "nccl"}
+
+# Newer versions of torch have another name for it, and warn of this one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the first rank has the others do: a method of the trainer, and what it is given."""
+
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """On the CPU."""
+
+
+class Ranks:
+    """This process's place among the ranks, and the ways between them. Without `groups` it is alone.
+
+    With `gathers`, a unit's weights come from the parts of all ranks, over the ways between their devices; else each
+    rank reads all of them from the store.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
+        *,
+        gathers: bool = False,
+    ) -> None:
+        self.rank, self.num_ranks, self.gathers = rank, num_ranks, gathers
+        self.is_broken = False
+        """Whether a rank has died: nothing is sent or waited for any more."""
+        self._groups = groups or {}
+
+    @classmethod
+    def join(cls, rank: int, num_ranks: int, meeting_file: Path, *, device_kind: DeviceKind) -> Ranks:
+        """Meet the other ranks, which are given the same file, and return once all are there.
+
+        CUDA: the process's current device is the rank's.
+        """
+        store = FileStore(str(meeting_file), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_PATIENCE)
+        backends = {name: "gloo" if name == "calls" else _BACKENDS[device_kind] for name in GROUPS}
+        groups = {name: dist.new_group(backend=backend, timeout=_PATIENCE) for name, backend in backends.items()}
+        return cls(rank, num_ranks, groups, gathers=device_kind == "cuda")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.num_ranks == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank, which the others follow."""
+        return self.rank == 0
+
+    def lanes(self, num_lanes: int) -> list[range]:
+        """The lanes of each rank."""
+        return [lanes_of_rank(rank, self.num_ranks, num_lanes) for rank in range(self.num_ranks)]
+
+    def complete(self, out: Tensor, parts: Sequence[slice], queue: QueueName) -> None:
+        """Fill flat memory in which each rank has written its own part; all parts are equal but the last, which may be
+        longer."""
+        group, start, size = self._groups[queue], parts[0].start, parts[0].stop - parts[0].start
+        if size:
+            whole = out[start : start + size * self.num_ranks]
+            own = whole[self.rank * size : (self.rank + 1) * size]
+            _all_gather(whole, own, group=group)
+        rest = out[start + size * self.num_ranks : parts[-1].stop]
+        if rest.numel():
+            dist.broadcast(rest, group_src=self.num_ranks - 1, group=group)
+
+    def exchange(
+        self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], queue: QueueName
+    ) -> None:
+        """Send each rank its run of `source`, and receive a run from each in `out`; flat, one after the other, of these
+        numbers of elements."""
+        dist.all_to_all_single(out, source, list(out_sizes), list(sizes), group=self._groups[queue])
+
+    def collect(self, own: Tensor, queue: QueueName) -> Tensor:
+        """The equally long tensors of all ranks, one row each. Shapes: [K] to [ranks, K]."""
+        if self.is_alone:
+            return own[None]
+        out = own.new_empty(self.num_ranks * own.numel())
+        _all_gather(out, own.contiguous(), group=self._groups[queue])
+        return out.view(self.num_ranks, -1)
+
+    def tell(self, values: Tensor, queue: QueueName) -> None:
+        """Give all ranks what the first one has in `values`."""
+        if not self.is_alone:
+            dist.broadcast(values, group_src=0, group=self._groups[queue])
+
+    def join_parts(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The flat tensors of all ranks, one after the other; `sizes` are their lengths. On the CPU."""
+        if self.is_alone:
+            return own
+        padded = own.new_zeros(max(sizes))
+        padded[: own.numel()] = own
+        out = own.new_empty(self.num_ranks * padded.numel())
+        _all_gather(out, padded, group=self._groups["calls"])
+        parts = out.view(self.num_ranks, -1)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def send(self, call: Call) -> None:
+        """Have the other ranks `receive` a call."""
+        if self.is_broken:
+            return
+        header = json.dumps({"name": call.name, "values": call.values})
+        tensors = {name: tensor.contiguous() for name, tensor in call.tensors.items()}
+        data = safetensors.torch.save(tensors, metadata={"call": header})
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([payload.numel()]), group_src=0, group=self._groups["calls"])
+        dist.broadcast(payload, group_src=0, group=self._groups["calls"])
+
+    def receive(self) -> Call:
+        """Wait for the first rank's next call."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, group_src=0, group=self._groups["calls"])
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(payload, group_src=0, group=self._groups["calls"])
+        data = payload.numpy().tobytes()
+        header = json.loads(_metadata(data)["call"])
+        return Call(name=header["name"], values=header["values"], tensors=safetensors.torch.load(data))
+
+    def meet(self, numbers: Sequence[float] = ()) -> Tensor:
+        """Wait until all ranks are here, and return the numbers that each has brought. Shapes: [ranks, K], fp64."""
+        own = torch.tensor([0.0, *numbers], dtype=torch.float64)
+        if self.is_alone or self.is_broken:
+            return own[None, 1:]
+        out = torch.empty(self.num_ranks * own.numel(), dtype=torch.float64)
+        _all_gather(out, own, group=self._groups["calls"])
+        return out.view(self.num_ranks, -1)[:, 1:]
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Of tensors in the safetensors format, whose header is JSON after its length in eight bytes."""
+    length = int.from_bytes(data[:8], "little")
+    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return found
+
+
+ALONE = Ranks()
+"""Of a job that one device computes."""

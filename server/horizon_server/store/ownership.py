@@ -1,0 +1,66 @@
+"""Which rank owns which part of each unit of the store: it alone updates that part, and sends it to the others.
+
+A unit's trained part, and what follows it that is not packed, are each divided into equal runs of whole blocks, one for
+each rank; what does not divide belongs to the last rank. A block is a page in every plane; of an embedding table whose
+rows are looked up by themselves it is whole rows as well. Torch-free.
+
+Units: elements, unless a name says rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS, StoreLayout
+
+NORM_BLOCK_ELEMENTS = UNIT_ALIGN_ELEMENTS
+"""Elements whose squares are summed by themselves where a step has several lanes: whole blocks belong to one rank, so
+the sums, and with them the norm's bits, depend on no number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ownership:
+    """The division of a layout among `num_ranks` ranks."""
+
+    layout: StoreLayout
+    num_ranks: int
+
+    def trained(self, unit_index: int) -> tuple[slice, ...]:
+        """The part of a unit's trained elements of each rank; empty parts where there are too few."""
+        return self._trained[unit_index]
+
+    def frozen(self, unit_index: int) -> tuple[slice, ...]:
+        """The part of each rank of what follows the trained elements in the `hi` plane."""
+        unit = self.layout.units[unit_index]
+        return divided(unit.trained_elements, unit.unpacked_elements, self.num_ranks, block=UNIT_ALIGN_ELEMENTS)
+
+    def rows(self) -> tuple[range, ...]:
+        """The rows of the embedding table of each rank, where the table is alone in its unit and trained."""
+        num_rows, width = self.layout.units[0].tensors[0].shape
+        return tuple(range(part.start // width, min(num_rows, part.stop // width)) for part in self.trained(0))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the embedding is a trained table with nothing next to it."""
+        tensors = self.layout.units[0].tensors
+        return len(tensors) == 1 and tensors[0].trained and len(tensors[0].shape) == 2
+
+    @cached_property
+    def _trained(self) -> list[tuple[slice, ...]]:
+        parts = []
+        for unit in self.layout.units:
+            block = UNIT_ALIGN_ELEMENTS
+            if unit.index == 0 and self.has_rows:
+                block = math.lcm(block, unit.tensors[0].shape[1])
+            parts.append(divided(0, unit.trained_elements, self.num_ranks, block=block))
+        return parts
+
+
+def divided(start: int, stop: int, num_parts: int, *, block: int) -> tuple[slice, ...]:
+    """The elements from `start` to `stop` in `num_parts` runs of as many whole blocks; the last one takes the rest."""
+    size = (stop - start) // (block * num_parts) * block
+    cuts = [start + index * size for index in range(num_parts)] + [stop]
+    return tuple(slice(begin, end) for begin, end in pairwise(cuts))

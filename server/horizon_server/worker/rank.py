@@ -1,0 +1,102 @@
+"""The entry of the further ranks of a worker: `python -m horizon_server.worker.rank REQUEST --rank N`, started by the
+first rank (`worker.rank_processes`). A rank has a device and a trainer that follows the first one's; orders, turns,
+data and checkpoints are the first one's alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_server.children.entry import Answer, Failure, encode_line, end_of, end_with_parent
+from horizon_server.codec import from_plain
+from horizon_server.engine.compiled.layers import CompiledLayers
+from horizon_server.engine.compiled.library import CodeLibrary
+from horizon_server.engine.device import device_for
+from horizon_server.engine.ranks import Ranks
+from horizon_server.engine.trainer import Trainer
+from horizon_server.errors import OutOfMemory
+from horizon_server.store import numa
+from horizon_server.store.host_store import HostStore
+from horizon_server.worker import let_launchers_run
+from horizon_server.worker.compilation import compile_request
+from horizon_server.worker.rank_processes import MEETING_FILE
+from horizon_server.worker.set_up import attached_store, gpu_of_rank, template_of
+from horizon_server.worker_link.request import WorkerRequest
+
+
+def work(plain: Any, folder: Path, rank: int) -> None:
+    """Follow the first rank until it closes its trainer."""
+    let_launchers_run()
+    request = from_plain(WorkerRequest, plain)
+    execution = request.plan.execution
+    _, template = template_of(request)
+    if execution.numa_interleave:
+        numa.interleave()
+    device = device_for(
+        execution.device_kind,
+        compute_dtype=execution.compute_dtype,
+        limit_bytes=execution.device_limit_bytes,
+        num_threads=execution.num_threads,
+        gpu=gpu_of_rank(execution, rank),
+    )
+    store: HostStore = attached_store(request, template, rank=rank)
+    try:
+        ranks = Ranks.join(rank, execution.num_ranks, folder / MEETING_FILE, device_kind=execution.device_kind)
+        # Once the weights are there, and the first rank has its turn on the devices.
+        begin = ranks.receive()
+        compiled = CompiledLayers(template)
+        if keys := begin.values["compiled"]:
+            assert request.compiled is not None, "the first rank has compiled layers of the library"
+            library = CodeLibrary(request.compiled)
+            compiled = CompiledLayers.load(template, library, compile_request(request).target, keys=keys)
+        trainer = Trainer(
+            template,
+            store,
+            device,
+            request.spec.train.recipe,
+            execution,
+            num_steps=begin.values["num_steps"],
+            compiled=compiled,
+            ranks=ranks,
+        )
+        trainer.follow()
+    finally:
+        device.close()
+        store.close()
+
+
+def main() -> None:
+    """Run one rank, and say through the pipe how it ended."""
+    parser = argparse.ArgumentParser(description="Entry of a rank; started by a worker of horizond.")
+    parser.add_argument("request", type=Path, help="JSON file with the worker's request")
+    parser.add_argument("--rank", type=int, required=True, help="number of this rank, from 1")
+    parser.add_argument("--end-fd", type=int, required=True, help="descriptor that is told how it ended")
+    arguments = parser.parse_args()
+    # The first rank hears what ends the attempt, and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+    os.set_inheritable(arguments.end_fd, False)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {arguments.rank}: %(message)s")
+    request = json.loads(arguments.request.read_bytes())
+    who = f"rank {arguments.rank}"
+    end = end_of(lambda: work(request, arguments.request.parent, arguments.rank), who)
+    os.write(arguments.end_fd, encode_line(end or Failure(OutOfMemory(f"{who} ran out of memory"))))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through the interpreter's end, as the worker's.
+    os._exit(0 if isinstance(end, Answer) else 1)
+
+
+if __name__ == "__main__":
+    # Before any thread of torch's is there, its count is the rank's own.
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,148 @@
+"""Ranks of one job in threads of one process: as many trainers on one store, joined by gloo as processes would be.
+
+Random numbers come from torch's one generator, which threads share: what draws any needs processes
+(`tests/support/rank_processes.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from tests.support.plans import settings
+from tests.support.tiny_models import TinyModel
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.ranks import ALONE, GROUPS, Ranks
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import Trainer
+from horizon_server.store.generations import PLANE, plane_bytes
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.planes import create_memory_file
+
+_PATIENCE = timedelta(seconds=30)
+Result = TypeVar("Result")
+
+
+def group_of(store: Store, name: str, rank: int, num_ranks: int) -> dist.ProcessGroup:
+    """A gloo group of its own, which a process may have several ranks of."""
+    own = PrefixStore(name, store)
+    backend = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(own, rank, num_ranks)
+    group._set_default_backend(backend)
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    options._timeout = _PATIENCE
+    group._register_backend(torch.device("cpu"), backend, dist.ProcessGroupGloo(own, rank, num_ranks, options))
+    return group
+
+
+def in_ranks(num_ranks: int, work: Callable[[Ranks], Result], *, gathers: bool = False) -> Result:
+    """Run `work` in a thread for each rank; returns the first one's result. Raises the first error."""
+    store, results, errors = HashStore(), dict[int, Result](), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            groups = {name: group_of(store, name, rank, num_ranks) for name in GROUPS}
+            results[rank] = work(Ranks(rank, num_ranks, groups, gathers=gathers))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(45)
+        if errors:
+            raise errors[0]
+        assert not thread.is_alive(), "a rank hangs"
+    return results[0]
+
+
+class SharedStore:
+    """The memory of one store, which several ranks attach to."""
+
+    def __init__(self, model: TinyModel, *, max_ranks: int = 8, grad_dtype: torch.dtype | None = torch.float32) -> None:
+        self.model, self._max_ranks, self._grad_dtype = model, max_ranks, grad_dtype
+        self._first = model.store(grad_dtype=grad_dtype)
+        size_bytes = plane_bytes(model.template.layout, max_ranks=max_ranks)
+        self._fds = {**self._first.fds, PLANE: create_memory_file(PLANE, size_bytes)}
+        self.attach(0).generations.reset()
+
+    def attach(self, rank: int) -> HostStore:
+        return HostStore.attach(
+            self.model.template.layout, self._fds, grad_dtype=self._grad_dtype, rank=rank, max_ranks=self._max_ranks
+        )
+
+    def bits(self) -> dict[str, bytes]:
+        """Weights and moments."""
+        return {name: self._first.plane(name).numpy().tobytes() for name in ("lo", "exp_avg", "exp_avg_sq")} | {
+            "hi": self._first.plane("hi").view(torch.int16).numpy().tobytes()
+        }
+
+
+_TEMPLATES: dict[tuple[str, int], Template] = {}
+
+
+def template_of_rank(model: TinyModel, rank: int) -> Template:
+    """A template of its own, because threads must not share modules."""
+    if rank == 0:
+        return model.template
+    key = model.config.to_json_string(use_diff=False), rank
+    if key not in _TEMPLATES:
+        _TEMPLATES[key] = Template.from_config(copy.deepcopy(model.config), layout=model.template.layout)
+    return _TEMPLATES[key]
+
+
+def trained(
+    shared: SharedStore,
+    work: Callable[[Trainer], Result],
+    *,
+    num_ranks: int,
+    lanes: int,
+    gathers: bool = False,
+    num_steps: int = 10,
+    device_options: dict[str, Any] | None = None,
+    **how: Any,
+) -> Result:
+    """What `work` returns that is given the first rank's trainer, on `num_ranks` ranks."""
+    recipe, execution = settings(lanes=lanes, num_ranks=num_ranks, **how)
+    shared.attach(0).generations.share(num_ranks)
+
+    def one(ranks: Ranks) -> Result | None:
+        with made(ranks) as trainer:
+            if ranks.leads:
+                return work(trainer)
+            trainer.follow()
+            return None
+
+    @contextlib.contextmanager
+    def made(ranks: Ranks) -> Iterator[Trainer]:
+        device = HostDevice(num_threads=1, **(device_options or {}))
+        trainer = Trainer(
+            template_of_rank(shared.model, ranks.rank),
+            shared.attach(ranks.rank),
+            device,
+            recipe,
+            execution,
+            num_steps=num_steps,
+            ranks=ranks,
+        )
+        try:
+            yield trainer
+            if ranks.leads:
+                trainer.close()
+        finally:
+            device.close()
+
+    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, gathers=gathers)
+    assert result is not None
+    return result
