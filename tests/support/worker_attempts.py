@@ -21,9 +21,11 @@ from horizon_server.codec import from_plain, to_plain
 from horizon_server.events import TurnWanted
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.generations import lent_planes
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.planes import lent_memory
 from horizon_server.worker.ending import Outcome
@@ -79,6 +81,8 @@ def worker_request(
     resume_from: Path | None = None,
     num_threads: int = 1,
     kept: Residency | None = None,
+    num_ranks: int = 1,
+    lanes: int = 1,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
@@ -89,7 +93,11 @@ def worker_request(
         num_threads=num_threads,
         accelerators=(),
     ).plan_to_start(spec, folder / "model")
-    execution = dataclasses.replace(plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS)
+    execution = dataclasses.replace(
+        plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS, num_ranks=num_ranks, lanes=lanes
+    )
+    layout = open_for_training(folder / "model", spec.train).layout
+    plane_bytes = lent_planes(layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=lanes)
     request = WorkerRequest(
         job_id="job_1",
         attempt=1,
@@ -100,7 +108,7 @@ def worker_request(
         checkpoints=folder / "checkpoints",
         resume_from=resume_from,
     )
-    with lent_memory(plan.plane_bytes) as planes:
+    with lent_memory(plane_bytes) as planes:
         yield {**to_plain(request), "planes": planes, **more}
 
 

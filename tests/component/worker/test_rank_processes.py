@@ -1,0 +1,154 @@
+"""Attempts on several devices: a worker that starts its other ranks, what they make together, and what becomes of it
+when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.support.linked_worker import LinkedWorker
+from tests.support.orders import STOP
+from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, worker_request
+
+from horizon_server.children.entry import Answer, Failure, Line
+from horizon_server.events import AttemptReady, EvalDone, Message, StepDone, TurnEnded, TurnWanted
+from horizon_server.process_variables import CHILD_VARIABLES
+from horizon_server.worker_link.orders import RELEASE, TURN
+
+Inputs = Callable[[str], Path]
+
+
+@contextmanager
+def started(request: dict[str, Any], folder: Path) -> Iterator[LinkedWorker]:
+    (folder / "request.json").write_text(json.dumps(request))
+    # Two ranks on few processors: one thread each, whatever the machine.
+    with LinkedWorker(folder / "request.json", **CHILD_VARIABLES) as worker:
+        worker.connect()
+        yield worker
+
+
+def to_the_end(worker: LinkedWorker) -> list[Line]:
+    lines = []
+    for line in worker.lines():
+        lines.append(line)
+        if orders := always(line):
+            worker.order(orders)
+    return lines
+
+
+def ranks_of(worker: LinkedWorker) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(worker.process.pid).children()
+        if "horizon_server.worker.rank" in child.cmdline()
+    ]
+
+
+def test_two_ranks_give_the_bits_of_one(inputs: Inputs) -> None:
+    spec = spec_of(4, train={"tokens_per_step": 64}, eval_dataset="e", eval_every_steps=2)
+    alone, folder = inputs("alone"), inputs("two")
+    daemon = Daemon(always)
+    attempt(alone, spec, daemon, lanes=4)
+    more = {"evaluations": {"eval": str(folder / "prepared")}}
+    with (
+        worker_request(folder, spec, turns=True, num_ranks=2, lanes=4, **more) as request,
+        started(request, folder) as worker,
+    ):
+        lines = to_the_end(worker)
+        assert worker.wait() == 0
+    assert lines[-1] == Answer({"outcome": "succeeded", "reason": "", "message": ""})
+    assert_same(result(folder, 4), result(alone, 4))
+    for kind, names in ((StepDone, ("step", "loss", "grad_norm")), (EvalDone, ("step", "eval_loss"))):
+        told = [[getattr(line, name) for name in names] for line in lines if isinstance(line, kind)]
+        assert told == [[getattr(line, name) for name in names] for line in daemon.said(kind)]
+
+
+def test_memory_of_all_ranks_is_freed_between_turns(inputs: Inputs) -> None:
+    folder = inputs("job")
+    with (
+        worker_request(folder, spec_of(3), turns=True, num_ranks=2, lanes=2) as request,
+        started(request, folder) as worker,
+    ):
+        steps = 0
+        for line in worker.lines():
+            if isinstance(line, TurnWanted):
+                worker.order(TURN + RELEASE)
+            elif isinstance(line, TurnEnded) and steps:
+                assert line.released
+            steps += isinstance(line, StepDone)
+        assert worker.wait() == 0
+    assert steps == 3
+
+
+def test_an_order_to_stop_ends_all_ranks_with_a_checkpoint(inputs: Inputs) -> None:
+    folder = inputs("job")
+    with (
+        worker_request(folder, spec_of(50), turns=True, num_ranks=2, lanes=2) as request,
+        started(request, folder) as worker,
+    ):
+        ranks = []
+        for line in worker.lines():
+            if isinstance(line, StepDone) and line.step == 2:
+                ranks = ranks_of(worker)
+                worker.order(STOP)
+            elif orders := always(line):
+                worker.order(orders)
+        assert worker.wait() == 0
+        assert line == Answer({"outcome": "stopped", "reason": "", "message": ""})
+    assert len(ranks) == 1 and not any(rank.is_running() for rank in ranks)
+    assert list((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("which", ["another", "the first"])
+def test_a_rank_that_dies_takes_all_with_it_and_new_ones_continue_in_the_same_memory(
+    which: str, inputs: Inputs
+) -> None:
+    spec = spec_of(6, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
+    alone, folder = inputs("alone"), inputs("killed")
+    attempt(alone, spec, Daemon(always), lanes=4)
+    with worker_request(folder, spec, turns=True, num_ranks=2, lanes=4) as request:
+        with started(request, folder) as worker:
+            for line in worker.lines():
+                if isinstance(line, StepDone) and line.step == 3:
+                    (rank,) = ranks_of(worker)
+                    killed_s = time.monotonic()
+                    os.kill(rank.pid if which == "another" else worker.process.pid, signal.SIGKILL)
+                elif orders := always(line):
+                    worker.order(orders)
+            worker.wait()
+            rank.wait(10.0)
+            assert time.monotonic() - killed_s < 30.0
+            if which == "another":
+                assert isinstance(line, Failure) and line.error.reason == "WORKER_DIED", line
+                assert "rank 1 was killed by SIGKILL" in line.error.message
+        # On another number of ranks.
+        again = {**request, "resume_from_memory": True}
+        if which == "another":
+            again["plan"] = {**again["plan"], "execution": {**again["plan"]["execution"], "num_ranks": 1}}
+        (folder / "journal.jsonl").unlink()
+        with started(again, folder) as worker:
+            lines = to_the_end(worker)
+            assert worker.wait() == 0
+    ready = next(line for line in lines if isinstance(line, AttemptReady))
+    warnings = [line.text for line in lines if isinstance(line, Message) and line.level == "warning"]
+    # A kill in the middle of an update is told, and starts from the model again.
+    assert ready.step in (3, 4) or any("in the middle of an update" in text for text in warnings), (ready, warnings)
+    assert_same(result(folder, 6), result(alone, 6))
+
+
+def test_an_error_of_another_rank_is_the_job_s(inputs: Inputs) -> None:
+    folder = inputs("job")
+    with worker_request(folder, spec_of(3), turns=True, num_ranks=2, lanes=2) as request:
+        request["plan"]["execution"]["device_limit_bytes"] = 100
+        with started(request, folder) as worker:
+            lines = to_the_end(worker)
+            assert worker.wait() == 1
+    assert isinstance(lines[-1], Failure) and lines[-1].error.reason == "DOES_NOT_FIT"
