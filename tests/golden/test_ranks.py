@@ -2,62 +2,252 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.golden.test_lora import adapted
+from tests.support.plans import ledger_of
 from tests.support.ranks import SharedStore, trained
 from tests.support.tiny_models import Engine
 
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.objectives import DPO, Documents, StepObjective, WeightedSFT
 from horizon_server.engine.trainer import Trainer
+from horizon_server.figures import StepFigures
+from horizon_server.planning.model_folder import ModelShape
 
-LENGTHS = [(9, 14, 5), (21,), (7, 3, 12), (16, 4), (11, 8), (6, 19)]
+if TYPE_CHECKING:
+    from tests.support.tiny_models import TinyModel
+
+LANES = 8
+# Fourteen documents, so that some lanes have two and none is cut.
+LENGTHS = [(9, 14, 5), (21,), (7, 3, 12), (16, 4), (11, 8), (6, 19, 10)]
+STEP: dict[str, Any] = {"micro_batch_tokens": 24, "tokens_per_step": 160, "weight_decay": 0.1}
+
+Steps = Sequence[Sequence[MicroBatch]]
 
 
-def rows_of(engine: Engine, *, num_steps: int) -> list[list[MicroBatch]]:
+def rows_of(engine: Engine, *, num_steps: int = 3) -> Steps:
     return [
         [engine.pack(engine.documents(*lengths, seed=10 * step + index)) for index, lengths in enumerate(LENGTHS)]
         for step in range(num_steps)
     ]
 
 
-def steps(rows: list[list[MicroBatch]]) -> Callable[[Trainer], list[Any]]:
+def numbers_of(figures: StepFigures) -> tuple[Any, ...]:
+    return figures.loss, figures.grad_norm, figures.skipped, figures.noise_scale_tokens, figures.method_figures
+
+
+def whole_life(rows: Steps) -> Callable[[Trainer], list[Any]]:
+    """Steps, an evaluation and log-probabilities."""
+
     def work(trainer: Trainer) -> list[Any]:
         figures = [trainer.train_step(step) for step in rows]
-        evaluated = trainer.evaluate(rows[0])
-        logprobs = trainer.log_probabilities(rows[1])
+        evaluated, logprobs = trainer.evaluate(rows[0]), trainer.log_probabilities(rows[1])
         trainer.flush()
-        found: list[Any] = [(one.loss, one.grad_norm, one.skipped, one.noise_scale_tokens) for one in figures]
         numbers = [values.numpy().tobytes() for values in logprobs]
-        return [*found, (evaluated.eval_loss, evaluated.num_correct), numbers]
+        return [*map(numbers_of, figures), (evaluated.eval_loss, evaluated.num_correct), numbers]
 
     return work
 
 
-@pytest.mark.parametrize("gathers", [False, True], ids=["reads", "gathers"])
-@pytest.mark.parametrize("max_grad_norm", [0.5, None], ids=["clip", "no-clip"])
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "gpt2", "mixtral"])
+def results(
+    model: TinyModel,
+    work: Callable[[Trainer], Any],
+    *,
+    ranks: Sequence[int],
+    grad_dtype: torch.dtype | None = torch.float32,
+    **how: Any,
+) -> list[Any]:
+    """What the work says and leaves in the store, for each number of ranks."""
+    found = []
+    for num_ranks in ranks:
+        shared = SharedStore(model, grad_dtype=grad_dtype)
+        said = trained(shared, work, num_ranks=num_ranks, **{"lanes": LANES, **STEP, **how})
+        found.append((said, shared.bits()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "max_grad_norm", "gathers", "ranks"),
+    [
+        ("qwen3", 0.5, False, (1, 2, 3, 8)),
+        ("qwen3", None, True, (1, 2, 3)),
+        ("llama", 0.5, True, (1, 2, 4)),
+        ("llama", None, False, (1, 3)),
+        ("gpt2", 0.5, True, (1, 3)),
+        ("gpt2", None, False, (1, 2)),
+        ("mixtral", 0.5, False, (1, 4)),
+        ("mixtral", None, True, (1, 2)),
+    ],
+)
 def test_any_number_of_ranks_gives_the_same_bits(
-    engine: Engine, model_type: str, max_grad_norm: float | None, gathers: bool
+    engine: Engine, model_type: str, max_grad_norm: float | None, gathers: bool, ranks: tuple[int, ...]
 ) -> None:
-    model, rows = engine.tiny_model(model_type), rows_of(engine, num_steps=3)
-    found = {}
-    for num_ranks in (1, 2, 3, 4):
-        shared = SharedStore(model, grad_dtype=None if max_grad_norm is None else torch.float32)
-        results = trained(
-            shared,
-            steps(rows),
-            num_ranks=num_ranks,
-            lanes=8,
-            gathers=gathers,
-            max_grad_norm=max_grad_norm,
-            micro_batch_tokens=24,
-            tokens_per_step=160,
-            weight_decay=0.1,
-        )
-        found[num_ranks] = (results, shared.bits())
-    for num_ranks in (2, 3, 4):
-        assert found[num_ranks][0] == found[1][0], num_ranks
-        assert found[num_ranks][1] == found[1][1], num_ranks
+    """A tied table, one of its own, learned positions next to it, experts that some lanes do not reach."""
+    grad_dtype = None if max_grad_norm is None else torch.float32
+    first, *others = results(
+        engine.tiny_model(model_type),
+        whole_life(rows_of(engine)),
+        ranks=ranks,
+        gathers=gathers,
+        max_grad_norm=max_grad_norm,
+        grad_dtype=grad_dtype,
+    )
+    for num_ranks, other in zip(ranks[1:], others, strict=True):
+        assert other == first, num_ranks
+
+
+@pytest.mark.parametrize("case", ["adapters", "bfloat16", "offloaded", "one row at a time", "long"])
+def test_so_does_whatever_else_decides_how_a_step_is_computed(case: str, engine: Engine, tmp_path: Path) -> None:
+    model, how = engine.tiny_model("llama"), dict[str, Any]()
+    rows = rows_of(engine, num_steps=2)
+    match case:
+        case "adapters":
+            model = adapted(model, tmp_path)
+            how = {"adapter_scale": 1.5}
+        case "bfloat16":
+            how = {
+                "compute_dtype": "bfloat16",
+                "grad_dtype": torch.bfloat16,
+                "device_options": {"compute_dtype": torch.bfloat16},
+            }
+        case "offloaded":
+            how = {"activation_placement": "host"}
+        case "one row at a time":
+            how = {"micro_batch_tokens": 0}
+        case "long":
+            # One document: most lanes, and with them a rank, have nothing to compute.
+            rows = [[engine.pack(engine.documents(60, seed=step))] for step in range(2)]
+    first, *others = results(model, whole_life(rows), ranks=(1, 2, 3), **how)
+    assert others == [first, first]
+
+
+def pairs(rows: Sequence[MicroBatch]) -> StepObjective:
+    num_documents = sum(len(row.document_lengths) for row in rows)
+    num_targets = sum(row.num_targets for row in rows)
+    return StepObjective(
+        objective=DPO(),
+        documents=Documents.of(rows, pairs_P2=torch.arange(num_documents).view(-1, 2)),
+        references_S=-4 * torch.rand(num_targets, generator=torch.Generator().manual_seed(7)),
+    )
+
+
+def weighted(rows: Sequence[MicroBatch]) -> StepObjective:
+    weights_S = torch.rand(sum(row.num_targets for row in rows), generator=torch.Generator().manual_seed(8))
+    return StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=weights_S)
+
+
+@pytest.mark.parametrize("objective", [pairs, weighted])
+def test_objectives_are_asked_about_the_tokens_of_all_ranks(
+    engine: Engine, objective: Callable[[Sequence[MicroBatch]], StepObjective]
+) -> None:
+    rows = rows_of(engine)
+    # An even number of documents: pairs are cut between lanes, and between ranks.
+    rows = [[*step, engine.pack(engine.documents(6, 5))] for step in rows]
+
+    def work(trainer: Trainer) -> list[Any]:
+        return [numbers_of(trainer.train_step(step, objective(step))) for step in rows]
+
+    first, *others = results(engine.tiny_model("qwen3"), work, ranks=(1, 2, 3))
+    assert others == [first, first]
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), rows_of(engine)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def work_on(shared: SharedStore) -> Callable[[Trainer], list[Any]]:
+        def work(trainer: Trainer) -> list[Any]:
+            store, figures = shared.attach(0), [trainer.train_step(rows[0])]
+            trainer.flush()
+            before = store.exact_rows(name, torch.arange(32)).clone()
+            store.write_master(name, torch.full_like(before, 3e38))
+            trainer.forget_weights()
+            figures.append(trainer.train_step(rows[1]))
+            store.write_master(name, before)
+            trainer.forget_weights()
+            figures.append(trainer.train_step(rows[2]))
+            trainer.flush()
+            return [one.skipped for one in figures]
+
+        return work
+
+    found = []
+    for num_ranks in (1, 2):
+        shared = SharedStore(model)
+        said = trained(shared, work_on(shared), num_ranks=num_ranks, lanes=LANES, **STEP)
+        found.append((said, shared.bits()))
+    assert found[0] == found[1]
+    assert found[0][0] == ["", "non_finite_gradient", ""]
+
+
+def test_another_number_of_ranks_continues_with_the_same_bits(engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), rows_of(engine, num_steps=4)
+    whole = SharedStore(model)
+    trained(whole, whole_life(rows), num_ranks=1, lanes=LANES, **STEP)
+    changing = SharedStore(model)
+    state: dict[str, Any] = {}
+    for number, num_ranks in enumerate((4, 1, 2, 3)):
+
+        def work(trainer: Trainer, step: Sequence[MicroBatch] = rows[number]) -> bool:
+            nonlocal state
+            if state:
+                trainer.restore(state)
+            trainer.train_step(step)
+            state = trainer.state()
+            return True
+
+        trained(changing, work, num_ranks=num_ranks, lanes=LANES, **STEP)
+    assert changing.bits() == whole.bits()
+
+
+def test_lanes_differ_from_one_lane_by_rounding_alone(engine: Engine) -> None:
+    model, rows = engine.tiny_model("qwen3"), rows_of(engine, num_steps=1)
+    losses, weights = [], []
+    for lanes in (1, 2, 8):
+        shared = SharedStore(model)
+
+        def work(trainer: Trainer) -> tuple[float, float]:
+            figures = trainer.train_step(rows[0])
+            trainer.flush()
+            return figures.loss, figures.grad_norm
+
+        losses.append(torch.tensor(trained(shared, work, num_ranks=1, lanes=lanes, **STEP), dtype=torch.float64))
+        weights.append(shared.attach(0).plane("exp_avg").double())
+    for loss, first_moment in zip(losses[1:], weights[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+        # The first moment is the step's gradient, clipped.
+        assert float((first_moment - weights[0]).norm() / weights[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_plan_knows_the_memory_of_lanes_and_ranks(model_type: str, num_ranks: int, engine: Engine) -> None:
+    model, rows = engine.tiny_model(model_type), rows_of(engine, num_steps=1)
+    shared = SharedStore(model)
+
+    def work(trainer: Trainer) -> StepFigures:
+        trainer.train_step(rows[0])
+        return trainer.train_step(rows[0])
+
+    found = trained(shared, work, num_ranks=num_ranks, lanes=LANES, **STEP)
+    shape = ModelShape.from_config(model.config.to_dict())
+    planned = ledger_of(
+        model.template.layout,
+        shape,
+        num_ranks=num_ranks,
+        lanes=LANES,
+        longest_document=21,
+        sequence_length=21,
+        **STEP,
+    )
+    assert found.device_memory_bytes["gradients"] == planned.device_bytes["gradients"]
+    for part in ("weights", "activations"):
+        assert found.device_memory_bytes[part] <= planned.device_bytes[part], part
+    assert found.device_memory_bytes["activations"] > 0.6 * planned.device_bytes["activations"]
+    on_devices = num_ranks * sum(planned.device_bytes[part] for part in ("weights", "gradients"))
+    assert found.host_memory_bytes["staging"] == planned.host_bytes["staging"] - on_devices

@@ -25,6 +25,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import StoreLayout
 from horizon_server.store.planes import create_memory_file
 
 _PATIENCE = timedelta(seconds=30)
@@ -89,14 +90,14 @@ class SharedStore:
         }
 
 
-_TEMPLATES: dict[tuple[str, int], Template] = {}
+_TEMPLATES: dict[tuple[str, StoreLayout, int], Template] = {}
 
 
 def template_of_rank(model: TinyModel, rank: int) -> Template:
     """A template of its own, because threads must not share modules."""
     if rank == 0:
         return model.template
-    key = model.config.to_json_string(use_diff=False), rank
+    key = model.config.to_json_string(use_diff=False), model.template.layout, rank
     if key not in _TEMPLATES:
         _TEMPLATES[key] = Template.from_config(copy.deepcopy(model.config), layout=model.template.layout)
     return _TEMPLATES[key]
@@ -116,6 +117,8 @@ def trained(
     """What `work` returns that is given the first rank's trainer, on `num_ranks` ranks."""
     recipe, execution = settings(lanes=lanes, num_ranks=num_ranks, **how)
     shared.attach(0).generations.share(num_ranks)
+    # Here and not in their threads: a template tries its model out, with switches that are the whole process's.
+    templates = [template_of_rank(shared.model, rank) for rank in range(num_ranks)]
 
     def one(ranks: Ranks) -> Result | None:
         with made(ranks) as trainer:
@@ -128,7 +131,7 @@ def trained(
     def made(ranks: Ranks) -> Iterator[Trainer]:
         device = HostDevice(num_threads=1, **(device_options or {}))
         trainer = Trainer(
-            template_of_rank(shared.model, ranks.rank),
+            templates[ranks.rank],
             shared.attach(ranks.rank),
             device,
             recipe,

@@ -20,18 +20,11 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event, Queue
-from horizon_server.engine.lanes import (
-    Stack,
-    StepRows,
-    Subtree,
-    lanes_of_rank,
-    num_buffers,
-    roots_of,
-    sum_subtrees,
-)
+from horizon_server.engine.lanes import StepRows, sum_subtrees
 from horizon_server.engine.ranks import Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
+from horizon_server.planning.lane_tree import Stack, Subtree, lanes_of_rank, num_buffers, roots_of
 from horizon_server.store import reference
 from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, Ownership
 
@@ -185,8 +178,7 @@ class LaneSums:
     @staticmethod
     def num_numbers(template: Template, ranks: Ranks) -> int:
         """How many numbers of all units a step has."""
-        ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
-        return sum(ranks.num_ranks * _numbers_of(ownership, unit.index) for unit in template.layout.units)
+        return Ownership(layout=template.layout, num_ranks=ranks.num_ranks).num_numbers
 
     def open(self) -> None:
         """Take the memory on the device, also after `close`."""
@@ -370,11 +362,7 @@ class LaneSums:
 
     def _numbers_at(self, unit_index: int) -> Tensor:
         """Of this step. Shapes: [ranks, blocks and flags]."""
-        start = 0
-        for index in range(unit_index):
-            start += self._ranks.num_ranks * _numbers_of(self.ownership, index)
-        size = self._ranks.num_ranks * _numbers_of(self.ownership, unit_index)
-        return self._numbers[self._set, start : start + size].view(self._ranks.num_ranks, -1)
+        return self._numbers[self._set, self.ownership.numbers(unit_index)].view(self._ranks.num_ranks, -1)
 
     def _blocks(self, unit_index: int) -> list[int]:
         """How many blocks each rank has of a unit."""
@@ -405,15 +393,6 @@ def _leaves(lanes: range) -> list[Leaf]:
         buffer = len(stack.subtrees)
         leaves.append(Leaf(buffer=buffer, joins=tuple(stack.push(Subtree(lane)))))
     return leaves
-
-
-def _numbers_of(ownership: Ownership, unit_index: int) -> int:
-    """How many numbers of a unit a rank has at most: one for each block or row, one for each tensor."""
-    unit = ownership.layout.units[unit_index]
-    parts = [_size(part) // NORM_BLOCK_ELEMENTS for part in ownership.trained(unit_index)]
-    if unit_index == 0 and ownership.has_rows:
-        parts += [len(rows) for rows in ownership.rows()]
-    return max(parts) + sum(tensor.trained for tensor in unit.tensors)
 
 
 def _size(part: slice) -> int:

@@ -5,18 +5,21 @@ order belongs to the step: its documents are divided into V lanes, the micro-bat
 other, and the lanes add up as the leaves of a balanced binary tree. A rank computes neighbouring lanes and closes the
 subtrees that are its own; who closes the rest makes no difference.
 
+The arithmetic of the tree is in `planning.lane_tree`.
+
 Shapes: V = lanes of the step, a power of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.planning.lane_tree import Stack, Subtree
 
 
 def lane_of_each(sizes: Sequence[int], num_lanes: int) -> list[int]:
@@ -27,60 +30,6 @@ def lane_of_each(sizes: Sequence[int], num_lanes: int) -> list[int]:
         lanes.append((2 * start + size) * num_lanes // (2 * total))
         start += size
     return lanes
-
-
-def lanes_of_rank(rank: int, num_ranks: int, num_lanes: int) -> range:
-    """The lanes that a rank computes."""
-    return range(rank * num_lanes // num_ranks, (rank + 1) * num_lanes // num_ranks)
-
-
-@dataclass(frozen=True, order=True)
-class Subtree:
-    """`size` lanes from `start` on, which are the leaves under one node of the tree."""
-
-    start: int
-    size: int = 1
-
-    def is_sibling_of(self, left: Subtree) -> bool:
-        """Whether this one and the one before it are the two children of a node."""
-        return left.size == self.size and left.start % (2 * self.size) == 0 and left.start + left.size == self.start
-
-
-class Stack:
-    """Subtrees that are closed as far as their leaves have come, from the left; siblings join at once.
-
-    The position in the stack is the number of the buffer that a subtree's sum is in.
-    """
-
-    def __init__(self) -> None:
-        self.subtrees: list[Subtree] = []
-
-    def push(self, subtree: Subtree) -> Iterator[int]:
-        """Add the next subtree. Yields each buffer whose sum is to be added to that of the one before it."""
-        self.subtrees.append(subtree)
-        while len(self.subtrees) > 1 and self.subtrees[-1].is_sibling_of(self.subtrees[-2]):
-            right, left = self.subtrees.pop(), self.subtrees.pop()
-            yield len(self.subtrees) + 1
-            self.subtrees.append(Subtree(left.start, left.size + right.size))
-
-
-def roots_of(lanes: range) -> list[Subtree]:
-    """The subtrees that the ranks with these lanes can close."""
-    stack = Stack()
-    for lane in lanes:
-        for _ in stack.push(Subtree(lane)):
-            pass
-    return stack.subtrees
-
-
-def num_buffers(lanes: range) -> int:
-    """How many sums are there at once at most while the lanes are summed in their order."""
-    stack, most = Stack(), 0
-    for lane in lanes:
-        most = max(most, len(stack.subtrees) + 1)
-        for _ in stack.push(Subtree(lane)):
-            pass
-    return most
 
 
 def sum_subtrees(sums: Sequence[tuple[Subtree, Tensor]]) -> Tensor:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from horizon_server.engine.lanes import lanes_of_rank
+from horizon_server.planning.lane_tree import lanes_of_rank
 from horizon_server.records.execution import DeviceKind
 
 QueueName = Literal["h2d", "compute", "d2h"]

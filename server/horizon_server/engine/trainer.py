@@ -176,11 +176,13 @@ class Trainer:
             return self._packs
         with self._together(Call(name="supports_packing")):
             self._take_device()
-            self._packs = supports_packing(
+            answer = supports_packing(
                 self._forward_backward.hidden_states,
                 vocab_size=self._template.vocab_size,
                 compute_dtype=self._device.compute_dtype,
             )
+            # The first rank's counts: rounding may differ where the devices do, and all must divide rows alike.
+            self._packs = bool(self._ranks.meet([float(answer)])[0, 0])
             # The trial does not count in any step's figures.
             self._device.take_use()
             return self._packs

@@ -15,6 +15,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from horizon_server.planning.lane_memory import (
+    lane_gradient_bytes,
+    lane_number_bytes,
+    owned_elements,
+    sent_row_bytes,
+    tokens_of_rank,
+)
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.residency import product_bytes, resident_units
 from horizon_server.planning.working_memory import (
@@ -144,9 +151,11 @@ def plan_memory(
     `longest_document` is not known, and may be as long as a row.
     """
     layout, model, device_kind = folder.layout, folder.shape, execution.device_kind
-    tokens_per_step, residency = recipe.tokens_per_step, execution.residency
+    residency = execution.residency
+    longest = min(recipe.sequence_length, longest_document or recipe.sequence_length)
+    # From here on those of one rank, which the device and the process are of.
+    tokens_per_step = tokens_of_rank(recipe.tokens_per_step, execution, longest=longest)
     if layer is None and not model.needs_masks:
-        longest = min(recipe.sequence_length, longest_document or recipe.sequence_length)
         row_tokens = max(longest, execution.micro_batch_tokens)
     else:
         row_tokens = recipe.sequence_length
@@ -165,8 +174,10 @@ def plan_memory(
     on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution.activation_placement)
     device = {
         "weights": _weight_slot_elements(layout, residency) * element_bytes
-        + (_exact_bytes(layout, model, residency) if element_bytes == _BF16 else 0),
-        "gradients": _gradient_slot_elements(layout) * _FP32,
+        + (_exact_bytes(layout, model, residency) if element_bytes == _BF16 else 0)
+        + sent_row_bytes(layout, execution, recipe.tokens_per_step),
+        "gradients": _gradient_slot_elements(layout) * _FP32
+        + lane_gradient_bytes(layout, execution, recipe.tokens_per_step),
         "activations": on_device * element_bytes + residency.product_layers * product_bytes(folder, recipe, execution),
         "workspace": model.position_mask_bytes
         + (
@@ -186,7 +197,7 @@ def plan_memory(
     host = {
         **_plane_bytes(layout, execution.grad_bytes),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, tokens_per_step, execution),
+        "staging": _landing_bytes(layout, recipe.tokens_per_step, execution),
         "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
     }
     if device_kind == "cuda":
@@ -214,6 +225,9 @@ def plan_memory(
             host["other"] += (
                 min(grown_bytes, layer.heap_at(row_tokens)) if layer and layer.peak_per_token else grown_bytes
             )
+    # The planes are there once; what is not in them, each rank has.
+    for part in ("activations", "staging", "other"):
+        host[part] *= execution.num_ranks
     return Ledger(host_bytes=host, device_bytes=device)
 
 
@@ -294,13 +308,15 @@ def _landing_bytes(layout: StoreLayout, tokens_per_step: int, execution: Executi
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
     element_bytes = execution.grad_bytes or execution.element_bytes
     num_bytes, edges = 2 * (len(layout.units) + 1) * _FP64, [layout.units[0], layout.units[-1]]
+    num_bytes += lane_number_bytes(layout, execution)
     if layout.has_row_gradients:
         num_rows, width = edges.pop(0).tensors[0].shape
         num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
     if execution.grad_bytes:
         return num_bytes
-    largest_edge = max(unit.trained_elements for unit in edges)
-    return num_bytes + (NUM_SLOTS * _largest_trained_elements(layout) + largest_edge) * element_bytes
+    largest_edge = max(owned_elements(layout, execution, unit.index) for unit in edges)
+    largest = max(owned_elements(layout, execution, unit.index) for unit in layout.units if unit.kind == "layer")
+    return num_bytes + (NUM_SLOTS * largest + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:

@@ -302,9 +302,7 @@ class Planner:
             execution=execution,
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
-            plane_bytes=lent_planes(
-                folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes
-            ),
+            plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes),
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,
             message=message,

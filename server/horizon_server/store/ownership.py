@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS, StoreLayout
 
@@ -47,6 +47,26 @@ class Ownership:
         """Whether the embedding is a trained table with nothing next to it."""
         tensors = self.layout.units[0].tensors
         return len(tensors) == 1 and tensors[0].trained and len(tensors[0].shape) == 2
+
+    @property
+    def num_numbers(self) -> int:
+        """What the ranks find of all units' gradients in a step: for each rank as many numbers as the one with the most
+        has, one for each block or row, and one for each trained tensor."""
+        return int(self._numbers[-1].stop)
+
+    def numbers(self, unit_index: int) -> slice:
+        """Where those of a unit are among them."""
+        return self._numbers[unit_index]
+
+    @cached_property
+    def _numbers(self) -> list[slice]:
+        sizes = []
+        for unit in self.layout.units:
+            parts = [(part.stop - part.start) // NORM_BLOCK_ELEMENTS for part in self.trained(unit.index)]
+            if unit.index == 0 and self.has_rows:
+                parts += [len(rows) for rows in self.rows()]
+            sizes.append(self.num_ranks * (max(parts) + sum(tensor.trained for tensor in unit.tensors)))
+        return [slice(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
 
     @cached_property
     def _trained(self) -> list[tuple[slice, ...]]:

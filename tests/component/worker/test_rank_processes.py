@@ -52,12 +52,17 @@ def ranks_of(worker: LinkedWorker) -> list[psutil.Process]:
     ]
 
 
-def test_two_ranks_give_the_bits_of_one(inputs: Inputs) -> None:
-    spec = spec_of(4, train={"tokens_per_step": 64}, eval_dataset="e", eval_every_steps=2)
+@pytest.mark.parametrize("case", ["plain", "random numbers"])
+def test_two_ranks_give_the_bits_of_one(case: str, inputs: Inputs) -> None:
+    train: dict[str, Any] = {"tokens_per_step": 64}
+    if case == "random numbers":
+        # Drawn by lane, whoever computes it.
+        train |= {"neftune_noise_alpha": 5.0, "trainable": ["lora"], "lora": {"rank": 2, "alpha": 4, "dropout": 0.3}}
+    spec = spec_of(4, train=train, eval_dataset="e", eval_every_steps=2)
     alone, folder = inputs("alone"), inputs("two")
     daemon = Daemon(always)
     attempt(alone, spec, daemon, lanes=4)
-    more = {"evaluations": {"eval": str(folder / "prepared")}}
+    more: dict[str, Any] = {"evaluations": {"eval": str(folder / "prepared")}}
     with (
         worker_request(folder, spec, turns=True, num_ranks=2, lanes=4, **more) as request,
         started(request, folder) as worker,
