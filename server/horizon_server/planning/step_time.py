@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from horizon_server.planning.rates import DeviceRates, rate_at
+from horizon_server.planning.rates import LOOPBACK_BYTES_PER_S, DeviceRates, rate_at
 from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Bound, StepPrediction
@@ -225,6 +225,8 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     """The program of a step: embedding, layers, head, layers again, embedding again."""
     forward_s, backward_s, kept_s, head_s, embedding_s = computed
     rows, up, down = work.embedding, rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
+    # Between devices what a link brings, which is little where they have ways of their own: none was measured yet.
+    peer = LOOPBACK_BYTES_PER_S if work.peers_are_processes else up
     head = len(work.layers) + 1
     rows_up_s = rows.rows_up_bytes / rates.gather_bytes_per_s
     rows_down_s = rows.rows_down_bytes / rates.scatter_bytes_per_s + rows.table_down_bytes / down
@@ -238,7 +240,7 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
             Visit(
                 unit=index,
                 ring="layer",
-                upload_s=unit.upload_bytes / up,
+                upload_s=unit.upload_bytes / up + unit.peer_up_bytes / peer,
                 compute_s=forward_s,
                 download_s=unit.offload_bytes / down,
                 resident=unit.resident,
@@ -248,18 +250,19 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
         Visit(
             unit=head,
             ring="edge",
-            upload_s=work.head_traffic.upload_bytes / up,
+            upload_s=work.head_traffic.upload_bytes / up + work.head_traffic.peer_up_bytes / peer,
             compute_s=head_s,
-            download_s=work.head_traffic.download_bytes / down,
+            download_s=work.head_traffic.download_bytes / down + work.head_traffic.peer_down_bytes / peer,
             gradient=True,
         ),
         *(
             Visit(
                 unit=index,
                 ring="layer",
-                upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up,
+                upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up
+                + (0 if unit.resident or index in reused else unit.peer_up_bytes) / peer,
                 compute_s=kept_s if index >= first_kept else backward_s,
-                download_s=unit.download_bytes / down,
+                download_s=unit.download_bytes / down + unit.peer_down_bytes / peer,
                 gradient=True,
                 resident=unit.resident,
             )

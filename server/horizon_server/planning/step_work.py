@@ -29,6 +29,8 @@ _FORWARD_SHARE = 1 / 3
 # Of one logit in bf16: itself, in fp32 through softmax, loss and gradient, and back. Fused, it becomes its own gradient
 # in place.
 LOGIT_BYTES, FUSED_LOGIT_BYTES = 44.0, 8.2
+# Of one gradient that is added to another lane's: both are read, and the sum is written.
+_JOIN_BYTES = 3 * _FP32
 # Of every gradient a cuda device takes the norm and rounds a copy to bf16, half of it in the shadow of compute.
 _NORM_AND_CAST_BYTES: Mapping[DeviceKind, int] = {"host": 0, "cuda": 5}
 # Of one embedding row's element per micro-batch: its gradient is cleared, written, rounded and added up, in units of
@@ -108,6 +110,10 @@ class UnitTraffic:
     update_bytes: float
     offload_bytes: float = 0.0
     resident: bool = False
+    peer_up_bytes: float = 0.0
+    """What a rank gets of the weights from the others."""
+    peer_down_bytes: float = 0.0
+    """What it gets of the others' sums of gradients, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +135,10 @@ class EmbeddingTraffic:
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
     """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an
-    average layer. The last `product_layers` recompute no products. Backward ends at the `first_trained` unit."""
+    average layer. The last `product_layers` recompute no products. Backward ends at the `first_trained` unit.
+
+    Of several ranks with a device each, what one of them does; where they compute on the same processors, what all of
+    them do together. `num_tokens` and `model_flops` are the whole step's in any case."""
 
     num_tokens: int
     hidden_size: int
@@ -145,29 +154,38 @@ class StepWork:
     embedding: EmbeddingTraffic
     product_layers: int = 0
     first_trained: int = 0
+    peers_are_processes: bool = False
+    """Whether what ranks send to each other stays in this machine's memory."""
 
 
 def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, facts: EngineFacts = TODAY) -> StepWork:
     """Count a step on a model folder that is laid out for the job."""
+    on_host, num_lanes = execution.device_kind == "host", execution.lanes
     tokens_per_step = recipe.tokens_per_step
+    if not on_host and execution.num_ranks > 1:
+        tokens_per_step = -(-tokens_per_step // execution.num_ranks)
+        num_lanes = -(-num_lanes // execution.num_ranks)
     document = min(recipe.sequence_length, tokens_per_step)
     num_full, rest = divmod(tokens_per_step, document)
     num_rows, rows_together = num_full + (rest > 0), max(1, execution.micro_batch_tokens // document)
+    # Micro-batches do not cross lanes, and rows are not divided.
+    rows_together = min(rows_together, -(-num_rows // num_lanes))
+    whole = _lengths(recipe.tokens_per_step, min(recipe.sequence_length, recipe.tokens_per_step))
     counter = _Counter(
         folder=folder,
-        lengths=(document,) * num_full + (rest,) * (rest > 0),
+        lengths=_lengths(tokens_per_step, document),
         num_micro_batches=-(-num_rows // rows_together),
         recipe=recipe,
         execution=execution,
         facts=facts,
     )
     return StepWork(
-        num_tokens=tokens_per_step,
+        num_tokens=recipe.tokens_per_step,
         hidden_size=folder.shape.hidden_size,
         micro_batch_tokens=min(rows_together * document, tokens_per_step),
         num_micro_batches=counter.num_micro_batches,
         document_tokens=document,
-        model_flops=FlopsCount.of_folder(folder).of(counter.lengths),
+        model_flops=FlopsCount.of_folder(folder).of(whole),
         updates_in_backward=counter.updates_in_backward,
         layer=counter.layer(),
         layers=counter.layers(),
@@ -176,7 +194,13 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         embedding=counter.embedding(),
         product_layers=execution.residency.product_layers,
         first_trained=folder.layout.first_trained_unit,
+        peers_are_processes=on_host,
     )
+
+
+def _lengths(num_tokens: int, document: int) -> tuple[int, ...]:
+    num_full, rest = divmod(num_tokens, document)
+    return (document,) * num_full + (rest,) * (rest > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +237,41 @@ class _Counter:
         return adamw_bytes_per_parameter(self.grad_bytes) + per_copy * (1 + self.updates_in_backward)
 
     @property
-    def clear_bytes(self) -> int:
+    def clear_bytes(self) -> float:
         """Device memory traffic of one gradient besides its sums."""
         # Where products add to the gradient, the first one of a step overwrites it.
-        return (0 if self.facts.accumulates_in_gemm else _FP32) + _NORM_AND_CAST_BYTES[self.execution.device_kind]
+        cleared = (0 if self.facts.accumulates_in_gemm else _FP32) + _NORM_AND_CAST_BYTES[self.execution.device_kind]
+        return cleared + _JOIN_BYTES * self._num_joins
+
+    @property
+    def _num_joins(self) -> float:
+        """How often a gradient is added to that of another lane, on this rank or on all that share the processors."""
+        lanes, ranks = self.execution.lanes, self.execution.num_ranks
+        return lanes - 1 if self._on_host else -(-lanes // ranks) - 1 + (ranks - 1) / ranks
+
+    @property
+    def _on_host(self) -> bool:
+        return self.execution.device_kind == "host"
+
+    @property
+    def _upload_share(self) -> float:
+        """Of a unit's weights, what crosses the link: each rank brings its part, or on the host reads all of it."""
+        ranks = self.execution.num_ranks
+        return float(ranks) if self._on_host else 1 / ranks
+
+    @property
+    def _download_share(self) -> float:
+        return 1.0 if self._on_host else 1 / self.execution.num_ranks
+
+    def _peers_up(self, num_bytes: float) -> float:
+        """What a rank gets of a unit's weights from the others; on the host it reads them all itself."""
+        ranks = self.execution.num_ranks
+        return 0.0 if self._on_host else (ranks - 1) / ranks * num_bytes
+
+    def _peers_down(self, num_gradients: float) -> float:
+        """What a rank gets of the others' sums; on the host, what all ranks get."""
+        ranks = self.execution.num_ranks
+        return (ranks - 1) * (1 if self._on_host else 1 / ranks) * num_gradients * _FP32
 
     @property
     def accumulate_bytes(self) -> float:
@@ -284,15 +339,19 @@ class _Counter:
         )
         return tuple(
             UnitTraffic(
-                upload_bytes=unit.trained_elements * self.element
+                upload_bytes=unit.trained_elements * self.element * self._upload_share
                 if unit.index in resident
-                else unit.unpacked_elements * self.element + unit.packed_bytes,
-                download_bytes=unit.trained_elements * self.grad_bytes,
+                else unit.unpacked_elements * self.element * self._upload_share + unit.packed_bytes,
+                download_bytes=unit.trained_elements * self.grad_bytes * self._download_share,
                 clear_bytes=unit.trained_elements * self.clear_bytes,
                 update_bytes=unit.trained_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=offload if unit is not units[-1] else 0,
                 resident=unit.index in resident,
+                peer_up_bytes=self._peers_up(
+                    (unit.trained_elements if unit.index in resident else unit.unpacked_elements) * self.element
+                ),
+                peer_down_bytes=self._peers_down(unit.trained_elements),
             )
             for unit in units
         )
@@ -303,10 +362,12 @@ class _Counter:
         # The projection of a tied model is the embedding's table, whose gradient leaves with the embedding's.
         projection = head.num_elements + (layout.units[0].num_elements if layout.tied else 0)
         return UnitTraffic(
-            upload_bytes=projection * self.element,
-            download_bytes=head.trained_elements * self.grad_bytes,
+            upload_bytes=projection * self.element * self._upload_share,
+            download_bytes=head.trained_elements * self.grad_bytes * self._download_share,
             clear_bytes=layout.head_gradient_elements * self.clear_bytes,
             update_bytes=head.trained_elements * self.update_bytes,
+            peer_up_bytes=self._peers_up(projection * self.element),
+            peer_down_bytes=self._peers_down(layout.head_gradient_elements),
         )
 
     def embedding(self) -> EmbeddingTraffic:
@@ -320,7 +381,7 @@ class _Counter:
         return EmbeddingTraffic(
             rows_up_bytes=0 if kept else rows * self.element,
             rows_down_bytes=0 if kept or tied else trained_rows * self.grad_bytes,
-            table_down_bytes=table * self.grad_bytes if tied else 0,
+            table_down_bytes=table * self.grad_bytes * self._download_share if tied else 0,
             clear_host_bytes=0 if kept or tied or by_rows else table * self.grad_bytes,
             gradient_bytes=_ROW_GRADIENT_PASSES * self.element * trained_rows * self.num_micro_batches,
             first_update_bytes=0 if kept else first * self.update_bytes,
