@@ -33,7 +33,7 @@ def started(decision: Decision) -> list[str]:
 def test_as_many_jobs_are_loaded_as_fit() -> None:
     decision = decided([job(f"j{i}", order=i, host_gib=30) for i in range(5)])
 
-    assert decision.start == (("j0", "host"), ("j1", "host"), ("j2", "host"))
+    assert decision.start == (("j0", ("host",)), ("j1", ("host",)), ("j2", ("host",)))
     assert set(decision.why) == {"j3", "j4"}
 
 
@@ -89,7 +89,7 @@ def test_the_least_loaded_device_of_the_kind_is_chosen() -> None:
 
     decision = decided([small, big, tied, job("h", order=4)], [on_1], node=node)
 
-    assert decision.start == (("a", "cuda:0"), ("b", "cuda:1"), ("c", "cuda:0"), ("h", "host"))
+    assert decision.start == (("a", ("cuda:0",)), ("b", ("cuda:1",)), ("c", ("cuda:0",)), ("h", ("host",)))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ class TestDisplacement:
             decision = decided([again, big], [self.of_bob], self.use)
 
             assert started(decision) == ["big"]
-            loaded = as_resident(dataclasses.replace(big, unload_s=1.0), "host", NOW)
+            loaded = as_resident(dataclasses.replace(big, unload_s=1.0), ("host",), NOW)
             # Nor does it displace that one in its turn, before the residence is over.
             use = shares({"ann": 1.0, "bob": 10.0, "eve": 40.0})
             later = decide([again], [loaded, self.of_bob], NODE, use, RULES, NOW + 3.9 * HOUR, no_quota)
