@@ -24,7 +24,7 @@ def job(job_id: str, user: str = "ann", **values: Any) -> Job:
 def resident(job_id: str, user: str = "ann", *, since_s: float = NOW, **values: Any) -> Resident:
     # A device's name says its kind.
     devices = values.pop("devices", None) or (values.get("device", "host"),)
-    values |= {"device": kind_of(devices[0]), "num_devices": len(devices)}
+    values["device"], values["num_devices"] = kind_of(devices[0]), len(devices)
     extra = {
         name: values.pop(name)
         for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare")

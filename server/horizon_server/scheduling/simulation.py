@@ -4,7 +4,7 @@ jobs."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -166,8 +166,8 @@ class _Simulation:
         self._residents = {one.job_id: one for one in residents}
         self._starts_s = {one.job_id: one.resident_since_s for one in residents}
         self._ends_s: dict[str, float] = {}
-        # By device: the job that has the turn, since when, and the event that ends it; 0 while the job waits for another
-        # of its devices.
+        # By device: the job that has the turn, since when, and the event that ends it; 0 while the job waits for
+        # another of its devices.
         self._turns: dict[str, tuple[str, float, int] | None] = dict.fromkeys(node.devices)
         self._events: list[tuple[float, int, str, str]] = []
         self._num_events = 0
