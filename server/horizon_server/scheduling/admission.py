@@ -188,8 +188,11 @@ class _Round:
         self._why: dict[str, str] = {}
         self._behind_quota: set[str] = set()
         self._parts: dict[tuple[str, str, int, tuple[str, ...]], float] = {}
+        self._places = {name: place for place, name in enumerate(node.devices)}
+        self._names: dict[str, list[str]] = defaultdict(list)
         self._sizes: dict[str, list[int]] = defaultdict(list)
         for name, size in node.devices.items():
+            self._names[kind_of(name)].append(name)
             self._sizes[kind_of(name)].append(size)
         for of_kind in self._sizes.values():
             of_kind.sort(reverse=True)
@@ -277,8 +280,8 @@ class _Round:
         None where the processes of the jobs that share a device would leave the largest of them too little memory for
         its turn, on so many devices that not enough are left.
         """
-        places = {name: place for place, name in enumerate(self._node.devices)}
-        load = {name: (0, 0.0, name, job.device_bytes) for name in places if kind_of(name) == job.device}
+        places = self._places
+        load = {name: (0, 0.0, name, job.device_bytes) for name in self._names[job.device]}
         for one in self._residents:
             for device in one.devices:
                 if device in load:
@@ -290,6 +293,8 @@ class _Round:
         fits = [one for one in load.values() if one[3] + one[0] * process_bytes <= sizes[one[2]]]
         if len(fits) < job.num_devices:
             return None
+        if job.num_devices == len(fits):
+            return tuple(name for _, _, name, _ in fits)
         chosen = sorted(fits, key=lambda one: (one[0], one[1], places[one[2]]))[: job.num_devices]
         return tuple(sorted((name for _, _, name, _ in chosen), key=places.__getitem__))
 
