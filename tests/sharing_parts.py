@@ -25,7 +25,7 @@ def resident(job_id: str, user: str = "ann", *, since_s: float = NOW, **values: 
     # A device's name says its kind.
     devices = values.pop("devices", None) or (values.get("device", "host"),)
     values["device"], values["num_devices"] = kind_of(devices[0]), len(devices)
-    extra = {
+    extra: dict[str, Any] = {
         name: values.pop(name)
         for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare")
         if name in values

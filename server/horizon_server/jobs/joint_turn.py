@@ -178,24 +178,22 @@ class JointTurn:
             worker.send(YIELD)
 
     def _go_on(self, worker: Participant) -> None:
-        """Ask for the next device where the last one was granted, or for one again that is wanted back."""
-        while True:
-            asked = next((i for i, (turns, seat) in enumerate(self._places) if turns.wants_back(seat)), None)
-            if asked is not None:
-                # With those after it: nobody has a device while waiting for one before it.
-                for turns, seat in self._places[asked : self._num_had + 1]:
-                    turns.ended(seat, TurnEnded())
-                    seat.left_early = False
-                self._num_had = asked
-                self._want_next(worker)
-            elif self._devices[self._num_had].holder is not self._seats[self._num_had]:
-                return
-            elif self._num_had + 1 < len(self._devices):
+        """Ask for the next device where the last one was granted, or for one again that is wanted back. What a device
+        answers at once is seen in another look."""
+        asked = next((place for place, (turns, seat) in enumerate(self._places) if turns.wants_back(seat)), None)
+        if asked is not None:
+            # With those after it: nobody has a device while waiting for one before it.
+            for turns, seat in self._places[asked : self._num_had + 1]:
+                turns.ended(seat, TurnEnded())
+                seat.left_early = False
+            self._num_had = asked
+            self._want_next(worker)
+        elif self._devices[self._num_had].holder is self._seats[self._num_had]:
+            if self._num_had + 1 == len(self._devices):
+                self._begin(worker)
+            else:
                 self._num_had += 1
                 self._want_next(worker)
-            else:
-                self._begin(worker)
-                return
 
     def _begin(self, worker: Participant) -> None:
         """All devices are the job's: the worker has its turn."""

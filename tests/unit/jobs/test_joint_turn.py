@@ -118,6 +118,12 @@ class Desk:
         )
 
 
+async def settled() -> None:
+    """Let what the devices have decided take effect, one device after the other."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 def step_done(duration_s: float, compute_s: float) -> StepDone:
     return StepDone(
         step=1,
@@ -146,7 +152,7 @@ def test_a_job_of_two_devices_has_both_or_waits_and_each_charges_its_own_seconds
         await asyncio.sleep(1.5 * SLICE_S)
         assert single.orders == [TURN, YIELD], "its slice is over, and the other one has used less"
         single.says(TurnEnded())
-        await asyncio.sleep(0)
+        await settled()
         assert (desk.holders, joint.orders) == (["joint", "joint"], [TURN])
         assert (joint.participant.waits, joint.participant.had_turn) == (False, True)
         desk.devices[0].charge()
@@ -179,7 +185,7 @@ def test_a_device_that_is_wanted_is_given_back_while_the_job_waits_for_another_o
         assert not any(one.waits for one in desk.devices[1].participants), "and for no other before it has that one"
         third.says(TurnEnded())
         busy.says(TurnEnded())
-        await asyncio.sleep(0)
+        await settled()
         assert (desk.holders, joint.orders) == (["joint", "joint"], [TURN])
         assert desk.series("horizon_device_turns_total") == 2, "what it gave back was no turn"
 
@@ -215,7 +221,7 @@ def test_a_worker_is_asked_once_and_for_its_memory_where_one_device_lacks_it() -
         small, large = desk.worker("small", 0, device_bytes=2**30), desk.worker("large", 1, device_bytes=4 * 2**30)
         assert joint.company == [ALONE, SHARED]
         joint.says(TurnWanted())
-        await asyncio.sleep(0)
+        await settled()
         small.says(TurnWanted())
         large.says(TurnWanted())
         await asyncio.sleep(1.5 * SLICE_S)
@@ -223,7 +229,7 @@ def test_a_worker_is_asked_once_and_for_its_memory_where_one_device_lacks_it() -
         joint.says(TurnEnded(released=True))
         assert desk.holders == ["small", "large"]
         joint.says(TurnWanted())
-        await asyncio.sleep(0)
+        await settled()
         assert joint.orders == [TURN, RELEASE], "it waits, and holds nothing"
 
     run_in_virtual_time(life())
@@ -238,14 +244,14 @@ def test_memory_of_a_job_that_waits_for_an_earlier_device_is_freed_for_the_job_o
             desk.worker("later", 1, device_bytes=4 * 2**30),
         )
         joint.says(TurnWanted())
-        await asyncio.sleep(0)
+        await settled()
         first.says(TurnWanted())
         await asyncio.sleep(1.5 * SLICE_S)
         joint.says(TurnEnded())
         joint.says(TurnWanted())
         assert desk.holders == ["first", ""]
         later.says(TurnWanted())
-        await asyncio.sleep(0)
+        await settled()
         assert (joint.orders, later.orders) == ([TURN, YIELD, RELEASE], [])
         joint.says(MemoryReleased())
         assert later.orders == [TURN]
@@ -258,7 +264,7 @@ def test_a_worker_of_an_earlier_daemon_keeps_its_turn_or_goes_on_waiting(turn: T
     async def life() -> None:
         desk = Desk()
         joint = desk.worker("joint", 0, 1, turn=turn)
-        await asyncio.sleep(0)
+        await settled()
         assert (desk.holders, joint.orders) == (["joint", "joint"], [] if turn == "held" else [TURN])
         assert (joint.participant.had_turn, joint.participant.waits) == (True, False)
 
@@ -270,12 +276,12 @@ def test_a_worker_that_took_its_turn_alone_is_asked_for_it_where_another_has_one
         desk = Desk()
         other = desk.worker("other", 1, turn="wanted")
         joint = desk.worker("joint", 0, 1, turn="held")
-        await asyncio.sleep(0)
+        await settled()
         assert (desk.holders, joint.orders) == (["joint", "other"], [YIELD])
         joint.says(TurnEnded())
         joint.says(TurnWanted())
         other.says(TurnEnded())
-        await asyncio.sleep(0)
+        await settled()
         assert (desk.holders, joint.orders) == (["joint", "joint"], [YIELD, TURN])
 
     run_in_virtual_time(life())
@@ -289,11 +295,11 @@ def test_a_worker_that_dies_frees_all_its_devices(when: str) -> None:
         if when == "while it waits":
             one.says(TurnWanted())
         joint.says(TurnWanted())
-        await asyncio.sleep(0)
+        await settled()
         zero.says(TurnWanted())
         one.says(TurnWanted())
         joint.turns.leave(joint.participant)
-        await asyncio.sleep(0)
+        await settled()
         assert desk.holders == ["zero", "one"]
         joint.says(TurnEnded())  # read late
         assert desk.holders == ["zero", "one"]
