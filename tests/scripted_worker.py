@@ -62,7 +62,7 @@ class ScriptedWorker:
             shared=request.get("turns", False),
             deadline_s=self.deadline_s,
             release=lambda: None,
-            lock=Path(request["device_lock"]) if request.get("device_lock") else None,
+            locks=[Path(file) for file in request.get("device_locks", ())],
         )
 
     def run(self) -> dict[str, str]:

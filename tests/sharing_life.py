@@ -1,5 +1,5 @@
 """A node that is played second by second with the real decisions, turns and quotas, and that checks itself at each of
-them."""
+them. Its jobs use one device each."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Life:
     def die(self, job_id: str) -> None:
         """The worker of a resident job dies: its turn and its memory are free at once."""
         one = self.residents[job_id]
-        self._give_back(one.device, job_id)
+        self._give_back(one.devices[0], job_id)
         self._stopping.pop(job_id, None)
         del self.residents[job_id]
         self.ended[job_id], self.ended_s[job_id] = "failed", self.now_s
@@ -105,7 +105,7 @@ class Life:
 
     def _stop(self, job_id: str, how: str) -> None:
         if job_id not in self._stopping:
-            self._give_back(self.residents[job_id].device, job_id)
+            self._give_back(self.residents[job_id].devices[0], job_id)
             self.residents[job_id] = dataclasses.replace(self.residents[job_id], is_stopping=True)
             self._stopping[job_id] = (self.now_s + self.unload_s / 2, how)
 
@@ -171,9 +171,9 @@ class Life:
             self.held,
             explain=False,
         )
-        for job_id, device in decision.start:
+        for job_id, devices in decision.start:
             job = self.waiting.pop(job_id)
-            self.residents[job_id] = as_resident(job, device, self.now_s)
+            self.residents[job_id] = as_resident(job, devices, self.now_s)
             self.started_s.setdefault(job_id, self.now_s)
             self._most_sharing[job_id] = 0
         for job_id in decision.displace:
@@ -205,7 +205,7 @@ class Life:
 
     def _grant(self, device: str) -> None:
         jobs = [
-            one for one in self.residents.values() if one.device == device and not (one.is_stopping or one.is_loading)
+            one for one in self.residents.values() if device in one.devices and not (one.is_stopping or one.is_loading)
         ]
         for one in jobs:
             self._most_sharing[one.job_id] = max(self._most_sharing[one.job_id], len(jobs))

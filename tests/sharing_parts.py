@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from horizon_server.records.sharing import Allowance
+from horizon_server.scheduling.admission import kind_of
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Job, Node, Resident, Rules
 
@@ -21,12 +22,16 @@ def job(job_id: str, user: str = "ann", **values: Any) -> Job:
 
 
 def resident(job_id: str, user: str = "ann", *, since_s: float = NOW, **values: Any) -> Resident:
-    extra = {
+    # A device's name says its kind.
+    devices = values.pop("devices", None) or (values.get("device", "host"),)
+    values["device"], values["num_devices"] = kind_of(devices[0]), len(devices)
+    extra: dict[str, Any] = {
         name: values.pop(name)
         for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare")
         if name in values
     }
-    return Resident(**_values(job_id, user, {"since_s": since_s, **values}), **{"resident_since_s": since_s, **extra})
+    known = {"devices": devices, "resident_since_s": since_s, **extra}
+    return Resident(**_values(job_id, user, {"since_s": since_s, **values}), **known)
 
 
 def _values(job_id: str, user: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -271,6 +271,10 @@ class TrainSpec(TypedDict, total=False):
     """What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per
     row, faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it. Default:
     'bf16'."""
+    lanes: int | None
+    """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree: the
+    result depends on lanes, not on gpus. A power of two, at least gpus. Null means 8 with several gpus, else 1.
+    Default: None."""
     trainable: str | Sequence[str]
     """What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular
     expressions that are found in tensors' names, each adding tensors or, after a !, taking some away:
@@ -328,6 +332,9 @@ class JobSpec(_Required, total=False):
     device: Literal["auto", "cuda", "host"]
     """Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and with
     train.compute_dtype: float32. It is decided when the job is submitted. Default: 'auto'."""
+    gpus: int
+    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into. A user
+    is charged for each of them. Default: 1."""
     eval_fraction: float
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash. Default: 0.0."""
     report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]

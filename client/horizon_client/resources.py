@@ -243,7 +243,8 @@ class MemoryPlan:
     num_parameters: int
     """Parameters of the model."""
     device: str
-    """The device kind that was planned for: host or cuda."""
+    """The device that was planned for: its kind, host or cuda, or once the job has begun its name, such as cuda:1; of
+    several devices the names with commas between."""
     prediction: StepPrediction | None
     """How fast it is expected to be; None while the node's speed has not been measured."""
     compute_dtype: str

@@ -41,6 +41,7 @@ from horizon_server.db.webhooks import WebhookStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.queue_view import QueueView
@@ -255,7 +256,7 @@ async def wire(
         host_bytes=lambda: max(0, planner.host_limit_bytes - sampling.busy_bytes),
         # On the host, what jobs hold on the device is part of their host memory.
         devices={
-            "host": settings.arena_limit(host_memory().limit_bytes),
+            **dict.fromkeys(host_device_names(settings), settings.arena_limit(host_memory().limit_bytes)),
             **{f"cuda:{gpu.index}": usable_device_bytes(gpu.memory_bytes) for gpu in usable},
         },
     )
@@ -272,7 +273,7 @@ async def wire(
         environment=environment,
         worker_module=worker_module,
     )
-    idle = IdleMeasurement(rates, environment=environment, gpu=next(iter(usable), None))
+    idle = IdleMeasurement(rates, environment=environment, gpus=usable[:1])
     preparing = asyncio.Lock()
     scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
     jobs = JobService(
@@ -351,6 +352,12 @@ async def wire(
     )
 
 
+def host_device_names(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the devices that the processors are divided into."""
+    num = settings.host_devices
+    return ("host",) if num == 1 else tuple(f"host:{index}" for index in range(num))
+
+
 def _wire_data(
     settings: Settings,
     database: Database,
@@ -416,13 +423,14 @@ def _wire_scheduler(
         metrics.on_loaded(job_id)
         scheduler.wake()
 
-    def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
+    def make_attempt(job: JobRecord, devices: tuple[str, ...], other_bytes: Callable[[], int]) -> Attempt:
+        own = [turns[device] for device in devices]
         return Attempt(
             job=job,
             runtime=runtime,
             preparation=Preparation(runtime.folders.prepared, preparing, space, ask=scheduler.wake),
-            turns=device,
-            gpu=gpus.get(device.device),
+            turns=own[0] if len(own) == 1 else JointTurn(own),
+            gpus=tuple(gpus[device] for device in devices if device in gpus),
             other_bytes=other_bytes,
             make_room=functools.partial(sampling.make_room, job.job_id),
             on_asked=functools.partial(on_asked, job.job_id),

@@ -103,6 +103,14 @@ class Settings(BaseSettings):
     num_threads: int | None = Field(
         None, ge=1, description="Threads of a worker; default: all processors of the daemon's affinity mask."
     )
+    host_devices: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="What the processors are divided into, as devices that jobs take turns on: with 2, jobs on the "
+        "host compute on half of the processors each, or on all with gpus: 2. For machines with several sockets, and "
+        "for trying out jobs on several devices.",
+    )
     gpu: str | None = Field(
         None,
         min_length=1,

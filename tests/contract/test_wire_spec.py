@@ -126,6 +126,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         neftune_noise_alpha=draw(floats(0, 1000)),
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
+        lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
         **draw(
             st.fixed_dictionaries({"trainable": st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])}) | with_lora
         ),
@@ -155,6 +156,7 @@ any_job_specs = st.builds(
     checkpoint=checkpoint_specs,
     priority=st.integers(-100, 100),
     device=st.sampled_from(["auto", "cuda", "host"]),
+    gpus=st.integers(1, 64),
     eval_fraction=st.just(0.0),
     eval=st.builds(EvalSpec, patience=st.just(0), min_delta=floats(0, 1e9)),
     limits=st.builds(
@@ -255,6 +257,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
         "max_grad_norm",
         "no_clipping",
         "keep_days",
+        "lanes",
     }
     sections = (
         (wire.train, TrainSpec),

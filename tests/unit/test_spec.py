@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
-from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LR_SCALE
+from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LANES, MAX_LR_SCALE
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
 
@@ -236,3 +236,14 @@ def test_options_of_another_method_are_refused_with_what_to_do() -> None:
 )
 def test_which_methods_compare_with_the_starting_weights(method: str, options: dict[str, Any], needs: bool) -> None:
     assert parse_job_spec({**MINIMAL, "method": method, **options}).needs_references is needs
+
+
+def test_devices_and_lanes_are_bounded_and_lanes_are_a_power_of_two() -> None:
+    assert (parse_job_spec(MINIMAL).gpus, parse_job_spec(MINIMAL).train.lanes) == (1, None)
+    most = parse_job_spec({**MINIMAL, "gpus": MAX_LANES, "train": {"lanes": MAX_LANES}})
+    assert (most.gpus, most.train.lanes) == (MAX_LANES, MAX_LANES)
+    for gpus in (0, MAX_LANES + 1, "2", True):
+        assert "it must be a whole number from 1 to 64" in violations({**MINIMAL, "gpus": gpus})["gpus"]
+    for lanes in (0, 3, 12, 2 * MAX_LANES, 2.0):
+        message = f"train.lanes is {lanes}; it must be a power of two from 1 to 64, or null"
+        assert violations({**MINIMAL, "train": {"lanes": lanes}}) == {"train.lanes": message}

@@ -63,7 +63,12 @@ def state_text(job: Job) -> str:
 
 def has_device(job: Job) -> bool:
     """Whether layers are computed on a device; else transfers to it and its memory mean nothing."""
-    return job.plan is None or job.plan.device != "host"
+    return job.plan is None or not _is_on_host(job.plan)
+
+
+def _is_on_host(plan: MemoryPlan) -> bool:
+    """Return whether the processors compute the job: the part of a device's name before its number is its kind."""
+    return plan.device.partition(":")[0] == "host"
 
 
 def host_memory_text(memory_bytes: Mapping[str, int]) -> str:
@@ -115,7 +120,7 @@ def data_text(report: Mapping[str, int]) -> str:
 def _memory_page(plan: MemoryPlan) -> str:
     """Return the memory by component and whether the job fits."""
     # On the host the device's memory is part of the host's, and the host column counts it
-    on_device = plan.device != "host"
+    on_device = not _is_on_host(plan)
     headers = ["COMPONENT", "HOST", *(["DEVICE"] if on_device else [])]
     components = sorted({*plan.host_bytes, *plan.device_bytes} if on_device else plan.host_bytes)
     rows = [[c, _amount(plan.host_bytes.get(c)), _amount(plan.device_bytes.get(c))] for c in components]
@@ -126,7 +131,7 @@ def _memory_page(plan: MemoryPlan) -> str:
     fits = "it fits" if plan.fits else "it does not fit"
     message = f"; {clean(plan.message)}" if plan.message and not plan.fits else ""
     warnings = "".join(f"\n{line}" for line in warning_lines(plan))
-    where = clean(plan.device) or "the node"
+    where = clean(plan.device).replace(",", " and ") or "the node"
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""

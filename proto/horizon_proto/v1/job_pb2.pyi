@@ -561,6 +561,7 @@ class JobSpec(google.protobuf.message.Message):
     IPO_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     REPORT_TO_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -587,6 +588,8 @@ class JobSpec(google.protobuf.message.Message):
     """A checkpoint of another job of the same model whose weights this one starts with: JOB@last, JOB@best or JOB@STEP; or, in a job that
     trains adapters, the name of a pushed adapter; default none.
     """
+    gpus: builtins.int
+    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into; from 1 to 64; default 1."""
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -656,13 +659,16 @@ class JobSpec(google.protobuf.message.Message):
         ipo: global___IpoSpec | None = ...,
         policy: global___PolicySpec | None = ...,
         report_to: collections.abc.Iterable[builtins.str] | None = ...,
+        gpus: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_fraction", b"_eval_fraction"]) -> typing.Literal["eval_fraction"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gpus", b"_gpus"]) -> typing.Literal["gpus"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
@@ -1021,6 +1027,7 @@ class TrainSpec(google.protobuf.message.Message):
     LR_GROUPS_FIELD_NUMBER: builtins.int
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
     LORA_FIELD_NUMBER: builtins.int
+    LANES_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -1067,6 +1074,10 @@ class TrainSpec(google.protobuf.message.Message):
     """Share of each target that is spread evenly over the vocabulary, in training; from 0 to below 1; default 0."""
     neftune_noise_alpha: builtins.float
     """NEFTune's alpha, the noise on the embeddings in training; from 0 to 1000; default 0, none."""
+    lanes: builtins.int
+    """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree; a power of two from 1
+    to 64, at least gpus; default 8 with several gpus, else 1.
+    """
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -1113,15 +1124,18 @@ class TrainSpec(google.protobuf.message.Message):
         lr_groups: collections.abc.Iterable[global___LrGroup] | None = ...,
         neftune_noise_alpha: builtins.float | None = ...,
         lora: global___LoraSpec | None = ...,
+        lanes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eps", b"_eps"]) -> typing.Literal["eps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_label_smoothing", b"_label_smoothing"]) -> typing.Literal["label_smoothing"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lanes", b"_lanes"]) -> typing.Literal["lanes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
     @typing.overload
@@ -1585,7 +1599,9 @@ class MemoryPlan(google.protobuf.message.Message):
     num_parameters: builtins.int
     """Parameters of the model."""
     device: builtins.str
-    """The device kind that was planned for: host or cuda."""
+    """The device that was planned for: its kind, host or cuda, or once the job has begun its name, such as cuda:1; of several devices the
+    names with commas between.
+    """
     compute_dtype: builtins.str
     """What layers are computed in: float32 or bfloat16."""
     hint: builtins.str

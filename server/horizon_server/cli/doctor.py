@@ -204,8 +204,7 @@ def _speed(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
     """Measure what predictions are made from and keep it."""
     machine = Machine.of(usable, num_threads=settings.num_threads or available_cpus())
     try:
-        gpu = next(iter(usable), None)
-        measured = asyncio.run(measure_rates(machine, environment=child_environment(), gpu=gpu))
+        measured = asyncio.run(measure_rates(machine, environment=child_environment(), gpus=usable[:1]))
     except (HorizonError, OSError) as error:
         return Part("speed", f"not measured: {error}", {"rates": "not measured"}).fail(
             "jobs would fail in the same way; is the installation complete (pip install '.[server]')?"

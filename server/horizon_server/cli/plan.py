@@ -62,7 +62,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
     if output == "table":
         # On the host the device's memory is part of the host's, so a second column would count it twice.
-        on_host = job_plan.device == "host"
+        on_host = job_plan.is_on_host
         if job_plan.kept is not None:
             mapping["kept"] = job_plan.kept.text
         mapping = _readable({k: v for k, v in mapping.items() if not (on_host and k.startswith("device_"))})

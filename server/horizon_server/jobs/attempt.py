@@ -34,6 +34,7 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
+from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation, PreparedJob
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
@@ -85,7 +86,8 @@ class Attempt:
     job: JobRecord
     runtime: Runtime
     preparation: Preparation
-    turns: DeviceTurns
+    turns: DeviceTurns | JointTurn
+    """Those of its device, or of all its devices together."""
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
     make_room: Callable[[int], Awaitable[None]]
@@ -93,7 +95,8 @@ class Attempt:
     without."""
     on_asked: Callable[[], None]
     """Called when a worker has asked for its first turn, so that the next job may be loaded."""
-    gpu: Accelerator | None = None
+    gpus: tuple[Accelerator, ...] = ()
+    """Its devices where they are GPUs, in the order of its ranks."""
     _reports: Reports = field(init=False)
     _worker: Worker | None = field(init=False, default=None)
     _began_s: float | None = field(init=False, default=None)
@@ -189,6 +192,11 @@ class Attempt:
             if wanted is StopRequest.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._worker.kill)
 
+    def set_priority(self, priority: int) -> None:
+        """Order the job among those of its user from now on."""
+        if self.participant is not None:
+            self.turns.set_priority(self.participant, priority)
+
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
         self._asked.set()
@@ -246,7 +254,7 @@ class Attempt:
             longest_document=prepared.longest_document,
             data=prepared.size,
             other_bytes=self.other_bytes(),
-            gpu=self.gpu,
+            gpus=self.gpus,
         )
         if not plan.fits:
             if not self.other_bytes():
@@ -254,7 +262,7 @@ class Attempt:
             # Less is free than the plans of the other jobs say, or this one's plan has grown.
             await self._finish("stopped", reason=WAITS_FOR_MEMORY, message=plan.message)
             return
-        # Of several GPUs, the one that it is on.
+        # Of the node's devices, those that it is on.
         plan = dataclasses.replace(plan, device=self.turns.device)
         known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=plan.summary, **known):
@@ -284,7 +292,7 @@ class Attempt:
             trace=self._log.with_name("trace.json") if self.runtime.settings.trace_workers else None,
             turns=True,
             yields_processors=bool(self.turns.participants),
-            device_lock=folders.device_lock(plan.device),
+            device_locks=tuple(folders.device_lock(device) for device in plan.devices),
             limits=RunLimits(
                 max_steps=job.spec.limits.max_steps,
                 deadline_s=None if max_hours is None else job.started_s + 3600.0 * max_hours,
@@ -312,7 +320,7 @@ class Attempt:
                         self.runtime.worker_module,
                         asked,
                         folder=self._log.parent,
-                        environment=worker_environment(self.runtime.environment, kind, self.gpu),
+                        environment=worker_environment(self.runtime.environment, kind, self.gpus),
                         group=self._group(),
                     )
                     log.info("worker started", pid=worker.pid)

@@ -31,9 +31,9 @@ MOST_WAITING = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """Of a resident job: its device, since when it is in memory, and whether it is still being loaded."""
+    """Of a resident job: its devices, since when it is in memory, and whether it is still being loaded."""
 
-    device: str
+    devices: tuple[str, ...]
     since_s: float
     is_loading: bool = False
     waits_to_prepare: bool = False
@@ -184,6 +184,7 @@ class QueueView:
             device=kind_of(plan.device),
             host_bytes=plan.host_total_bytes,
             device_bytes=plan.device_total_bytes,
+            num_devices=plan.execution.num_ranks,
             remaining_s=job.remaining_device_s,
             # Written once and read once.
             unload_s=None if rate is None else 2 * stored_bytes / rate,
@@ -193,7 +194,8 @@ class QueueView:
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
         waiting = self._waiting(job)
         return Resident(
-            **{**vars(waiting), "device": residence.device, "since_s": residence.since_s},
+            **{**vars(waiting), "since_s": residence.since_s},
+            devices=residence.devices,
             resident_since_s=residence.since_s,
             ready_s=residence.since_s + (waiting.load_s if residence.is_loading else 0.0),
             is_loading=residence.is_loading,

@@ -18,6 +18,7 @@ from horizon_server.events import (
     WorkerLine,
     WorkerProgress,
 )
+from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lines import LineStore, Report
 from horizon_server.jobs.turns import DeviceTurns, Participant, resident_job
@@ -28,7 +29,7 @@ from horizon_server.worker_link.protocol import WorkerGreeting
 
 
 class Reports:
-    """The reports of one worker of an attempt, and its participant among those that take turns on the device.
+    """The reports of one worker of an attempt, and its participant among those that take turns on its devices.
 
     `participant` is None until the worker connects. `reached` is the last step that it is known to have done, or to
     have continued after; -1 where none. `overrun` is set where it is killed because it did not give the device back,
@@ -46,7 +47,7 @@ class Reports:
         job: JobRecord,
         store: Callable[[Report], Awaitable[None]],
         *,
-        turns: DeviceTurns,
+        turns: DeviceTurns | JointTurn,
         meter: UsageMeter,
         journal: Journal,
         on_asked: Callable[[], None],
@@ -74,7 +75,7 @@ class Reports:
                 worker.kill()
 
         self.participant = Participant(
-            job=resident_job(job, self._turns.device),
+            job=resident_job(job),
             send=worker.send_order,
             charge=functools.partial(self._meter.add, job),
             is_storing=lambda: self._lines.is_full,

@@ -52,15 +52,15 @@ class Scheduler:
 
     Args:
         turns: of each device of the node, by its name.
-        make_attempt: takes a job, the turns on its device, and what tells the planned host memory of all other resident
-            jobs.
+        make_attempt: takes a job, the names of its devices, and what tells the planned host memory of all other
+            resident jobs.
         when_idle: done while no job waits and none is resident.
         held_bytes: host memory of the model that answers prompts, shown beside that of jobs.
     """
 
     runtime: Runtime
     turns: Mapping[str, DeviceTurns]
-    make_attempt: Callable[[JobRecord, DeviceTurns, Callable[[], int]], Attempt]
+    make_attempt: Callable[[JobRecord, tuple[str, ...], Callable[[], int]], Attempt]
     when_idle: Callable[[], Coroutine[Any, Any, None]]
     held_bytes: Callable[[], int] = lambda: 0
     look_every_s: float = LOOK_EVERY_S
@@ -242,22 +242,22 @@ class Scheduler:
         attempts = {job_id: running.attempt for job_id, running in self._running.items()}
         for resident in situation.residents:
             attempt = attempts.get(resident.job_id)
-            if attempt is not None and attempt.participant is not None:
-                attempt.participant.job = replace(attempt.participant.job, priority=resident.priority)
+            if attempt is not None:
+                attempt.set_priority(resident.priority)
         is_drained = situation.condition.at(situation.now_s) == "drained"
         for job_id in attempts if is_drained else decision.displace:
             if job_id in attempts:
                 await attempts[job_id].stop(StopRequest.UNLOAD if is_drained else StopRequest.DISPLACE)
-        for job_id, device in decision.start:
+        for job_id, devices in decision.start:
             await self._end_chore()
             if self.runtime.lifecycle.draining:  # meanwhile: the drain would not know of this job
                 return
-            self._start(queued[job_id], device)
+            self._start(queued[job_id], devices)
 
-    def _start(self, job: JobRecord, device: str, *, adopt: bool = False) -> None:
-        attempt = self.make_attempt(job, self.turns[device], lambda: self.promised_bytes(but=job.job_id))
+    def _start(self, job: JobRecord, devices: tuple[str, ...], *, adopt: bool = False) -> None:
+        attempt = self.make_attempt(job, devices, lambda: self.promised_bytes(but=job.job_id))
         residence = Residence(
-            device=device, since_s=self.runtime.folders.resident_since_s(job) if adopt else time.time()
+            devices=devices, since_s=self.runtime.folders.resident_since_s(job) if adopt else time.time()
         )
         task = asyncio.create_task(self._carry_out(attempt, adopt=adopt), name=f"attempt {job.job_id}")
         self._running[job.job_id] = _Running(attempt=attempt, task=task, residence=residence)
@@ -318,9 +318,10 @@ class Scheduler:
                 times_s = await retry(partial(store.last_times, job.job_id))
                 # Whether or not its worker is alive: where it is not, the change of state takes the series away again.
                 self.runtime.metrics.take_over(job, times_s)
-                name = job.plan.device if job.plan is not None else ""
-                turns = self.turns.get(name) or next(iter(self.turns.values()))
-                self._start(job, turns.device, adopt=True)
+                # Where its devices have other names now, it is counted on the first of the node.
+                names = job.plan.devices if job.plan is not None else ()
+                known = tuple(name for name in names if name in self.turns)
+                self._start(job, known or (next(iter(self.turns)),), adopt=True)
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not taken over; the next daemon does it")
 

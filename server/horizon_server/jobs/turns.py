@@ -51,6 +51,7 @@ class Participant:
         is_storing: whether the daemon, not the worker, is what the next line waits for.
         on_overrun: called with a message when the worker has not given the device back; the second time it must be
             killed.
+        is_due: of a job of several devices, whether it is next on those that it would wait for with this one.
     """
 
     job: Job
@@ -59,14 +60,19 @@ class Participant:
     is_storing: Callable[[], bool]
     on_overrun: Callable[[str, bool], None]
     step_s: float = 0.0
+    is_due: Callable[[], bool] = lambda: True
     waits: bool = field(init=False, default=False)
     since_s: float = field(init=False, default=0.0)
-    """Since when it waits, while `waits`."""
+    """Since when it waits, while `waits` or `gathers`."""
+    gathers: bool = field(init=False, default=False)
+    """Whether its job, which needs several devices, waits for one of them: it does not compute on those it has."""
     had_turn: bool = field(init=False, default=False)
     left_early: bool = field(init=False, default=False)
     """Whether it gave its last turn back by itself: to write a checkpoint, or where it is done."""
     holds_memory: bool = field(init=False, default=False)
     asked_to_release: bool = field(init=False, default=False)
+    release_timer: asyncio.TimerHandle | None = field(init=False, default=None)
+    """Until when it may take to free its memory."""
     idle_since_s: float = field(init=False, default=0.0)
     """When the device became idle before this job's turn, by the worker that had it (monotonic clock); 0 where nothing
     was handed over."""
@@ -77,6 +83,18 @@ class Participant:
     def waiting(self) -> Job:
         """The job, with the time since which it waits for the device."""
         return replace(self.job, since_s=self.since_s)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its worker waits, for this device or for another one of its job."""
+        return self.waits or self.gathers
+
+    def took(self, step: StepDone) -> None:
+        """Take in what a step took."""
+        self.longest_step_s = max(self.longest_step_s, step.duration_s)
+        self.step_s = step.duration_s
+        idle_s = step.duration_s - step.compute_s
+        self.leaves_device_idle = idle_s > max(_LEAST_IDLE_S, _LEAST_IDLE_SHARE * step.duration_s)
 
     @property
     def most_step_s(self) -> float:
@@ -90,8 +108,8 @@ class Participant:
         return max(floor_s, SILENT_STEPS * self.longest_step_s if self.longest_step_s else self.most_step_s)
 
 
-def resident_job(job: JobRecord, device: str) -> Job:
-    """Return a job that has just been loaded, as decisions about its device see it."""
+def resident_job(job: JobRecord) -> Job:
+    """Return a job that has just been loaded, as decisions about its devices see it."""
     assert job.plan is not None, "no job is loaded without a plan"
     return Job(
         job_id=job.job_id,
@@ -100,9 +118,10 @@ def resident_job(job: JobRecord, device: str) -> Job:
         priority=job.priority,
         order=0,
         since_s=time.time(),
-        device=device,
+        device=job.plan.execution.device_kind,
         host_bytes=job.plan.host_total_bytes,
         device_bytes=job.plan.device_total_bytes,
+        num_devices=job.plan.execution.num_ranks,
     )
 
 
@@ -110,7 +129,7 @@ class DeviceTurns:
     """The turns on one device. Thread: belongs to one event loop.
 
     Args:
-        device: its name: host, or cuda:N.
+        device: its name: host or host:N, or cuda:N.
         usable_bytes: memory that all participants may hold at the same time; None where their host memory holds it
             already.
     """
@@ -176,14 +195,41 @@ class DeviceTurns:
             case MemoryReleased():
                 self.released(participant)
 
-    def want(self, participant: Participant) -> None:
-        """The worker has asked for the device."""
+    def set_priority(self, participant: Participant, priority: int) -> None:
+        """Order the job among those of its user from now on."""
+        participant.job = replace(participant.job, priority=priority)
+
+    def would_choose(self, participant: Participant) -> bool:
+        """Whether the job would be next if it waited for the device and the slice of the one that has it were over."""
+        rivals = [one for one in self._participants.values() if one.waits and one is not participant]
+        jobs = [one.waiting for one in rivals]
+        if self.holder is not None and self.holder is not participant:
+            jobs.append(self.holder.waiting if self.holder.gathers else replace(self.holder.job, since_s=self._clock()))
+        mine = participant.waiting
+        return next_turn([*jobs, mine], self._shares, self._clock(), rules=self._rules) is mine
+
+    def begin(self, participant: Participant) -> None:
+        """The job has all the devices that it waited for: its turn begins, and with it the time slice."""
+        assert self.holder is participant, "a job begins with all its devices"
+        self.charge()
+        participant.gathers = False
+        self._slice_began_s = self._clock()
+        if not self._is_asked_back:
+            self._cancel_timer()
+        self._look()
+
+    def wants_back(self, participant: Participant) -> bool:
+        """Whether the job has the device and is to give it back."""
+        return self.holder is participant and self._is_asked_back
+
+    def want(self, participant: Participant, *, since_s: float | None = None) -> None:
+        """The worker has asked for the device: now, or at `since_s` where the job waits for several devices."""
         if (
             self._participants.get(participant.job.job_id) is participant
             and not participant.waits
             and self.holder is not participant
         ):
-            participant.waits, participant.since_s = True, self._clock()
+            participant.waits, participant.since_s = True, self._clock() if since_s is None else since_s
             if participant.asked_to_release:  # in a turn that it gave back before it read that
                 self._expect_release(participant)
             # It was next, and would be had it not written a checkpoint: it need not wait for the end of a slice that
@@ -205,23 +251,22 @@ class DeviceTurns:
         self._look()
 
     def released(self, participant: Participant) -> None:
-        """The worker, which waits, has freed its memory on the device."""
+        """The worker, which waited, has freed its memory on the device."""
         self._released(participant, released=True)
+        # It may have been granted its turn meanwhile, and takes memory again in it.
+        participant.holds_memory = self.holder is participant
         self._look()
 
     def stepped(self, participant: Participant, step: StepDone) -> None:
         """Take in what a step took."""
-        participant.longest_step_s = max(participant.longest_step_s, step.duration_s)
-        participant.step_s = step.duration_s
-        idle_s = step.duration_s - step.compute_s
-        participant.leaves_device_idle = idle_s > max(_LEAST_IDLE_S, _LEAST_IDLE_SHARE * step.duration_s)
+        participant.took(step)
         if self.holder is participant and self._turns_are_steps:
             self._look()
 
     def charge(self) -> None:
-        """Charge the job that has the device for its use up to now."""
+        """Charge the job that has the device for its use up to now; not while it waits for another one."""
         now_s = self._clock()
-        if self.holder is not None:
+        if self.holder is not None and not self.holder.gathers:
             used_s, job = max(0.0, now_s - self._charged_to_s), self.holder.job
             self.holder.charge(used_s)
             self._metrics.on_device_use(self.device, project=job.project, user=job.user, device_s=used_s)
@@ -288,7 +333,7 @@ class DeviceTurns:
         # The largest first: the fewest have to copy their weights again. One that writes a checkpoint is asked once it
         # waits.
         for participant in sorted(
-            (participant for participant in others if participant.waits),
+            (participant for participant in others if participant.is_at_rest),
             key=lambda participant: -participant.job.device_bytes,
         ):
             if excess > 0 and not participant.asked_to_release:
@@ -303,24 +348,32 @@ class DeviceTurns:
         """Have a waiting worker killed that does not free its memory: the device would stay without work."""
 
         def check() -> None:
-            if participant.waits and participant.asked_to_release and not participant.is_storing():
+            participant.release_timer = None
+            if participant.is_at_rest and participant.asked_to_release and not participant.is_storing():
                 self._metrics.on_turn_overrun()
                 participant.on_overrun(
                     f"the worker has not freed its memory on {self.device} after {self._grace_s:.0f} s", True
                 )
 
-        asyncio.get_running_loop().call_later(self._grace_s, check)
+        # Not anew where it has been asked already, and asks for the device again meanwhile.
+        if participant.release_timer is None:
+            participant.release_timer = asyncio.get_running_loop().call_later(self._grace_s, check)
 
     def _released(self, participant: Participant, *, released: bool) -> None:
         if released:
             participant.holds_memory = participant.asked_to_release = False
+            if participant.release_timer is not None:  # another request may come before it
+                participant.release_timer.cancel()
+                participant.release_timer = None
 
     def _plan_end(self, holder: Participant) -> None:
         """Ask for the device back now or at the end of the slice."""
         # Now, as an order that comes after the step has ended is heard one step later. Where the holder is next, its
         # next step asks again; but a pass over the data before the first step, or an evaluation, reports no steps, so
         # that the end of the slice counts too.
-        if self._turns_are_steps and self._next_but(holder, after_s=holder.step_s) is not holder:
+        # A job that waits for another of its devices does no step: it gives this one back as soon as it is asked.
+        step_s = 0.0 if holder.gathers else holder.step_s
+        if self._turns_are_steps and self._next_but(holder, after_s=step_s) is not holder:
             self._ask_back(holder)
             return
         if self._timer is None:
@@ -375,7 +428,8 @@ class DeviceTurns:
 
     def _end_turn(self, idle_since_s: float = 0.0) -> None:
         self.charge()
-        self._metrics.on_turn(self.device)
+        if self.holder is not None and not self.holder.gathers:
+            self._metrics.on_turn(self.device)
         self.holder, self._is_asked_back = None, False
         self._ended_s, self._idle_since_s = self._clock(), idle_since_s
         self._cancel_timer()
@@ -386,7 +440,10 @@ class DeviceTurns:
             self._timer = None
 
     def _next(self, participants: Sequence[Participant], shares: Shares | None = None) -> Participant | None:
-        jobs = [participant.waiting for participant in participants]
+        # The device is not kept idle for a job that is not next on the others that it needs, where somebody else wants
+        # it.
+        due = [participant for participant in participants if participant.is_due()] or participants
+        jobs = [participant.waiting for participant in due]
         now_s = self._clock()
         chosen = next_turn(jobs, shares or self._shares, now_s, rules=self._rules)
         return None if chosen is None else self._participants[chosen.job_id]
@@ -394,7 +451,8 @@ class DeviceTurns:
     def _next_but(self, holder: Participant, *, after_s: float) -> Participant | None:
         """Who is next, the holder included, once it has used the device for `after_s` more."""
         now_s = self._clock()
-        holder.since_s = now_s
+        if not holder.gathers:
+            holder.since_s = now_s
         shares = self._shares
         if after_s:
             shares = shares.copy()

@@ -65,6 +65,12 @@ class Gpu(Accelerator):
     pci_bus_id: str = ""
 
 
+def gpu_uuids(gpus: Sequence[Accelerator]) -> str:
+    """Return the UUIDs of GPUs with commas between; nothing where one has none."""
+    uuids = [gpu.uuid if isinstance(gpu, Gpu) else "" for gpu in gpus]
+    return ",".join(uuids) if all(uuids) else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
     """Bytes of host memory: the limit that holds for this process, and what is free below it."""
@@ -175,17 +181,19 @@ async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str,
     return ordered or tuple(found if uuids else ())
 
 
-def worker_environment(environment: Mapping[str, str], kind: DeviceKind, gpu: Accelerator | None) -> dict[str, str]:
-    """Return what a child that computes on `kind` is started with: for cuda, it sees only the GPU that jobs are planned
-    for."""
+def worker_environment(
+    environment: Mapping[str, str], kind: DeviceKind, gpus: Sequence[Accelerator] = ()
+) -> dict[str, str]:
+    """Return what a child that computes on `kind` is started with: for cuda, it sees only the GPUs that it is to use,
+    in that order."""
     more: dict[str, str] = {}
     if kind == "cuda":
         # Rows of varying length would leave gaps in the allocator's blocks, which count against the limit but fit no
         # tensor. A choice of the administrator's wins, under torch's old name too.
         if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             more["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        if isinstance(gpu, Gpu) and gpu.uuid:
-            more["CUDA_VISIBLE_DEVICES"] = gpu.uuid
+        if uuids := gpu_uuids(gpus):
+            more["CUDA_VISIBLE_DEVICES"] = uuids
     return {**environment, **more}
 
 
@@ -268,10 +276,15 @@ class IdleMeasurement:
     """
 
     def __init__(
-        self, book: RateBook, *, environment: Mapping[str, str], gpu: Accelerator | None = None, idle_s: float = IDLE_S
+        self,
+        book: RateBook,
+        *,
+        environment: Mapping[str, str],
+        gpus: Sequence[Accelerator] = (),
+        idle_s: float = IDLE_S,
     ) -> None:
         self._book = book
-        self._gpu = gpu
+        self._gpus = gpus
         self._environment = dict(environment)
         self._idle_s = idle_s
         self._failed = False
@@ -288,7 +301,7 @@ class IdleMeasurement:
             log.info("too little memory is free to measure the machine's speed", needed_bytes=needed_bytes)
             return
         try:
-            rates = await measure_rates(machine, environment=self._environment, gpu=self._gpu)
+            rates = await measure_rates(machine, environment=self._environment, gpus=self._gpus)
             await asyncio.to_thread(self._book.write, rates)
         except (HorizonError, OSError) as error:
             self._failed = True
@@ -298,9 +311,9 @@ class IdleMeasurement:
 
 
 async def measure_rates(
-    machine: Machine, *, environment: Mapping[str, str], gpu: Accelerator | None = None
+    machine: Machine, *, environment: Mapping[str, str], gpus: Sequence[Accelerator] = ()
 ) -> RatesByDevice:
-    """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpu` is
+    """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpus` are
     what cuda means.
 
     Raises:
@@ -312,7 +325,7 @@ async def measure_rates(
         request = {"device": kind, "compute_dtype": dtype, "num_threads": machine.num_threads}
         who = f"the measurement of {name}"
         task = ChildTask(
-            module=_MEASURE_MODULE, who=who, environment=worker_environment(environment, kind, gpu), limits=limits
+            module=_MEASURE_MODULE, who=who, environment=worker_environment(environment, kind, gpus), limits=limits
         )
         answer = await task.run(request)
         try:

@@ -18,10 +18,10 @@ from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens, plan_memory
 from horizon_server.planning.machine import (
     Accelerator,
-    Gpu,
     HostMemory,
     RateBook,
     RatesByDevice,
+    gpu_uuids,
     host_memory,
     rates_name,
 )
@@ -56,6 +56,9 @@ _LEAST_GAIN = 1.2
 _MAX_PLAN_BYTES = 1 << 60
 
 _GIGA = 1e9
+
+# Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
+_DEFAULT_LANES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,8 @@ class Planner:
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
+            num_ranks=spec.gpus,
+            lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
         limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
@@ -223,7 +228,7 @@ class Planner:
         longest_document: int | None = None,
         data: DataSize | None = None,
         other_bytes: int = 0,
-        gpu: Accelerator | None = None,
+        gpus: Sequence[Accelerator] = (),
     ) -> Plan:
         """Plan a job against what is free now.
 
@@ -231,11 +236,11 @@ class Planner:
             longest_document: that of the data, once prepared.
             data: all its documents, which the pass before the first step goes over, and the steps that they make.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
-            gpu: the one that the job is to use; None means the first.
+            gpus: those that the job is to use, in the order of its ranks; without, the first ones.
         """
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        execution = self._execution(spec, gpu)
+        execution = self._execution(spec, gpus)
         return self._planned(spec, folder, execution, limit, data=data, longest_document=longest_document)
 
     def plan_evaluation(self, spec: JobSpec, path: Path) -> tuple[Execution, Ledger]:
@@ -244,7 +249,7 @@ class Planner:
 
         Raises: InvalidModel, InvalidSpec as `plan`.
         """
-        spec, folder = spec.model_copy(update={"device": "host"}), evaluated_folder(path, spec.train)
+        spec, folder = spec.model_copy(update={"device": "host", "gpus": 1}), evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
         execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together)
         case = _Case(
@@ -315,7 +320,7 @@ class Planner:
             plan = plan.with_steps(num_steps, estimated=case.is_estimated and num_steps != spec.most_steps)
         return plan
 
-    def _execution(self, spec: JobSpec, gpu: Accelerator | None = None) -> Execution:
+    def _execution(self, spec: JobSpec, gpus: Sequence[Accelerator] = ()) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
         model."""
         if spec.device == "cuda" and not self._accelerators:
@@ -327,9 +332,13 @@ class Planner:
         # `auto` is the GPU where there is one, but for what only the host computes in.
         on_gpu = spec.device == "cuda" or (spec.device == "auto" and bool(self._accelerators) and asked != "float32")
         device_kind: DeviceKind = "cuda" if on_gpu else "host"
-        limit_bytes = self._arena_limit_bytes
+        self._check_devices(spec.gpus, device_kind)
+        limit_bytes, num_threads = self._arena_limit_bytes, self._num_threads
         if device_kind == "cuda":
-            limit_bytes = usable_device_bytes((gpu or self._accelerators[0]).memory_bytes)
+            chosen = gpus or self._accelerators[: spec.gpus]
+            limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in chosen))
+        else:
+            num_threads = max(1, num_threads // self._settings.host_devices)
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run
         # on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
@@ -349,12 +358,25 @@ class Planner:
             device_kind=device_kind,
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
-            gpu=gpu.uuid if device_kind == "cuda" and isinstance(gpu, Gpu) else "",
-            num_threads=self._num_threads,
-            optimizer_threads=update_threads(self._num_threads, device_kind=device_kind),
+            gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
+            num_ranks=spec.gpus,
+            lanes=_lanes(spec),
+            num_threads=num_threads,
+            optimizer_threads=update_threads(num_threads, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
+
+    def _check_devices(self, num_devices: int, kind: DeviceKind) -> None:
+        """Raises InvalidSpec where a job asks for more devices of the kind than this node has."""
+        if kind == "cuda" and num_devices > (num := len(self._accelerators)):
+            what = f"this node has {num} GPU{'' if num == 1 else 's'} that a worker's torch can use; use gpus: {num}"
+        elif kind == "host" and num_devices > (num := self._settings.host_devices):
+            divided = "one device" if num == 1 else f"divided into {num} devices"
+            what = f"this node's processors are {divided}; use gpus: {num}, or ask an admin to set host_devices"
+        else:
+            return
+        raise InvalidSpec.of("gpus", f"gpus is {num_devices} and {what}")
 
     def _warnings(self, case: _Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
@@ -380,6 +402,20 @@ class Planner:
             f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the "
             "precision of bf16"
         )
+
+
+def _lanes(spec: JobSpec) -> int:
+    """The parts that a step is divided into. Raises InvalidSpec where a device would have none."""
+    lanes, least = spec.train.lanes, 1 << (spec.gpus - 1).bit_length()
+    if lanes is None:
+        return 1 if spec.gpus == 1 else max(_DEFAULT_LANES, least)
+    if lanes < spec.gpus:
+        what = (
+            f"train.lanes is {lanes} and gpus is {spec.gpus}, and each device computes one lane at least; use "
+            f"train.lanes: {least} or gpus: {lanes}"
+        )
+        raise InvalidSpec.of("train.lanes", what)
+    return lanes
 
 
 def _placed(case: _Case, execution: Execution) -> Execution:

@@ -96,7 +96,8 @@ class Plan(Ledger):
     plane_bytes: dict[str, int] = field(default_factory=dict)
     """The sizes of the store's planes, which the daemon lends the worker."""
     device: str
-    """The name of the device: host, cuda, or of several GPUs such as cuda:1."""
+    """The name of the device: host, cuda, or of several such as cuda:1; of a job on several devices all their names
+    with commas between. Before it starts, the kind alone."""
     message: str = ""
     """When it does not fit: the numbers and the smallest change that would make it fit; else nothing."""
     hint: str = ""
@@ -111,6 +112,16 @@ class Plan(Ledger):
     """Whether they are estimated from the size of the files, as the data is not prepared."""
     warnings: tuple[str, ...] = ()
     """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices."""
+        return tuple(self.device.split(","))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the processors compute the job: its device's memory is the host's then."""
+        return self.device.partition(":")[0] == "host"
 
     @property
     def device_limit_bytes(self) -> int:
@@ -155,7 +166,7 @@ class Plan(Ledger):
     @property
     def summary(self) -> str:
         """The plan in one line, for people."""
-        on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
+        on_device = f" and {size_text(self.device_total_bytes)} on the device" if not self.is_on_host else ""
         planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
         if self.prediction is None:
             return planned

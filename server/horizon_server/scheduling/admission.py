@@ -57,20 +57,20 @@ def decide(
 
 
 def kind_of(device: str) -> str:
-    """The kind of a device: cuda of cuda:0."""
+    """The kind of a device, or of several with commas between: cuda of cuda:0,cuda:1."""
     return device.partition(":")[0]
 
 
-def as_resident(job: Job, device: str, now_s: float) -> Resident:
+def as_resident(job: Job, devices: tuple[str, ...], now_s: float) -> Resident:
     """A job that is loaded now."""
-    values = {name: getattr(job, name) for name in _JOB_FIELDS} | {"device": device, "since_s": now_s}
+    values = {name: getattr(job, name) for name in _JOB_FIELDS} | {"devices": devices, "since_s": now_s}
     return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s, is_loading=True)
 
 
 def as_waiting(resident: Resident, now_s: float) -> Job:
     """A resident job once it is queued again now."""
     values = {name: getattr(resident, name) for name in _JOB_FIELDS}
-    return Job(**values | {"device": kind_of(resident.device), "since_s": now_s})
+    return Job(**values | {"since_s": now_s})
 
 
 def in_order(
@@ -113,13 +113,17 @@ def displaceable_s(one: Resident, rules: Rules) -> float:
 
 
 def predicted_ends(residents: Sequence[Resident], shares: Shares, now_s: float) -> dict[str, float]:
-    """When the resident jobs end (Unix seconds) if no other is loaded; those that need an unknown time are left out."""
-    ends: dict[str, float] = {}
+    """When the resident jobs end (Unix seconds) if no other is loaded; those that need an unknown time are left out.
+
+    A job of several devices ends when it would on the one where its share is the smallest.
+    """
+    ends: dict[str, dict[str, float]] = defaultdict(dict)
     devices: dict[str, list[Resident]] = defaultdict(list)
     for one in residents:
         if not one.is_stopping:
-            devices[one.device].append(one)
-    for jobs in devices.values():
+            for device in one.devices:
+                devices[device].append(one)
+    for device, jobs in devices.items():
         time_s, remaining_s = now_s, {one.job_id: one.remaining_s for one in jobs if one.remaining_s is not None}
         while remaining_s:
             parts = {job_id: part for job_id, part in steady_shares(jobs, shares).items() if part > 0}
@@ -130,10 +134,14 @@ def predicted_ends(residents: Sequence[Resident], shares: Shares, now_s: float) 
             time_s += wait_s
             for job_id in waits_s:
                 remaining_s[job_id] = max(0.0, remaining_s[job_id] - wait_s * parts[job_id])
-            ends[ended] = time_s
+            ends[ended][device] = time_s
             del remaining_s[ended]
             jobs = [one for one in jobs if one.job_id != ended]
-    return ends
+    return {
+        one.job_id: max(ends[one.job_id].values())
+        for one in residents
+        if one.job_id in ends and len(ends[one.job_id]) == len(one.devices)
+    }
 
 
 # Relative to the share: a user exactly at it is not above it for a rounding error.
@@ -176,13 +184,18 @@ class _Round:
         self._free_bytes = node.host_bytes - sum(job.host_bytes for job in residents)
         self._waiting: Sequence[Job] = ()
         self._next: _HeadOfQueue | None = None
-        self._start: list[tuple[str, str]] = []
+        self._start: list[tuple[str, tuple[str, ...]]] = []
         self._why: dict[str, str] = {}
         self._behind_quota: set[str] = set()
-        self._parts: dict[tuple[str, str, int, str], float] = {}
+        self._parts: dict[tuple[str, str, int, tuple[str, ...]], float] = {}
+        self._places = {name: place for place, name in enumerate(node.devices)}
+        self._names: dict[str, list[str]] = defaultdict(list)
         self._sizes: dict[str, list[int]] = defaultdict(list)
         for name, size in node.devices.items():
+            self._names[kind_of(name)].append(name)
             self._sizes[kind_of(name)].append(size)
+        for of_kind in self._sizes.values():
+            of_kind.sort(reverse=True)
         self._loading_of: dict[str, int] = defaultdict(int)
         self._num_loading = 0
         self._training = {one.user for one in residents if not one.is_loading and not one.is_stopping}
@@ -200,7 +213,7 @@ class _Round:
             elif job.host_bytes > self._free_bytes and self._next is None:
                 givers = self._givers(job)
                 self._next = self._make_next(job, givers, ends)
-            elif self._device_for(job) is None:
+            elif self._devices_for(job) is None:
                 self._why[job.job_id] = self._why_no_device(job)
             elif job.host_bytes <= self._free_bytes and (message := self._why_not_loading(job)):
                 self._why[job.job_id] = message
@@ -225,9 +238,13 @@ class _Round:
         elif not sizes:
             names = ", ".join(self._node.devices) or "none"
             message = f"cannot start: it needs a device of the kind {job.device} and the node's devices are: {names}"
-        elif job.device_bytes > max(sizes):
-            need, limit = size_text(job.device_bytes), size_text(max(sizes))
-            message = f"cannot start: it needs {need} of device memory and {limit} are available"
+        elif job.num_devices > len(sizes):
+            names = ", ".join(name for name in self._node.devices if kind_of(name) == job.device)
+            message = f"cannot start: it needs {job.num_devices} {job.device} devices and the node has: {names}"
+        elif job.device_bytes > (limit_bytes := sizes[job.num_devices - 1]):
+            need, limit = size_text(job.device_bytes), size_text(limit_bytes)
+            each = " on each of its devices" if job.num_devices > 1 else ""
+            message = f"cannot start: it needs {need} of device memory{each} and {limit} are available"
         else:
             message = self._held(job, self._residents)
             if message:
@@ -248,31 +265,38 @@ class _Round:
             before[_holder(job)] = job.job_id
 
     def _load(self, job: Job) -> None:
-        device = self._device_for(job)
-        assert device is not None
-        self._start.append((job.job_id, device))
-        loaded = as_resident(job, device, self._now_s)
+        devices = self._devices_for(job)
+        assert devices is not None
+        self._start.append((job.job_id, devices))
+        loaded = as_resident(job, devices, self._now_s)
         self._residents.append(loaded)
         self._count_loading(loaded)
         self._free_bytes -= job.host_bytes
         self._parts.clear()
 
-    def _device_for(self, job: Job) -> str | None:
-        """The device with the fewest resident jobs, of those the one with the least work ahead.
+    def _devices_for(self, job: Job) -> tuple[str, ...] | None:
+        """The devices with the fewest resident jobs, of those the ones with the least work ahead, in the node's order.
 
         None where the processes of the jobs that share a device would leave the largest of them too little memory for
-        its turn.
+        its turn, on so many devices that not enough are left.
         """
-        load = {name: (0, 0.0, name, job.device_bytes) for name in self._node.devices if kind_of(name) == job.device}
+        places = self._places
+        load = {name: (0, 0.0, name, job.device_bytes) for name in self._names[job.device]}
         for one in self._residents:
-            if one.device in load:
-                num, work_s, name, most_bytes = load[one.device]
-                work_s += math.inf if one.remaining_s is None else one.remaining_s
-                load[name] = (num + 1, work_s, name, max(most_bytes, one.device_bytes))
+            for device in one.devices:
+                if device in load:
+                    num, work_s, name, most_bytes = load[device]
+                    work_s += math.inf if one.remaining_s is None else one.remaining_s
+                    load[name] = (num + 1, work_s, name, max(most_bytes, one.device_bytes))
         process_bytes = 0 if job.device == "host" else self._node.process_bytes
         sizes = self._node.devices
         fits = [one for one in load.values() if one[3] + one[0] * process_bytes <= sizes[one[2]]]
-        return min(fits)[2] if fits else None
+        if len(fits) < job.num_devices:
+            return None
+        if job.num_devices == len(fits):
+            return tuple(name for _, _, name, _ in fits)
+        chosen = sorted(fits, key=lambda one: (one[0], one[1], places[one[2]]))[: job.num_devices]
+        return tuple(sorted((name for _, _, name, _ in chosen), key=places.__getitem__))
 
     def _why_not_loading(self, job: Job) -> str:
         """Return why a job for which there is room is not loaded now: as many as may be at a time are being loaded."""
@@ -345,14 +369,17 @@ class _Round:
         return True
 
     def _part_of(self, job: Job) -> float:
-        """The share of its device that the job has among the resident ones."""
-        device = self._device_for(job)
-        if device is None:
+        """The share of its devices that the job has among the resident ones: the smallest of them."""
+        devices = self._devices_for(job)
+        if devices is None:
             return 0.0
-        key = (job.project, job.user, job.priority, device)
+        key = (job.project, job.user, job.priority, devices)
         if key not in self._parts:
-            jobs = [one for one in self._residents if one.device == device and not one.is_stopping]
-            self._parts[key] = steady_shares([*jobs, job], self._shares)[job.job_id]
+            of_devices = []
+            for device in devices:
+                jobs = [one for one in self._residents if device in one.devices and not one.is_stopping]
+                of_devices.append(steady_shares([*jobs, job], self._shares)[job.job_id])
+            self._parts[key] = min(of_devices)
         return self._parts[key]
 
     def _givers(self, job: Job) -> list[Resident]:

@@ -4,7 +4,7 @@ jobs."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -77,12 +77,9 @@ def outlooks(
     estimates = simulation.run()
     decision = decide(waiting, residents, node, shares, rules, now_s, held, ends=simulation.released_s)
     why = {job.job_id: decision.why.get(job.job_id, "starts now") for job in waiting}
-    parts: dict[str, float] = {}
-    for device in sorted({one.device for one in residents}):
-        jobs = [one for one in residents if one.device == device and not one.is_stopping]
-        of_device = steady_shares(jobs, shares)
-        parts |= of_device
-        why |= {one.job_id: _why_resident(one, jobs, of_device, node) for one in jobs}
+    present = [one for one in residents if not one.is_stopping]
+    parts = _parts(present, shares)
+    why |= {one.job_id: _why_resident(one, _beside(one, present), parts[one.job_id], node) for one in present}
     why |= dict.fromkeys(
         decision.displace,
         "its user is above the share: it is checkpointed, unloaded and queued again to make room",
@@ -115,14 +112,28 @@ def _pause_text(estimate: Estimate, node: Node, now_s: float) -> str:
     return f"; paused from {span_text(window.start_s, window.end_s, now_s)}{message}"
 
 
-def _why_resident(job: Resident, jobs: Sequence[Resident], parts: Mapping[str, float], node: Node) -> str:
-    kind = kind_of(job.device)
+def _beside(job: Resident, jobs: Sequence[Resident]) -> list[Resident]:
+    """The jobs that share a device with the job, itself among them."""
+    return [one for one in jobs if not set(job.devices).isdisjoint(one.devices)]
+
+
+def _parts(jobs: Sequence[Resident], shares: Shares) -> dict[str, float]:
+    """The share of its devices that each job has, by id; of several devices the smallest share, as it runs on all or
+    on none."""
+    parts: dict[str, float] = {}
+    for device in {device for one in jobs for device in one.devices}:
+        of_device = steady_shares([one for one in jobs if device in one.devices], shares)
+        parts |= {job_id: min(part, parts.get(job_id, part)) for job_id, part in of_device.items()}
+    return parts
+
+
+def _why_resident(job: Resident, jobs: Sequence[Resident], part: float, node: Node) -> str:
+    kind = job.device
     is_one_of_many = sum(kind_of(name) == kind for name in node.devices) > 1
-    device = job.device if is_one_of_many else {"cuda": "the GPU"}.get(kind, f"the {kind} device")
+    device = " and ".join(job.devices) if is_one_of_many else {"cuda": "the GPU"}.get(kind, f"the {kind} device")
     if len(jobs) == 1:
         return f"resident, the only job on {device}"
     text = f"resident, {len(jobs)} jobs share {device}"
-    part = parts[job.job_id]
     if part > 0:
         share = Fraction(part).limit_denominator(12)
         return f"{text}{ITS_SHARE}{share if abs(share - part) < 1e-6 else format(part, '.0%')}"
@@ -155,7 +166,8 @@ class _Simulation:
         self._residents = {one.job_id: one for one in residents}
         self._starts_s = {one.job_id: one.resident_since_s for one in residents}
         self._ends_s: dict[str, float] = {}
-        # By device: the job that has the turn, since when, and the event that ends it.
+        # By device: the job that has the turn, since when, and the event that ends it; 0 while the job waits for
+        # another of its devices.
         self._turns: dict[str, tuple[str, float, int] | None] = dict.fromkeys(node.devices)
         self._events: list[tuple[float, int, str, str]] = []
         self._num_events = 0
@@ -222,7 +234,8 @@ class _Simulation:
         if one.is_loading and self._waiting and self._bounds_loading:
             self._decide()
         else:
-            self._grant_if_idle(one.device)
+            for device in one.devices:
+                self._grant_if_idle(device)
 
     def _check(self) -> None:
         """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits
@@ -242,7 +255,7 @@ class _Simulation:
                 self._displace(one.job_id)
 
     def _displace(self, job_id: str) -> None:
-        self._stop_turn(self._residents[job_id].device, job_id)
+        self._stop_turn(job_id)
         one = self._residents[job_id] = replace(self._residents[job_id], is_stopping=True)
         self._at(self._time_s + (one.unload_s or 0.0) / 2, "free", job_id)
 
@@ -253,14 +266,13 @@ class _Simulation:
             decision = decide(
                 waiting, residents, self._node, self._shares, self._rules, self._time_s, self._held, explain=False
             )
-            for job_id, device in decision.start:
-                one = self._residents[job_id] = as_resident(self._waiting.pop(job_id), device, self._time_s)
+            for job_id, devices in decision.start:
+                one = self._residents[job_id] = as_resident(self._waiting.pop(job_id), devices, self._time_s)
                 self._await_ready(one)
                 self._starts_s.setdefault(job_id, self._time_s)
                 if job_id not in self.first_shares:
-                    beside = [other for other in self._residents.values() if other.device == device]
-                    parts = steady_shares([other for other in beside if not other.is_stopping], self._shares)
-                    self.first_shares[job_id] = parts[job_id]
+                    present = [other for other in self._residents.values() if not other.is_stopping]
+                    self.first_shares[job_id] = _parts(_beside(one, present), self._shares)[job_id]
             for job_id in decision.displace:
                 self._displace(job_id)
         for device in self._turns:
@@ -271,41 +283,74 @@ class _Simulation:
             self._grant(device)
 
     def _grant(self, device: str) -> None:
+        """Gives an idle device to its next job. One that needs more devices keeps it until it has all of them."""
         slice_s = max(self._rules.time_slice_s, TURN_PART * (self._time_s - self._began_s))
-        jobs = [
+        ready = self._ready(device)
+        # Kept idle only for a job that is next on the devices that it does not have yet, where others want it.
+        jobs = [one for one in ready if self._is_due(one, device)] or ready
+        chosen = next_turn(jobs, self._shares, self._time_s, rules=replace(self._rules, time_slice_s=slice_s))
+        if chosen is None:
+            return
+        one = self._residents[chosen.job_id]
+        self._turns[device] = (one.job_id, self._time_s, 0)
+        if device != one.devices[-1]:
+            self._grant_if_idle(one.devices[one.devices.index(device) + 1])
+            return
+        used_s = slice_s if one.remaining_s is None else min(slice_s, one.remaining_s)
+        number = self._at(self._time_s + used_s, "turn", device)
+        self._turns |= dict.fromkeys(one.devices, (one.job_id, self._time_s, number))
+
+    def _ready(self, device: str) -> list[Resident]:
+        """The jobs that want the device now: those that have all of their devices before it."""
+        return [
             one
             for one in self._residents.values()
-            if one.device == device and not one.is_stopping and one.ready_s <= self._time_s
+            if device in one.devices
+            and not one.is_stopping
+            and one.ready_s <= self._time_s
+            and all(self._has(one, before) for before in one.devices[: one.devices.index(device)])
         ]
-        chosen = next_turn(jobs, self._shares, self._time_s, rules=replace(self._rules, time_slice_s=slice_s))
-        if chosen is not None:
-            used_s = slice_s if chosen.remaining_s is None else min(slice_s, chosen.remaining_s)
-            number = self._at(self._time_s + used_s, "turn", device)
-            self._turns[device] = (chosen.job_id, self._time_s, number)
 
-    def _stop_turn(self, device: str, job_id: str) -> None:
-        """Ends the job's turn on the device, if it has it."""
-        turn = self._turns.get(device)
-        if turn is not None and turn[0] == job_id:
-            one, used_s = self._residents[job_id], self._time_s - turn[1]
-            self._shares.charge(one.project, one.user, used_s, self._time_s)
+    def _has(self, one: Resident, device: str) -> bool:
+        turn = self._turns[device]
+        return turn is not None and turn[0] == one.job_id
+
+    def _is_due(self, one: Resident, device: str) -> bool:
+        """Whether the job would be next on all of its devices after this one."""
+        for later in one.devices[one.devices.index(device) + 1 :]:
+            turn, ready = self._turns[later], self._ready(later)
+            holder = [replace(self._residents[turn[0]], since_s=self._time_s)] if turn else []
+            rivals = [other for other in ready if not turn or other.job_id != turn[0]]
+            if next_turn([*holder, *rivals, one], self._shares, self._time_s, rules=self._rules) is not one:
+                return False
+        return True
+
+    def _stop_turn(self, job_id: str) -> None:
+        """Ends the job's turn on its devices, if it has it, and charges it for each of them."""
+        one = self._residents[job_id]
+        had = [device for device in one.devices if self._has(one, device)]
+        turn = self._turns[had[0]] if had else None
+        if turn is not None and turn[2]:
+            used_s = self._time_s - turn[1]
+            self._shares.charge(one.project, one.user, used_s * len(one.devices), self._time_s)
             remaining_s = None if one.remaining_s is None else max(0.0, one.remaining_s - used_s)
             self._residents[job_id] = replace(one, since_s=self._time_s, remaining_s=remaining_s)
-            self._turns[device] = None
+        self._turns |= dict.fromkeys(had)
 
     def _end_turn(self, device: str, number: int) -> None:
         turn = self._turns[device]
         if turn is None or turn[2] != number:
             return  # the job was displaced in that turn
         job_id = turn[0]
-        self._stop_turn(device, job_id)
-        remaining_s = self._residents[job_id].remaining_s
-        if remaining_s is not None and remaining_s < LEAST_REMAINING_S:
+        self._stop_turn(job_id)
+        one = self._residents[job_id]
+        if one.remaining_s is not None and one.remaining_s < LEAST_REMAINING_S:
             self._ends_s[job_id] = self._time_s
             self._release(job_id)
             self._decide()
         else:
-            self._grant(device)
+            for freed in one.devices:
+                self._grant_if_idle(freed)
 
     def _free(self, job_id: str) -> None:
         """A stopping job's memory is free; one that was displaced waits again."""

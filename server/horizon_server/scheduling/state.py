@@ -11,9 +11,9 @@ class Job:
     """A job that waits or is resident.
 
     `since_s` is when it began to wait: for memory since it was queued, for the device since it last gave it back.
-    `order` is its place in the queue, the smaller the older. `device` is the kind that it needs while it waits (host or
-    cuda), and the one it is on once it is resident (host, cuda:0). `remaining_s` are the device seconds that it still
-    needs by prediction, None where unknown.
+    `order` is its place in the queue, the smaller the older. `device` is the kind that it needs (host or cuda), and
+    `num_devices` how many of them. `device_bytes` is what it needs on each. `remaining_s` are the seconds that it still
+    needs with all its devices by prediction, None where unknown.
     """
 
     job_id: str
@@ -25,6 +25,7 @@ class Job:
     device: str
     host_bytes: int
     device_bytes: int
+    num_devices: int = 1
     remaining_s: float | None = None
     unload_s: float | None = None
     """The measured cost of taking the job's model out of host memory and loading it again, None where unknown."""
@@ -34,8 +35,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Resident(Job):
-    """A job whose model is in host memory."""
+    """A job whose model is in host memory, on `devices`: their names (host, or cuda:0 and cuda:1), in the node's
+    order."""
 
+    devices: tuple[str, ...]
     resident_since_s: float
     ready_s: float = 0.0
     """When it takes turns; while it is being loaded, when it is expected to."""
@@ -61,7 +64,8 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What there is to share. `devices` is each device's usable memory by name: host, or cuda:0, cuda:1, ..."""
+    """What there is to share. `devices` is each device's usable memory by name: host, or host:0, host:1, ..., and
+    cuda:0, cuda:1, ..."""
 
     host_bytes: int
     devices: Mapping[str, int]
@@ -105,8 +109,8 @@ class Rules:
 class Decision:
     """What is to be done now, and why the rest waits."""
 
-    start: tuple[tuple[str, str], ...] = ()
-    """Jobs to load, each with the device that it gets, in this order."""
+    start: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Jobs to load, each with the devices that it gets, in this order."""
     displace: tuple[str, ...] = ()
     """Resident jobs to checkpoint, unload and queue again."""
     why: Mapping[str, str] = field(default_factory=dict)

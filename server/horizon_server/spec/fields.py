@@ -18,6 +18,8 @@ MAX_STEPS = 100_000_000
 MAX_EXPRESSIONS = 64
 MAX_EXPRESSION_CHARS = 256
 MAX_LR_SCALE = 1000
+MAX_LANES = 64
+"""Of a step; each device computes one at least."""
 
 Name = Annotated[str, Field(pattern=f"^{NAME}$", json_schema_extra={RULE: NAME_RULE})]
 

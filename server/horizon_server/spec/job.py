@@ -13,6 +13,7 @@ from horizon_formats.trackers.known import TRACKERS
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import (
+    MAX_LANES,
     MAX_STEPS,
     NAME,
     NAME_RULE,
@@ -157,6 +158,13 @@ class JobSpec(Section):
         default="auto",
         description="Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and "
         "with train.compute_dtype: float32. It is decided when the job is submitted.",
+    )
+    gpus: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_LANES,
+        description="Devices of the node that compute the job together: GPUs, or what host_devices divides the "
+        "processors into. A user is charged for each of them.",
     )
     eval_fraction: float = Field(
         default=0.0,

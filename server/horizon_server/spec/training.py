@@ -14,6 +14,7 @@ from horizon_server.recipe import LrSchedule, Matmul, Recipe
 from horizon_server.spec.fields import (
     MAX_EXPRESSION_CHARS,
     MAX_EXPRESSIONS,
+    MAX_LANES,
     MAX_LR_SCALE,
     MAX_STEPS,
     Section,
@@ -28,6 +29,8 @@ from horizon_server.spec.lora import LoraSpec
 from horizon_server.spec.words import RULE
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+_LANES_RULE = f"a power of two from 1 to {MAX_LANES}"
+Lanes = Annotated[int, Field(ge=1, le=MAX_LANES, json_schema_extra={RULE: _LANES_RULE})]
 EVERYTHING = ("all",)
 """`train.trainable` of a job that trains every parameter."""
 LORA = ("lora",)
@@ -168,6 +171,13 @@ class TrainSpec(Section):
         "it.",
     )
 
+    lanes: Lanes | None = Field(
+        default=None,
+        description="Parts that each step is divided into, whose gradients are summed by themselves and then in a "
+        "balanced tree: the result depends on lanes, not on gpus. A power of two, at least gpus. Null means 8 with "
+        "several gpus, else 1.",
+    )
+
     trainable: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)], ...], list_as_tuple, text_as_list
     ] = Field(
@@ -239,6 +249,13 @@ class TrainSpec(Section):
                 f"{' or '.join(users)}"
             )
         return share
+
+    @field_validator("lanes")
+    @classmethod
+    def _in_a_balanced_tree(cls, lanes: int | None) -> int | None:
+        if lanes is not None and lanes.bit_count() != 1:
+            raise ValueError(f"is {lanes}; it must be {_LANES_RULE}, or null")
+        return lanes
 
     @field_validator("lr_groups")
     @classmethod

@@ -112,7 +112,8 @@ class Metrics:
         if shown and isinstance(payload, EvalDone):
             self._show_sets(job, payload)
         if isinstance(payload, StepDone | EvalDone):
-            gpu_s = 0.0 if device == "host" else max(0.0, payload.duration_s)
+            num_gpus = 0 if job.plan is None or job.plan.is_on_host else len(job.plan.devices)
+            gpu_s = num_gpus * max(0.0, payload.duration_s)
             self._series("horizon_gpu_seconds_total", project=project, user=job.owner).inc(gpu_s)
         if shown and isinstance(payload, StepDone):
             self._show_step(job, payload)
@@ -441,7 +442,8 @@ class Metrics:
 
 
 def _device_of(job: JobRecord) -> str:
-    """Return the `device` label of a job: host, or cuda:N. A plan that says cuda without a number means the first."""
+    """Return the `device` label of a job: host or host:N, or cuda:N, of several devices with commas between. A plan
+    that says cuda without a number means the first."""
     device = job.plan.device if job.plan else "host"
     return "cuda:0" if device == "cuda" else device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horizon_server import cpu_priority, progress
@@ -19,26 +19,28 @@ _LOCK_POLL_S = 0.005
 
 
 class DeviceLock:
-    """Held while this worker uses its device. It decides between workers while no daemon does, and a new daemon finds
+    """Held while this worker uses its devices. It decides between workers while no daemon does, and a new daemon finds
     them as they are."""
 
-    def __init__(self, file: Path | None) -> None:
-        """Without a file, nothing else uses the device."""
-        self._descriptor = None if file is None else os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, files: Sequence[Path]) -> None:
+        """One file for each device, in the order of the node; without any, nothing else uses them."""
+        self._descriptors = [os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for file in files]
 
     def take(self) -> bool:
-        """Take it, or return False where another worker has it."""
-        if self._descriptor is not None:
+        """Take all of them, or return False where another worker has one."""
+        for place, descriptor in enumerate(self._descriptors):
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                for taken in self._descriptors[:place]:
+                    fcntl.flock(taken, fcntl.LOCK_UN)
                 return False
         return True
 
     def give_back(self) -> None:
-        """Let the next worker have it."""
-        if self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        """Let the next worker have them."""
+        for descriptor in self._descriptors:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 class DeviceTurn:
@@ -59,11 +61,11 @@ class DeviceTurn:
         shared: bool,
         deadline_s: float | None,
         release: Callable[[], None],
-        lock: Path | None = None,
+        locks: Sequence[Path] = (),
         is_host: bool = True,
     ) -> None:
-        """`release` frees the memory on the device until its next use; `deadline_s` (Unix) ends every wait; `lock` is
-        the device's file."""
+        """`release` frees the memory on the device until its next use; `deadline_s` (Unix) ends every wait; `locks` are
+        the files of its devices."""
         self._orders, self._events, self._shared = orders, events, shared
         self._deadline_s, self._release = deadline_s, release
         # From asking for a turn until it is given back, or no longer wanted.
@@ -71,7 +73,7 @@ class DeviceTurn:
         self._began_s = 0.0
         self._holds_memory, self._is_host = False, is_host
         self._is_restored = False
-        self._lock = DeviceLock(lock)
+        self._lock = DeviceLock(locks)
 
     def take(self) -> bool:
         """Have the device, after a wait where another job has it. False: an order or the deadline ended the wait."""

@@ -75,7 +75,7 @@ class Training:
             shared=request.turns,
             deadline_s=request.limits.deadline_s,
             release=self._release_device,
-            lock=request.device_lock,
+            locks=request.device_locks,
             is_host=self._execution.device_kind == "host",
         )
         self._made_trainer: Trainer | None = None

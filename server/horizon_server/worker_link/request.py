@@ -55,8 +55,8 @@ class WorkerRequest:
     yields_processors: bool = False
     """Whether other jobs share the device already: while this one is loaded, they come first on the processors. Alone,
     it has only programs beside it that are none of the daemon's, and would wait behind these."""
-    device_lock: Path | None = None
-    """Locked by the worker that uses the device."""
+    device_locks: tuple[Path, ...] = ()
+    """One of each device, in the node's order, locked by the worker that uses it."""
     limits: RunLimits = RunLimits()
 
     def model_digest(self) -> str:

@@ -35,7 +35,7 @@ from horizon_server.events import (
     TurnWanted,
 )
 from horizon_server.records.job import StopRequest
-from horizon_server.worker.device_turn import DeviceTurn
+from horizon_server.worker.device_turn import DeviceLock, DeviceTurn
 from horizon_server.worker.ending import Outcome
 from horizon_server.worker_link.orders import RELEASE, TURN, YIELD
 
@@ -61,6 +61,25 @@ def test_without_turns_nothing_waits_and_nothing_is_said() -> None:
     turn.boundary()
     turn.give_back(release=True)
     assert (daemon.lines, freed) == ([], [])
+
+
+def test_a_worker_locks_all_its_devices_or_none(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / f"host:{index}.lock" for index in range(3))
+    joint, single, other = DeviceLock((first, second)), DeviceLock((second,)), DeviceLock((first, third))
+    assert DeviceLock(()).take()
+    assert single.take()
+    assert not joint.take()
+    # It has left the one that was free to others.
+    assert other.take()
+    other.give_back()
+    single.give_back()
+    assert joint.take()
+    assert joint.take(), "it has them already"
+    assert not single.take()
+    assert not other.take()
+    assert DeviceLock((third,)).take()
+    joint.give_back()
+    assert single.take()
 
 
 def test_a_priority_that_could_not_be_restored_is_restored_at_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ _train = st.fixed_dictionaries(
         "compute_dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
         "compile": st.sampled_from(["auto", "on", "off"]),
         "matmul": st.sampled_from(["bf16", "fp8"]),
+        "lanes": st.integers(1, 64),
     },
 )
 _checkpoint = st.fixed_dictionaries(
@@ -72,6 +73,7 @@ _specs = st.fixed_dictionaries(
         "checkpoint": _checkpoint,
         "priority": st.integers(-(2**31), 2**31 - 1),
         "device": st.sampled_from(["auto", "cuda", "host"]),
+        "gpus": st.integers(1, 64),
         "eval_fraction": _doubles,
         "report_to": st.lists(_names, min_size=1, max_size=3),
         "eval": st.fixed_dictionaries(
@@ -108,6 +110,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "packing": "true",
             "learning_rate": 0.5,
             "lr_schedule": "linear",
+            "lanes": 8,
             "warmup_steps": 6,
             "weight_decay": 0.7,
             "betas": [0.8, 0.9],
@@ -140,6 +143,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
         "priority": 15,
         "device": "host",
+        "gpus": 2,
         "eval_fraction": 0.25,
         "eval": {
             "patience": 3,

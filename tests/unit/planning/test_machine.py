@@ -152,14 +152,15 @@ async def test_a_gpu_that_cannot_be_used_is_refused_with_those_that_can(
         await usable(tmp_path, monkeypatch, ["22-aa", "00-aa"], wanted)
 
 
-def test_a_worker_on_a_gpu_sees_that_one_and_allocates_without_gaps() -> None:
+def test_a_worker_on_gpus_sees_those_in_its_order_and_allocates_without_gaps() -> None:
     own = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
-    made = worker_environment(own, "cuda", GPUS[1])
+    made = worker_environment(own, "cuda", GPUS[1:2])
     assert made == {**own, "CUDA_VISIBLE_DEVICES": "GPU-11-aa", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert worker_environment(own, "host", GPUS[1]) == own
+    assert worker_environment(own, "cuda", (GPUS[2], GPUS[0]))["CUDA_VISIBLE_DEVICES"] == "GPU-22-aa,GPU-00-aa"
+    assert worker_environment(own, "host", GPUS[1:2]) == own
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         chosen = {name: "max_split_size_mb:64"}
-        assert worker_environment(chosen, "cuda", None) == chosen
+        assert worker_environment(chosen, "cuda") == chosen
 
 
 async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

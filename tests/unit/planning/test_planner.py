@@ -57,9 +57,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec_of(*, device: str = "auto", **train: Any) -> JobSpec:
+def spec_of(*, device: str = "auto", gpus: int = 1, **train: Any) -> JobSpec:
     return parse_job_spec(
         {
+            "gpus": gpus,
             "name": "j",
             "model": "m",
             "dataset": "d",
@@ -77,17 +78,24 @@ def worker_memory(
     arena_bytes: int = GIB,
     rates: RatesByDevice | None = None,
     has_bf16: bool = True,
-    gpu: Accelerator | None = None,
+    gpus: tuple[Accelerator, ...] = (),
+    num_threads: int = 1,
+    host_devices: int = 1,
 ) -> Plan:
     planner = Planner(
-        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=arena_bytes, numa_interleave=False),
+        load_settings(
+            host_memory_reserve_bytes=0,
+            device_arena_bytes=arena_bytes,
+            numa_interleave=False,
+            host_devices=host_devices,
+        ),
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
-        num_threads=1,
+        num_threads=num_threads,
         accelerators=accelerators,
         rates=lambda: rates or {},
         has_bf16=has_bf16,
     )
-    return planner.plan_to_start(spec, folder, gpu=gpu)
+    return planner.plan_to_start(spec, folder, gpus=gpus)
 
 
 def bytes_per_parameter(memory: Plan) -> float:
@@ -264,8 +272,63 @@ def test_the_device_limit_is_that_of_the_gpu_that_the_job_is_given_and_else_of_t
     for accelerators in ((small, H100), (H100, small)):
         memory = worker_memory(folder, spec_of(device="cuda"), accelerators=accelerators)
         assert memory.device_limit_bytes > 70 * GIB
-    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small), gpu=small)
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small), gpus=(small,))
     assert 20 * GIB < memory.device_limit_bytes < 23 * GIB
+
+
+def test_a_job_of_several_gpus_has_the_limit_of_the_smallest_and_the_names_of_all(folder: Path) -> None:
+    large, small = (Gpu(index=i, name="g", memory_bytes=size * GIB, uuid=f"GPU-{i}") for i, size in enumerate((80, 24)))
+    spec = spec_of(device="cuda", gpus=2)
+    execution = worker_memory(folder, spec, accelerators=(small, large), gpus=(large, small)).execution
+    assert (execution.num_ranks, execution.lanes, execution.gpu) == (2, 8, "GPU-0,GPU-1")
+    assert 20 * GIB < execution.device_limit_bytes < 23 * GIB
+    # Before it is known which they are: the largest ones.
+    third = dataclasses.replace(small, index=2, memory_bytes=40 * GIB)
+    execution = worker_memory(folder, spec, accelerators=(small, large, third)).execution
+    assert execution.gpu == ""
+    assert 36 * GIB < execution.device_limit_bytes < 39 * GIB
+
+
+def test_a_rank_of_a_host_job_has_its_part_of_the_processors(folder: Path) -> None:
+    for num_threads, host_devices, wanted in ((7, 1, 7), (7, 2, 3), (2, 4, 1)):
+        execution = worker_memory(folder, spec_of(), num_threads=num_threads, host_devices=host_devices).execution
+        assert (execution.num_ranks, execution.num_threads, execution.optimizer_threads) == (1, wanted, wanted)
+    on_gpu = worker_memory(folder, spec_of(), accelerators=(H100,), num_threads=8, host_devices=2).execution
+    assert on_gpu.num_threads == 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lanes", "wanted"), [(1, None, 1), (1, 4, 4), (2, None, 8), (8, None, 8), (9, None, 16), (4, 4, 4)]
+)
+def test_the_lanes_of_a_step_are_those_of_the_spec_and_else_enough_for_all_devices(
+    folder: Path, gpus: int, lanes: int | None, wanted: int
+) -> None:
+    spec = spec_of(gpus=gpus, lanes=lanes)
+    assert worker_memory(folder, spec, host_devices=16).execution.lanes == wanted
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "host_devices", "gpus", "lanes", "field", "message"),
+    [
+        ((H100,), 1, 4, None, "gpus", "gpus is 4 and this node has 1 GPU that a worker's torch can use; use gpus: 1"),
+        ((H100, H100), 8, 4, None, "gpus", "gpus is 4 and this node has 2 GPUs .*; use gpus: 2$"),
+        ((), 1, 2, None, "gpus", "gpus is 2 and this node's processors are one device; use gpus: 1, or ask an admin"),
+        ((), 2, 3, None, "gpus", "gpus is 3 and this node's processors are divided into 2 devices; use gpus: 2, or"),
+        ((), 8, 5, 4, "train.lanes", "train.lanes is 4 and gpus is 5, .*; use train.lanes: 8 or gpus: 4"),
+    ],
+)
+def test_more_devices_than_the_node_or_the_step_has_are_refused_with_what_would_fit(
+    folder: Path,
+    accelerators: tuple[Accelerator, ...],
+    host_devices: int,
+    gpus: int,
+    lanes: int | None,
+    field: str,
+    message: str,
+) -> None:
+    with pytest.raises(InvalidSpec, match=message) as caught:
+        worker_memory(folder, spec_of(gpus=gpus, lanes=lanes), accelerators=accelerators, host_devices=host_devices)
+    assert [violation.field for violation in caught.value.violations] == [field]
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.sharing_parts import GIB, HOUR, NODE, NOW, RULES, job, no_quota, resident, shares
 
-from horizon_server.scheduling.admission import QuotaCheck, as_resident, as_waiting, decide
+from horizon_server.scheduling.admission import QuotaCheck, as_resident, as_waiting, decide, kind_of, predicted_ends
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
 
@@ -33,7 +33,7 @@ def started(decision: Decision) -> list[str]:
 def test_as_many_jobs_are_loaded_as_fit() -> None:
     decision = decided([job(f"j{i}", order=i, host_gib=30) for i in range(5)])
 
-    assert decision.start == (("j0", "host"), ("j1", "host"), ("j2", "host"))
+    assert decision.start == (("j0", ("host",)), ("j1", ("host",)), ("j2", ("host",)))
     assert set(decision.why) == {"j3", "j4"}
 
 
@@ -89,7 +89,7 @@ def test_the_least_loaded_device_of_the_kind_is_chosen() -> None:
 
     decision = decided([small, big, tied, job("h", order=4)], [on_1], node=node)
 
-    assert decision.start == (("a", "cuda:0"), ("b", "cuda:1"), ("c", "cuda:0"), ("h", "host"))
+    assert decision.start == (("a", ("cuda:0",)), ("b", ("cuda:1",)), ("c", ("cuda:0",)), ("h", ("host",)))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ class TestDisplacement:
             decision = decided([again, big], [self.of_bob], self.use)
 
             assert started(decision) == ["big"]
-            loaded = as_resident(dataclasses.replace(big, unload_s=1.0), "host", NOW)
+            loaded = as_resident(dataclasses.replace(big, unload_s=1.0), ("host",), NOW)
             # Nor does it displace that one in its turn, before the residence is over.
             use = shares({"ann": 1.0, "bob": 10.0, "eve": 40.0})
             later = decide([again], [loaded, self.of_bob], NODE, use, RULES, NOW + 3.9 * HOUR, no_quota)
@@ -437,3 +437,66 @@ def test_the_bound_of_loading_displaces_nobody_and_keeps_no_memory() -> None:
 
 def test_without_a_rule_all_are_loaded() -> None:
     assert len(started(decided([job(f"j{i}", order=i, host_gib=1) for i in range(30)]))) == 30
+
+
+SEVERAL_GPUS = Node(
+    host_bytes=500 * GIB, devices={"host": 0, "cuda:0": 20 * GIB, "cuda:1": 40 * GIB, "cuda:2": 40 * GIB}
+)
+
+
+def test_a_job_of_several_devices_gets_those_with_the_fewest_jobs_in_the_nodes_order() -> None:
+    pair = job("p", device="cuda", num_devices=2, device_bytes=GIB)
+    residents = [resident("r", device="cuda:1"), resident("s", "bob", devices=("cuda:0", "cuda:1"))]
+
+    assert decided([pair], node=SEVERAL_GPUS).start == (("p", ("cuda:0", "cuda:1")),)
+    assert decided([pair], residents, node=SEVERAL_GPUS).start == (("p", ("cuda:0", "cuda:2")),)
+    large = dataclasses.replace(pair, device_bytes=30 * GIB)
+    assert decided([large], residents, node=SEVERAL_GPUS).start == (("p", ("cuda:1", "cuda:2")),)
+    divided = Node(host_bytes=500 * GIB, devices={f"host:{index}": 0 for index in range(12)})
+    wide = job("w", num_devices=12)
+    assert decided([wide], node=divided).start == (("w", tuple(f"host:{index}" for index in range(12))),)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_devices": 4}, "cannot start: it needs 4 cuda devices and the node has: cuda:0, cuda:1, cuda:2"),
+        (
+            {"num_devices": 3, "device_bytes": 30 * GIB},
+            "cannot start: it needs 30.00 GiB of device memory on each of its devices and 20.00 GiB are available",
+        ),
+        ({"num_devices": 2, "device": "host"}, "cannot start: it needs 2 host devices and the node has: host"),
+    ],
+)
+def test_a_job_of_more_devices_than_there_are_can_never_start(values: dict[str, Any], message: str) -> None:
+    decision = decided([job("a", **{"device": "cuda", **values}), job("b", order=1)], node=SEVERAL_GPUS)
+
+    assert decision.why == {"a": message}
+    assert started(decision) == ["b"]
+
+
+def test_a_job_of_several_devices_waits_where_processes_leave_too_few_of_them_enough_memory() -> None:
+    node = dataclasses.replace(SEVERAL_GPUS, process_bytes=GIB)
+    full = [resident(f"r{index}", device=f"cuda:{index}", device_bytes=40 * GIB) for index in (1, 2)]
+    decision = decided([job("p", device="cuda", num_devices=2, device_bytes=GIB)], full, node=node)
+
+    assert decision.start == ()
+    assert decision.why["p"].startswith("waiting for device memory")
+
+
+def test_a_job_of_several_devices_ends_when_it_would_on_the_busiest_and_its_share_is_the_smallest() -> None:
+    pair = resident("p", "ann", devices=("cuda:0", "cuda:1"), remaining_s=100.0)
+    other = resident("o", "bob", device="cuda:1", remaining_s=1000.0)
+
+    ends = predicted_ends([pair, other], shares(), NOW)
+    assert ends == {"p": NOW + 200.0, "o": NOW + 1100.0}
+    endless = resident("p", "ann", devices=("cuda:0", "cuda:1"), remaining_s=100.0, priority=-1)
+    first = resident("f", "ann", device="cuda:1")
+    assert predicted_ends([endless, first], shares(), NOW) == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [("host", "host"), ("host:0", "host"), ("cuda:0", "cuda"), ("host:0,host:1", "host")]
+)
+def test_the_kind_of_a_device_is_what_is_before_its_number(device: str, kind: str) -> None:
+    assert kind_of(device) == kind

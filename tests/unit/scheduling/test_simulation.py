@@ -308,3 +308,59 @@ def test_many_short_jobs_of_one_user_are_estimated_in_no_time() -> None:
     estimates = simulate(jobs, [resident("a", remaining_s=1e5)], NODE, shares(), rules, NOW, no_quota)
     assert all(one.end_s is not None for one in estimates.values())
     assert time.process_time() - began_s < 20
+
+
+TWO = Node(host_bytes=100 * GIB, devices={"host:0": 0, "host:1": 0})
+
+
+def test_a_job_of_two_devices_and_one_on_each_end_as_their_use_of_both_says() -> None:
+    pair = resident("pair", "ann", devices=("host:0", "host:1"), remaining_s=600.0)
+    singles = [resident(f"s{index}", f"u{index}", device=f"host:{index}", remaining_s=600.0) for index in range(2)]
+
+    assert times(simulated([], [pair], node=TWO)["pair"]) == pytest.approx((0, 600))
+    estimates = simulated([], [pair, *singles], node=TWO)
+    # It is charged for both devices, and so has a third of the time.
+    assert times(estimates["pair"]) == pytest.approx((0, 1200), abs=130)
+    for name in ("s0", "s1"):
+        assert times(estimates[name]) == pytest.approx((0, 900), abs=130)
+
+
+def test_where_a_job_of_two_devices_stands_is_said_of_both() -> None:
+    pair = resident("pair", "ann", devices=("host:0", "host:1"), remaining_s=600.0)
+    single = resident("single", "bob", device="host:1", remaining_s=600.0)
+    found = outlooks([], [pair, single], TWO, shares(), RULES, NOW, no_quota)
+
+    assert found["pair"].why == "resident, 2 jobs share host:0 and host:1, its share 1/2"
+    assert found["single"].why == "resident, 2 jobs share host:1, its share 1/2"
+    assert found["pair"].share == found["single"].share == 0.5
+    alone = outlooks([], [pair], TWO, shares(), RULES, NOW, no_quota)
+    assert alone["pair"].why == "resident, the only job on host:0 and host:1"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_jobs_of_any_number_of_devices_all_end_and_none_before_it_can(seed: int) -> None:
+    random = Random(seed)
+    num_devices = random.randint(2, 4)
+    node = Node(host_bytes=60 * GIB, devices={f"host:{index}": 0 for index in range(num_devices)})
+    waiting = [
+        job(
+            f"j{index}",
+            f"u{random.randint(0, 3)}",
+            order=index,
+            priority=random.choice([0, 0, 5]),
+            num_devices=random.randint(1, num_devices),
+            remaining_s=random.uniform(10.0, 5000.0),
+            load_s=random.choice([0.0, 30.0]),
+            unload_s=1.0,
+        )
+        for index in range(12)
+    ]
+    estimates = simulated(waiting, node=node, use=shares({"u0": random.uniform(0.0, 3.0)}))
+    total_s = sum((one.remaining_s or 0.0) + one.load_s for one in waiting)
+    for one in waiting:
+        start_s, end_s = times(estimates[one.job_id])
+        assert one.remaining_s is not None
+        assert start_s + one.load_s + one.remaining_s <= end_s + 1e-3
+        assert end_s <= 1.5 * total_s
+    work_s = sum((one.remaining_s or 0.0) * one.num_devices for one in waiting)
+    assert max(times(one)[1] for one in estimates.values()) >= work_s / num_devices - 1e-3

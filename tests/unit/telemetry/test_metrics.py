@@ -159,7 +159,10 @@ def test_without_transfers_nothing_is_exposed(metrics: Metrics) -> None:
     assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 1.0
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("host", 0.0), ("cuda:0", 2.0), ("cuda", 2.0)])
+@pytest.mark.parametrize(
+    ("device", "seconds"),
+    [("host", 0.0), ("host:0,host:1", 0.0), ("cuda:0", 2.0), ("cuda", 2.0), ("cuda:0,cuda:1", 4.0)],
+)
 def test_gpu_seconds_count_on_gpus_only(metrics: Metrics, device: str, seconds: float) -> None:
     metrics.on_payload(_job(device=device), _step())
     assert _value(metrics, "horizon_gpu_seconds_total", project="lab", user="ada") == seconds

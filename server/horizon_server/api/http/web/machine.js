@@ -11,7 +11,7 @@ function Device({ device, accelerator, queue, me }) {
   return html`
     <li>
       <span class="quiet">
-        ${accelerator ? accelerator.name : device.name === "host" ? "Processors" : device.name}
+        ${accelerator ? accelerator.name : device.name.startsWith("host") ? device.name.replace("host", "Processors") : device.name}
       </span>
       <b class="holder">${who}</b>
       <span>${job}</span>
@@ -31,8 +31,9 @@ export function Machine({ node, queue, me }) {
     `;
   const limit = node.host_memory_limit_bytes;
   const used = limit - node.host_memory_available_bytes;
+  const isWithoutGpu = node.devices.every((device) => device.name.startsWith("host"));
   const devices = node.devices.filter(
-    (device) => device.num_residents || node.devices.length === 1 || device.name !== "host",
+    (device) => device.num_residents || !device.name.startsWith("host") || isWithoutGpu,
   );
   const residents = (queue || []).filter((entry) => isResident(entry.state));
   return html`

@@ -45,7 +45,7 @@ const OF_DEVICE = ["overlap_ratio", "device_memory_bytes"];
 /** Names of the figures that have values, known ones first, the method's next. */
 export function names(series, device) {
   const present = Object.keys(series).filter(
-    (name) => series[name].mean.some((v) => v !== null) && !(device === "host" && OF_DEVICE.includes(name)),
+    (name) => series[name].mean.some((v) => v !== null) && !(device?.startsWith("host") && OF_DEVICE.includes(name)),
   );
   const rank = (name) =>
     ORDER.includes(name) ? ORDER.indexOf(name) : name.startsWith("method/") ? 0.5 : ORDER.length;

@@ -90,7 +90,7 @@ function Glance({ job }) {
   const [, end] = ending(job);
   const evaluation = job.last_eval;
   const predicted = job.plan?.prediction;
-  const onDevice = job.plan && job.plan.device !== "host";
+  const onDevice = job.plan && !job.plan.device.startsWith("host");
   const lastSets = (evaluation?.sets || []).filter(
     (set) => set.exact_match !== null && set.exact_match !== undefined,
   );

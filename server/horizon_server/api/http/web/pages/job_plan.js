@@ -60,7 +60,7 @@ export function PlanFacts({ plan }) {
   const { prediction, kept } = plan;
   return html`
     <${Facts}>
-      <${Fact} label="Runs on">${plan.device === "host" ? "processors" : plan.device}<//>
+      <${Fact} label="Runs on">${plan.device === "host" ? "processors" : plan.device.replaceAll(",", ", ")}<//>
       <${Fact} label="Computed in">${plan.compute_dtype}<//>
       <${Fact} label="Parameters">
         ${large(plan.num_parameters)}
@@ -72,7 +72,7 @@ export function PlanFacts({ plan }) {
       <${Fact} label="Memory">
         ${bytes(plan.host_total_bytes)} <small>of ${bytes(plan.host_limit_bytes)}</small>
       <//>
-      ${plan.device !== "host" && html`
+      ${!plan.device.startsWith("host") && html`
         <${Fact} label="GPU memory">
           ${bytes(plan.device_total_bytes)} <small>of ${bytes(plan.device_limit_bytes)}</small>
         <//>
@@ -153,7 +153,7 @@ export function PlanAndUse({ job }) {
         total=${plan.host_total_bytes}
         limit=${plan.host_limit_bytes}
       />
-      ${plan.device !== "host" && html`
+      ${!plan.device.startsWith("host") && html`
         <${Memory}
           id="device-memory"
           title="Device memory"
