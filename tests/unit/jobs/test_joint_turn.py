@@ -259,6 +259,53 @@ def test_memory_of_a_job_that_waits_for_an_earlier_device_is_freed_for_the_job_o
     run_in_virtual_time(life())
 
 
+def test_a_job_that_is_granted_its_turn_before_it_frees_its_memory_counts_as_having_it() -> None:
+    async def life() -> None:
+        desk = Desk(1, usable_bytes=8 + 2 * PROCESS_BYTES)
+        first, second = desk.worker("first", 0, device_bytes=4), desk.worker("second", 0, device_bytes=4)
+        large = desk.worker("large", 0, device_bytes=8)
+        first.says(TurnWanted())
+        second.says(TurnWanted())
+        await asyncio.sleep(1.5 * SLICE_S)
+        first.says(TurnEnded())
+        first.says(TurnWanted())
+        large.says(TurnWanted())
+        await asyncio.sleep(1.5 * SLICE_S)
+        second.says(TurnEnded(released=True))
+        assert first.orders == [TURN, YIELD, RELEASE]
+        large.turns.leave(large.participant)
+        assert first.orders == [TURN, YIELD, RELEASE, TURN]
+        first.says(MemoryReleased())
+        assert first.participant.holds_memory, "its turn takes it again"
+
+    run_in_virtual_time(life())
+
+
+def test_the_time_to_free_memory_begins_with_each_request() -> None:
+    async def life() -> None:
+        desk = Desk(1, usable_bytes=8 + PROCESS_BYTES)
+        first, large = desk.worker("first", 0, device_bytes=4), desk.worker("large", 0, device_bytes=8)
+        first.says(TurnWanted())
+        large.says(TurnWanted())
+        await asyncio.sleep(1.5 * SLICE_S)
+        first.says(TurnEnded())  # before it read that it is to free its memory
+        first.says(TurnWanted())
+        await asyncio.sleep(SLICE_S)
+        first.says(MemoryReleased())
+        large.says(TurnEnded(released=True))
+        assert (first.orders, large.orders) == ([TURN, RELEASE, TURN], [TURN])
+        large.says(TurnWanted())
+        await asyncio.sleep(GRACE_S - 2 * SLICE_S)
+        first.says(TurnEnded())
+        first.says(TurnWanted())
+        await asyncio.sleep(2 * SLICE_S)
+        assert not desk.overruns, "the second request is 2 s old"
+        await asyncio.sleep(GRACE_S)
+        assert [text[:39] for text in desk.overruns] == ["first: the worker has not freed its mem"]
+
+    run_in_virtual_time(life())
+
+
 @pytest.mark.parametrize("turn", ["held", "wanted"])
 def test_a_worker_of_an_earlier_daemon_keeps_its_turn_or_goes_on_waiting(turn: TurnState) -> None:
     async def life() -> None:
