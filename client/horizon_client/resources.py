@@ -264,6 +264,10 @@ class MemoryPlan:
     """Steps of the whole job; None while only its data decides and nothing is known of that."""
     steps_estimated: bool
     """Whether they are estimated from the size of the files, as the data is not prepared."""
+    num_devices: int
+    """Devices that compute the job together; device_bytes and device_limit_bytes are those of one."""
+    lanes: int
+    """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""

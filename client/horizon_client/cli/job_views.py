@@ -134,6 +134,8 @@ def _memory_page(plan: MemoryPlan) -> str:
     where = clean(plan.device).replace(",", " and ") or "the node"
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
+    if plan.num_devices > 1:
+        where += f" by {plan.num_devices} devices in {plan.lanes} lanes"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
     parameters = f"{plan.num_parameters:,} parameters"
     if 0 < plan.num_trained_parameters < plan.num_parameters:

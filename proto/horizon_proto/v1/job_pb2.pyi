@@ -1584,6 +1584,8 @@ class MemoryPlan(google.protobuf.message.Message):
     WARNINGS_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
     STEPS_ESTIMATED_FIELD_NUMBER: builtins.int
+    NUM_DEVICES_FIELD_NUMBER: builtins.int
+    LANES_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1612,6 +1614,10 @@ class MemoryPlan(google.protobuf.message.Message):
     """Steps of the whole job; unset while only its data decides and nothing is known of that."""
     steps_estimated: builtins.bool
     """Whether they are estimated from the size of the files, as the data is not prepared."""
+    num_devices: builtins.int
+    """Devices that compute the job together; device_bytes and device_limit_bytes are those of one."""
+    lanes: builtins.int
+    """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree."""
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -1658,9 +1664,11 @@ class MemoryPlan(google.protobuf.message.Message):
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
         num_steps: builtins.int | None = ...,
         steps_estimated: builtins.bool = ...,
+        num_devices: builtins.int = ...,
+        lanes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan

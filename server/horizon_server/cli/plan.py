@@ -26,7 +26,16 @@ from horizon_server.store.cpus import available_cpus
 from horizon_server.texts import size_text
 
 _SHOWN = (
-    *("num_parameters", "device", "compute_dtype", "host_bytes", "host_total_bytes", "host_limit_bytes"),
+    *(
+        "num_parameters",
+        "device",
+        "num_devices",
+        "lanes",
+        "compute_dtype",
+        "host_bytes",
+        "host_total_bytes",
+        "host_limit_bytes",
+    ),
     *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "warnings", "hint", "num_steps"),
 )
 

@@ -430,6 +430,7 @@ class Attempt:
             if not leaves:
                 worker.kill()
                 await worker.wait()
+                await worker.wait_for_all()
                 self._reports.leave_turns()
             worker.leave()
             with contextlib.suppress(DiskFull, DatabaseUnavailable) if leaves else contextlib.nullcontext():

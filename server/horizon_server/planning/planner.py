@@ -381,6 +381,7 @@ class Planner:
     def _warnings(self, case: _Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
+        warnings += _of_lanes(case.spec, execution)
         if (execution.device_kind, execution.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
             warnings.append(
                 "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than "
@@ -416,6 +417,26 @@ def _lanes(spec: JobSpec) -> int:
         )
         raise InvalidSpec.of("train.lanes", what)
     return lanes
+
+
+def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
+    """What slows down a step that is divided among lanes or devices."""
+    if execution.lanes == 1:
+        return []
+    tokens, of_lane = spec.train.tokens_per_step, spec.train.tokens_per_step // execution.lanes
+    if execution.num_ranks > 1 and spec.train.sequence_length * execution.num_ranks > tokens:
+        return [
+            f"train.tokens_per_step is {tokens} for {execution.num_ranks} devices, and a row may have "
+            f"train.sequence_length, {spec.train.sequence_length}: a row is not divided, so some devices may wait for "
+            "others; use a larger train.tokens_per_step"
+        ]
+    if 0 < of_lane < execution.micro_batch_tokens:
+        return [
+            f"each of train.lanes {execution.lanes} has about {of_lane} tokens of a step, fewer than the "
+            f"{execution.micro_batch_tokens} that are computed at once where there are as many; use a larger "
+            "train.tokens_per_step or fewer lanes"
+        ]
+    return []
 
 
 def _placed(case: _Case, execution: Execution) -> Execution:

@@ -134,6 +134,16 @@ class Plan(Ledger):
         return self.execution.compute_dtype
 
     @property
+    def num_devices(self) -> int:
+        """That compute the job together; the device's bytes and limit are those of one."""
+        return self.execution.num_ranks
+
+    @property
+    def lanes(self) -> int:
+        """Parts that each step is divided into."""
+        return self.execution.lanes
+
+    @property
     def kept(self) -> Residency | None:
         """What stays on the device; None where it has nothing to spare, or it would save nothing."""
         residency = self.execution.residency
@@ -167,7 +177,11 @@ class Plan(Ledger):
     def summary(self) -> str:
         """The plan in one line, for people."""
         on_device = f" and {size_text(self.device_total_bytes)} on the device" if not self.is_on_host else ""
+        if self.num_devices > 1 and on_device:
+            on_device = f" and {size_text(self.device_total_bytes)} on each of {self.num_devices} devices"
         planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
+        if self.num_devices > 1:
+            planned += f" by {self.num_devices} devices in {self.lanes} lanes"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

@@ -209,6 +209,11 @@ class Worker:
             await asyncio.wait_for(self._gone.wait(), timeout_s)
         return self.is_gone
 
+    async def wait_for_all(self) -> None:
+        """Wait, once it is gone, until all processes that it started on the attempt's memory are; the kernel ends them
+        with it."""
+        await asyncio.to_thread(_wait_until_gone, self._folder)
+
     def leave(self) -> None:
         """End the connection. A worker that is alive continues."""
         if self._process is not None and self._process.poll() is None:
@@ -379,6 +384,12 @@ def _spawn(
         )
         limit(process.pid, Limits())
         return process.pid, process
+
+
+def _wait_until_gone(folder: Path) -> None:
+    end_s = time.monotonic() + _EXIT_S
+    while _is_alive(folder) and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
 
 
 def _is_alive(folder: Path) -> bool:

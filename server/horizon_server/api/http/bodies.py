@@ -38,7 +38,10 @@ from horizon_server.services.node import NodeStatus
 # Properties of a record, or of a record within it, that its body has as fields.
 COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
     JobRecord: ("spec.name", "progress", "eta_s"),
-    Plan: ("host_total_bytes", "device_total_bytes", "device_limit_bytes", "compute_dtype", "kept", "fits"),
+    Plan: (
+        *("host_total_bytes", "device_total_bytes", "device_limit_bytes", "compute_dtype", "kept", "fits"),
+        *("num_devices", "lanes"),
+    ),
     CheckpointRecord: ("size_bytes",),
     DatasetRecord: ("state", "size_bytes", "data_kind"),
     ModelRecord: ("state", "size_bytes"),
