@@ -21,6 +21,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "host_memory": ("Host memory against the plan, and loading", []),
     "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
+    "ranks": ("Lanes, and several devices", []),
     "methods": (
         "LoRA against full fine-tuning, link-bound",
         ["--shape", "6m", "--rows", "1", "--row-tokens", "64", "--steps", "5", "--share", "4", "--rank", "4"],

@@ -337,6 +337,7 @@ class Planner:
         if device_kind == "cuda":
             chosen = gpus or self._accelerators[: spec.gpus]
             limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in chosen))
+            num_threads = max(1, num_threads // spec.gpus)
         else:
             num_threads = max(1, num_threads // self._settings.host_devices)
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run

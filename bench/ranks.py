@@ -1,0 +1,205 @@
+"""What lanes cost, and what ranks bring: steps of one job on 1 to 8 ranks, each a process with a device of its own.
+
+* `lanes`: 8 lanes on one rank against 1 lane, step by step in turns.
+* `threads`: two ranks of one thread against one rank of two, the same step in 8 lanes.
+* `compute`, `link`: devices whose compute is a wait, so that a few cores stand for many devices. A micro-batch of a
+  layer takes `--wait-ms` whatever the processors do; in `link`, copies take as long as on a slow link, which each
+  device has for itself.
+
+Ranks are joined by gloo over the loopback, which is the peers' way here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.models import qwen3_config, random_rows
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.protocol import Event, Work
+from horizon_server.engine.device.queued_device import HostQueue
+from horizon_server.engine.ranks import ALONE, Call, Ranks
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import Trainer
+from horizon_server.recipe import Recipe
+from horizon_server.records.execution import Execution
+from horizon_server.settings import child_environment
+from horizon_server.store.generations import lent_planes
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.planes import lent_memory
+
+LANES = 8
+
+
+class WaitingQueue:
+    """A queue of compute whose work on a micro-batch takes a given time at least."""
+
+    def __init__(self, queue: HostQueue, wait_s: float) -> None:
+        self._queue, self._wait_s = queue, wait_s
+        self.name, self.timeline = queue.name, queue.timeline
+
+    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+        """As a queue's; work of a layer waits."""
+
+        def waited() -> None:
+            end_s = time.perf_counter() + self._wait_s
+            work()
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+
+        is_layer = label.startswith(("forward", "backward", "head"))
+        self._queue.submit(waited if is_layer else work, num_bytes=num_bytes, label=label)
+
+    def wait(self, event: Event) -> None:
+        """As a queue's."""
+        self._queue.wait(event)
+
+    def record(self) -> Event:
+        """As a queue's."""
+        return self._queue.record()
+
+    def close(self) -> None:
+        """As a queue's."""
+        self._queue.close()
+
+
+@contextmanager
+def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Iterator[Trainer]:
+    """A trainer of one rank on the planes."""
+    template = Template.from_config(qwen3_config(job["shape"]))
+    store = HostStore.attach(template.layout, planes, rank=ranks.rank, max_ranks=LANES)
+    device = HostDevice(num_threads=job["threads"], link_bytes_per_s=job["link_bytes_per_s"])
+    if job["wait_s"]:
+        device.compute = WaitingQueue(device.compute, job["wait_s"])  # type: ignore[assignment]
+    tokens = job["rows"] * job["row_tokens"]
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=tokens, sequence_length=job["row_tokens"])
+    execution = Execution(
+        num_ranks=ranks.num_ranks,
+        lanes=job["lanes"],
+        num_threads=job["threads"],
+        optimizer_threads=job["threads"],
+        micro_batch_tokens=job["micro_batch_tokens"],
+    )
+    if ranks.leads and not ranks.is_alone:
+        ranks.send(Call(name="begin"))
+    elif not ranks.is_alone:
+        ranks.receive()
+    trainer = Trainer(template, store, device, recipe, execution, num_steps=1000, ranks=ranks)
+    try:
+        yield trainer
+    finally:
+        if ranks.leads:
+            trainer.close()
+        device.close()
+
+
+def joined(job: dict[str, Any], rank: int) -> Ranks:
+    """The ranks of a job, met."""
+    if job["num_ranks"] == 1:
+        return ALONE
+    ranks = Ranks.join(rank, job["num_ranks"], Path(job["meeting"]), device_kind="host")
+    ranks.gathers = job["gathers"]
+    return ranks
+
+
+def steps_of(jobs: list[dict[str, Any]], num_steps: int) -> list[list[float]]:
+    """Seconds of each step of each job, in turns where none has several ranks; all at once others."""
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(begun(job)) for job in jobs]
+        vocab_size = qwen3_config(jobs[0]["shape"]).vocab_size
+        rows = random_rows(vocab_size, num_rows=jobs[0]["rows"], row_tokens=jobs[0]["row_tokens"])
+        seconds: list[list[float]] = [[] for _ in jobs]
+        for number in range(num_steps + 1):
+            for index, trainer in enumerate(trainers):
+                started_s = time.perf_counter()
+                trainer.train_step(rows)
+                if number:
+                    seconds[index].append(time.perf_counter() - started_s)
+        return seconds
+
+
+@contextmanager
+def begun(job: dict[str, Any]) -> Iterator[Trainer]:
+    """The first rank's trainer, on a new store of random weights, with the others running."""
+    template = Template.from_config(qwen3_config(job["shape"]))
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        job = {**job, "meeting": f"{folder}/ranks"}
+        planes = stack.enter_context(lent_memory(lent_planes(template.layout, grad_dtype_bytes=4, max_ranks=LANES)))
+        store = HostStore.attach(template.layout, planes, max_ranks=LANES)
+        store.plane("hi").normal_(std=0.02)
+        store.generations.reset()
+        store.generations.share(job["num_ranks"])
+        asked = json.dumps({**job, "planes": planes})
+        for rank in range(1, job["num_ranks"]):
+            command = [sys.executable, "-m", "bench.ranks", "--rank", str(rank), "--job", asked]
+            process = subprocess.Popen(command, pass_fds=tuple(planes.values()), env=child_environment())
+            stack.callback(process.wait)
+        yield stack.enter_context(trainer_of(job, planes, joined(job, 0)))
+
+
+def line(what: str, reference: list[float], other: list[float], *, times: float = 1.0) -> None:
+    """Print a row: typical seconds, and how fast the second is in parts of `times` the first."""
+    first, second = statistics.median(reference), statistics.median(other)
+    print(f"| {what} | {first:.3f} | {second:.3f} | {first / second:.2f} | {first / second / times:.2f} |", flush=True)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["lanes", "threads", "compute", "link"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--wait-ms", type=float, default=20.0)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--job", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        job = json.loads(arguments.job)
+        with trainer_of(job, job["planes"], joined(job, arguments.rank)) as trainer:
+            trainer.follow()
+        sys.stdout.flush()
+        os._exit(0)
+    real = {
+        "shape": "36m",
+        "rows": 16,
+        "row_tokens": 256,
+        "micro_batch_tokens": 1024,
+        "threads": 1,
+        "lanes": LANES,
+        "num_ranks": 1,
+        "gathers": False,
+        "wait_s": 0.0,
+        "link_bytes_per_s": None,
+    }
+    # Small layers, so that what is computed for real takes little of a wait.
+    waits = {**real, "shape": "6m", "rows": 64, "row_tokens": 32, "micro_batch_tokens": 256}
+    waits["wait_s"] = arguments.wait_ms / 1000
+    print("| what | first s | second s | times as fast | of what is possible |\n| --- | --- | --- | --- | --- |")
+    if "lanes" in arguments.parts:
+        one, many = steps_of([{**real, "threads": 2, "lanes": 1}, {**real, "threads": 2}], arguments.steps)
+        line("1 lane; 8 lanes, one rank", one, many)
+    if "threads" in arguments.parts:
+        alone, both = (steps_of([{**real, **how}], arguments.steps)[0] for how in ({"threads": 2}, {"num_ranks": 2}))
+        line("1 rank of 2 threads; 2 ranks of 1 thread", alone, both)
+    for part in ("compute", "link"):
+        if part not in arguments.parts:
+            continue
+        slow = waits if part == "compute" else {**waits, "wait_s": 0.001, "link_bytes_per_s": 40e6, "gathers": True}
+        (alone,) = steps_of([slow], arguments.steps)
+        for num_ranks in arguments.ranks:
+            (found,) = steps_of([{**slow, "num_ranks": num_ranks}], arguments.steps)
+            line(f"{part}-bound, emulated: 1 rank; {num_ranks} ranks", alone, found, times=num_ranks)
+
+
+if __name__ == "__main__":
+    main()
