@@ -22,7 +22,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.adamw import RowGradient
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ownership import Ownership
+from horizon_server.store.ownership import Ownership, length
 
 
 class GradientSink:
@@ -52,7 +52,9 @@ class GradientSink:
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes = ranks, num_lanes
         units = template.layout.units
-        self._owned = [parts[ranks.rank] for parts in _parts(template, ranks)]
+        ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        # This rank's part of each unit's trained elements.
+        self._owned = [ownership.trained(unit.index)[ranks.rank] for unit in units]
         # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at
         # its end.
         self._numbers = device.allocate_host("staging", 2 * (len(units) + 1), torch.float64)
@@ -71,9 +73,7 @@ class GradientSink:
         self._lanes: LaneSums | None = None
         self._lane_numbers = torch.empty(0)
         if num_lanes > 1:
-            self._lane_numbers = device.allocate_host(
-                "staging", 2 * LaneSums.num_numbers(template, ranks), torch.float64
-            )
+            self._lane_numbers = device.allocate_host("staging", 2 * ownership.num_numbers, torch.float64)
             self._lanes = LaneSums(
                 template,
                 device,
@@ -93,10 +93,10 @@ class GradientSink:
                 units,
                 allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
                 give_back=device.free_host,
-                elements_of=lambda unit: _size(self._owned[unit.index]),
+                elements_of=lambda unit: length(self._owned[unit.index]),
                 num_slots=num_slots,
                 edge_elements=max(
-                    _size(self._owned[unit.index])
+                    length(self._owned[unit.index])
                     for unit in units
                     if unit.kind == "head" or (unit.kind == "embedding" and not self._has_rows)
                 ),
@@ -312,7 +312,7 @@ class GradientSink:
                 )
             elif self._landing is not None:
                 landing = self._landing.take(unit_index, device.d2h)
-                target = landing.flat[: _size(owned)]
+                target = landing.flat[: length(owned)]
             else:
                 target = self._store.unit(unit_index, "grad")[owned]
             device.download(gradient, target, label=f"gradient {unit_index}")
@@ -357,14 +357,3 @@ class GradientSink:
         self._device.free_host(self._row_values)
         if self._landing is not None:
             self._landing.close()
-
-
-def _parts(template: Template, ranks: Ranks) -> list[tuple[slice, ...]]:
-    """The parts of each unit's trained elements that the ranks own."""
-    ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
-    return [ownership.trained(unit.index) for unit in template.layout.units]
-
-
-def _size(part: slice) -> int:
-    size: int = part.stop - part.start
-    return size

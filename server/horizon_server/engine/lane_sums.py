@@ -24,9 +24,9 @@ from horizon_server.engine.lanes import StepRows, sum_subtrees
 from horizon_server.engine.ranks import Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
-from horizon_server.planning.lane_tree import Stack, Subtree, lanes_of_rank, num_buffers, roots_of
+from horizon_server.planning.lane_tree import Stack, Subtree, lanes_of_rank, num_buffers, num_sums, roots_of
 from horizon_server.store import reference
-from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, Ownership
+from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, Ownership, length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,8 @@ class LaneSums:
         slot_elements: int,
         numbers: Tensor,
     ) -> None:
-        """`slot_elements` are those of the largest gradient; `numbers` is host memory of `num_numbers` for two steps
-        in turn."""
+        """`slot_elements` are those of the largest gradient; `numbers` is host memory for the ownership's `num_numbers`
+        of two steps in turn."""
         self._template, self.device, self._ranks = template, device, ranks
         self.ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
         self._slot_elements = slot_elements
@@ -162,6 +162,7 @@ class LaneSums:
             for index in range(max(map(len, roots)))
         ]
         self._num_subtrees = sum(map(len, roots))
+        self._num_row_sums = num_sums(sorted(root for of_rank in roots for root in of_rank))
         self._extras: list[Tensor] = []
         self._received: Tensor | None = None
         self._row_sums: Tensor | None = None
@@ -175,11 +176,6 @@ class LaneSums:
         """Of the step, where the embedding's gradient is rows."""
         self.open()
 
-    @staticmethod
-    def num_numbers(template: Template, ranks: Ranks) -> int:
-        """How many numbers of all units a step has."""
-        return Ownership(layout=template.layout, num_ranks=ranks.num_ranks).num_numbers
-
     def open(self) -> None:
         """Take the memory on the device, also after `close`."""
         device, ownership = self.device, self.ownership
@@ -187,9 +183,9 @@ class LaneSums:
             device.allocate("gradients", self._slot_elements, torch.float32) for _ in range(self._num_extra)
         ]
         if self._template.layout.shares_gradient:
-            self._table = device.allocate("gradients", _size(ownership.trained(0)[self._ranks.rank]), torch.float32)
+            self._table = device.allocate("gradients", length(ownership.trained(0)[self._ranks.rank]), torch.float32)
         if not self._ranks.is_alone:
-            owned = max(_size(ownership.trained(unit.index)[self._ranks.rank]) for unit in self._template.layout.units)
+            owned = max(length(ownership.trained(unit.index)[self._ranks.rank]) for unit in self._template.layout.units)
             self._received = device.allocate("gradients", self._num_subtrees * owned, torch.float32)
             self._open_rows()
 
@@ -285,7 +281,7 @@ class LaneSums:
         if self._ranks.is_alone:
             return roots[0]
         assert self._received is not None, "open comes first"
-        sizes = [_size(part) for part in self.ownership.trained(unit_index)]
+        sizes = [length(part) for part in self.ownership.trained(unit_index)]
         received = self._received
         self.device.d2h.submit(partial(self._sum_received, roots, sizes), label=f"exchange {unit_index}")
         return received[: sizes[self._ranks.rank]]
@@ -304,7 +300,9 @@ class LaneSums:
         """Each subtree's rows are spread over the rows in use that this rank owns: rows that it lacks are zeros."""
         assert self._row_sums is not None
         width, num_own = self._template.hidden_size, rows.own_U.numel()
-        taken = self._row_sums[num_own * width :]
+        # As many sums as are there at once, then what is received.
+        free = [self._row_sums[at * num_own * width :][: num_own * width] for at in range(self._num_row_sums)]
+        taken = self._row_sums[self._num_row_sums * num_own * width :]
         start, found = 0, list[tuple[Subtree, int, Tensor]]()
         for index, senders in enumerate(self._rounds):
             counts = [rows.sent[rank].numel() * width * self._sends(rank, index) for rank in self._all()]
@@ -313,9 +311,9 @@ class LaneSums:
             for rank, subtree in senders:
                 found.append((subtree, rank, taken[start : start + counts[rank]]))
                 start += counts[rank]
-        stack, free, sums = Stack(), [self._row_sums[: num_own * width]], list[Tensor]()
+        stack, sums = Stack(), list[Tensor]()
         for subtree, rank, values in sorted(found, key=lambda one: one[0]):
-            spread = free.pop() if free else self._row_sums.new_empty(num_own * width)
+            spread = free.pop(0)
             spread.zero_()
             places = torch.searchsorted(rows.own_U, rows.sent[rank]).to(spread.device)
             # Rows are distinct, so nothing is added twice.
@@ -323,7 +321,7 @@ class LaneSums:
             sums.append(spread)
             for right in stack.push(subtree):
                 sums[right - 1].add_(sums[right])
-                free.append(sums.pop())
+                free.insert(0, sums.pop())
 
     def _exchange(
         self, out: Tensor, roots: Sequence[Tensor], index: int, out_sizes: Sequence[int], sizes: Sequence[int]
@@ -368,7 +366,7 @@ class LaneSums:
         """How many blocks each rank has of a unit."""
         if unit_index == 0 and self.rows is not None and self._table is None:
             return list(self.rows.num_owned)
-        return [_size(part) // NORM_BLOCK_ELEMENTS for part in self.ownership.trained(unit_index)]
+        return [length(part) // NORM_BLOCK_ELEMENTS for part in self.ownership.trained(unit_index)]
 
     def _stack(self, slot: Tensor) -> list[Tensor]:
         return [slot, *(extra[: slot.numel()] for extra in self._extras)]
@@ -379,11 +377,10 @@ class LaneSums:
     def _open_rows(self) -> None:
         if not self._template.embeds_by_rows or not self.ownership.has_rows or not self._row_tokens:
             return
-        # The sum, and what is received: at most all tokens' rows, once for each subtree.
+        # Sums, and what is received: at most all tokens' rows, once for each subtree.
         rows = self.ownership.rows()[self._ranks.rank]
-        num_rows = min(self._row_tokens, len(rows)) + min(
-            len(self._rounds) * self._row_tokens, self._num_subtrees * len(rows)
-        )
+        received = min(len(self._rounds) * self._row_tokens, self._num_subtrees * len(rows))
+        num_rows = self._num_row_sums * min(self._row_tokens, len(rows)) + received
         self._row_sums = self.device.allocate("gradients", num_rows * self._template.hidden_size, torch.float32)
 
 
@@ -393,8 +390,3 @@ def _leaves(lanes: range) -> list[Leaf]:
         buffer = len(stack.subtrees)
         leaves.append(Leaf(buffer=buffer, joins=tuple(stack.push(Subtree(lane)))))
     return leaves
-
-
-def _size(part: slice) -> int:
-    size: int = part.stop - part.start
-    return size

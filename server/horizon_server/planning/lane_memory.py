@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 
-from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, roots_of
+from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, num_sums, roots_of
 from horizon_server.records.execution import Execution
 from horizon_server.store.layout import StoreLayout
-from horizon_server.store.ownership import Ownership
+from horizon_server.store.ownership import Ownership, length
 
 _FP32, _FP64 = 4, 8
 
@@ -38,7 +38,8 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
         if ownership.has_rows:
             num_rows, width = max(len(rows) for rows in ownership.rows()), layout.units[0].tensors[0].shape[1]
             received = min(max(roots) * tokens_per_step, sum(roots) * num_rows)
-            elements += (min(tokens_per_step, num_rows) + received) * width
+            num_open = num_sums(sorted(root for of_rank in lanes for root in roots_of(of_rank)))
+            elements += (num_open * min(tokens_per_step, num_rows) + received) * width
     return elements * _FP32
 
 
@@ -68,4 +69,4 @@ def _lanes(execution: Execution) -> list[range]:
 
 
 def _most(ownership: Ownership, unit_index: int) -> int:
-    return max(int(part.stop - part.start) for part in ownership.trained(unit_index))
+    return max(map(length, ownership.trained(unit_index)))

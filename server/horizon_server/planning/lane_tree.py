@@ -7,7 +7,7 @@ is what makes the bits those of the lanes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -56,10 +56,15 @@ def roots_of(lanes: range) -> list[Subtree]:
 
 
 def num_buffers(lanes: range) -> int:
-    """How many sums are there at once at most while the lanes are summed in their order."""
+    """How many sums are there at once at most while a rank sums its lanes in their order."""
+    return num_sums([Subtree(lane) for lane in lanes])
+
+
+def num_sums(subtrees: Iterable[Subtree]) -> int:
+    """How many sums are there at once at most while neighbouring subtrees are summed in their order."""
     stack, most = Stack(), 0
-    for lane in lanes:
+    for subtree in subtrees:
         most = max(most, len(stack.subtrees) + 1)
-        for _ in stack.push(Subtree(lane)):
+        for _ in stack.push(subtree):
             pass
     return most

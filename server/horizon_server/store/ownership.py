@@ -62,7 +62,7 @@ class Ownership:
     def _numbers(self) -> list[slice]:
         sizes = []
         for unit in self.layout.units:
-            parts = [(part.stop - part.start) // NORM_BLOCK_ELEMENTS for part in self.trained(unit.index)]
+            parts = [length(part) // NORM_BLOCK_ELEMENTS for part in self.trained(unit.index)]
             if unit.index == 0 and self.has_rows:
                 parts += [len(rows) for rows in self.rows()]
             sizes.append(self.num_ranks * (max(parts) + sum(tensor.trained for tensor in unit.tensors)))
@@ -77,6 +77,11 @@ class Ownership:
                 block = math.lcm(block, unit.tensors[0].shape[1])
             parts.append(divided(0, unit.trained_elements, self.num_ranks, block=block))
         return parts
+
+
+def length(part: slice) -> int:
+    """How many elements a part has."""
+    return int(part.stop - part.start)
 
 
 def divided(start: int, stop: int, num_parts: int, *, block: int) -> tuple[slice, ...]:

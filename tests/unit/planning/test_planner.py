@@ -423,3 +423,31 @@ def test_a_machine_that_cannot_be_is_refused_by_field(
     with pytest.raises(InvalidSpec, match=why) as caught:
         planned_elsewhere(folder, machine)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_more_gpus_are_predicted_to_be_faster_where_compute_decides(folder: Path) -> None:
+    machine, speeds = PlannedMachine(gpu="h100", host_gbps=400), []
+    for gpus in (1, 2, 4):
+        plan = planned_elsewhere(folder, machine, gpus=gpus, tokens_per_step=1 << 20, sequence_length=64)
+        assert plan.prediction is not None and (plan.num_devices, plan.lanes) == (gpus, 1 if gpus == 1 else 8)
+        speeds.append(plan.prediction.tokens_per_second / gpus)
+    # Each GPU does a little less than it would alone.
+    assert speeds[0] >= speeds[1] >= speeds[2] > 0.5 * speeds[0]
+
+
+@pytest.mark.parametrize(
+    ("train", "warning"),
+    [
+        ({"tokens_per_step": 8192, "sequence_length": 64, "lanes": 8}, "each of train.lanes 8 has about 1024 tokens"),
+        ({"tokens_per_step": 65536, "sequence_length": 64, "lanes": 8}, ""),
+        ({"tokens_per_step": 8192, "sequence_length": 64}, ""),
+    ],
+)
+def test_a_lane_below_a_micro_batch_is_warned_of(train: dict[str, Any], warning: str, folder: Path) -> None:
+    found = [text for text in worker_memory(folder, spec_of(**train)).warnings if "lanes" in text]
+    assert len(found) == bool(warning) and all(text.startswith(warning) for text in found), found
+
+
+def test_rows_too_long_to_be_divided_among_devices_are_warned_of(folder: Path) -> None:
+    plan = worker_memory(folder, spec_of(gpus=2, tokens_per_step=100, sequence_length=64), host_devices=2)
+    assert any("a row is not divided, so some devices may wait" in text for text in plan.warnings), plan.warnings

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from horizon_server.store import native, reference
-from horizon_server.store.adamw import AdamWStep, RowGradient, sum_squares, update_rows, update_unit
+from horizon_server.store.adamw import AdamWStep, RowGradient, square_blocks, sum_squares, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout, with_lr_scales
 
@@ -252,6 +252,10 @@ def test_sum_of_squares_is_exact_to_float64_and_the_same_everywhere(num_elements
     raw = values.view(torch.uint16).numpy() if dtype == torch.bfloat16 else values.numpy()
     results = {sum_squares(values, num_threads=threads).value for threads in (1, 2, 3)}
     assert results == {reference.sum_squares(raw)}
+    for block_elements in (7, 2048):
+        wanted = reference.square_blocks(raw, block_elements).tolist()
+        for threads in (1, 3):
+            assert square_blocks(values, block_elements, num_threads=threads).tolist() == wanted
     assert math.isclose(results.pop(), math.fsum((values.double() ** 2).tolist()), rel_tol=1e-14)
 
 

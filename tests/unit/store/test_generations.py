@@ -98,3 +98,30 @@ def test_a_store_without_shared_memory_keeps_nothing_for_others() -> None:
     generations.reset()
     generations.keep("start", generation=0)
     assert generations.find() == "nothing was kept there"
+
+
+def test_several_ranks_have_numbers_of_their_own_for_each_unit() -> None:
+    descriptor = create_memory_file("generations", plane_bytes(LAYOUT, max_ranks=4))
+    try:
+        ranks = [Generations(LAYOUT, descriptor, rank=rank, max_ranks=4) for rank in range(3)]
+        ranks[0].reset()
+        ranks[0].share(3)
+        ranks[0].keep("step 1", generation=1)
+        for generations in ranks:
+            for unit in LAYOUT.units:
+                generations.begin(unit.index, 1)
+                generations.end(unit.index, 1)
+        assert ranks[1].generation == 1
+        assert ranks[1].wait_for(1, 1, lambda: False)
+        # One rank is behind in one unit.
+        ranks[2].begin(1, 2)
+        assert ranks[0].generation is None
+        assert not ranks[0].wait_for(1, 2, lambda: True)
+        ranks[2].end(1, 1)
+        # Fewer ranks continue, and later more again.
+        ranks[0].share(1)
+        assert ranks[0].find() == KeptState(text="step 1", reported=False)
+        ranks[0].share(4)
+        assert Generations(LAYOUT, descriptor, rank=3, max_ranks=4).generation == 1
+    finally:
+        os.close(descriptor)
