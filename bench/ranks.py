@@ -2,6 +2,8 @@
 
 * `lanes`: 8 lanes on one rank against 1 lane, step by step in turns.
 * `threads`: two ranks of one thread against one rank of two, the same step in 8 lanes.
+* `uneven`: two such devices as below, one of half the speed, in 8 and in 16 lanes that are dealt by speed; possible
+  is the sum of the two.
 * `compute`, `link`: devices whose compute is a wait, so that a few cores stand for many devices. A micro-batch of a
   layer takes `--wait-ms` whatever the processors do; in `link`, copies take as long as on a slow link, which each
   device has for itself.
@@ -38,7 +40,9 @@ from horizon_server.store.generations import lent_planes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.planes import lent_memory
 
-LANES = 8
+LANES, MOST_LANES = 8, 16
+_WARM_STEPS = 6
+"""Until lanes are dealt by speed."""
 
 
 class WaitingQueue:
@@ -76,15 +80,17 @@ class WaitingQueue:
 def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Iterator[Trainer]:
     """A trainer of one rank on the planes."""
     template = Template.from_config(qwen3_config(job["shape"]))
-    store = HostStore.attach(template.layout, planes, rank=ranks.rank, max_ranks=LANES)
+    store = HostStore.attach(template.layout, planes, rank=ranks.rank, max_ranks=MOST_LANES)
     device = HostDevice(num_threads=job["threads"], link_bytes_per_s=job["link_bytes_per_s"])
     if job["wait_s"]:
-        device.compute = WaitingQueue(device.compute, job["wait_s"])  # type: ignore[assignment]
+        wait_s = job["wait_s"] * (2 if job["deals"] and ranks.rank else 1)
+        device.compute = WaitingQueue(device.compute, wait_s)  # type: ignore[assignment]
     tokens = job["rows"] * job["row_tokens"]
     recipe = Recipe(learning_rate=1e-5, tokens_per_step=tokens, sequence_length=job["row_tokens"])
     execution = Execution(
         num_ranks=ranks.num_ranks,
         lanes=job["lanes"],
+        deals_lanes=job["deals"],
         num_threads=job["threads"],
         optimizer_threads=job["threads"],
         micro_batch_tokens=job["micro_batch_tokens"],
@@ -118,11 +124,12 @@ def steps_of(jobs: list[dict[str, Any]], num_steps: int) -> list[list[float]]:
         vocab_size = qwen3_config(jobs[0]["shape"]).vocab_size
         rows = random_rows(vocab_size, num_rows=jobs[0]["rows"], row_tokens=jobs[0]["row_tokens"])
         seconds: list[list[float]] = [[] for _ in jobs]
-        for number in range(num_steps + 1):
+        num_warm = _WARM_STEPS if jobs[0]["deals"] else 1
+        for number in range(num_steps + num_warm):
             for index, trainer in enumerate(trainers):
                 started_s = time.perf_counter()
                 trainer.train_step(rows)
-                if number:
+                if number >= num_warm:
                     seconds[index].append(time.perf_counter() - started_s)
         return seconds
 
@@ -134,8 +141,10 @@ def begun(job: dict[str, Any]) -> Iterator[Trainer]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         job = {**job, "meeting": f"{folder}/ranks"}
-        planes = stack.enter_context(lent_memory(lent_planes(template.layout, grad_dtype_bytes=4, max_ranks=LANES)))
-        store = HostStore.attach(template.layout, planes, max_ranks=LANES)
+        planes = stack.enter_context(
+            lent_memory(lent_planes(template.layout, grad_dtype_bytes=4, max_ranks=MOST_LANES))
+        )
+        store = HostStore.attach(template.layout, planes, max_ranks=MOST_LANES)
         store.plane("hi").normal_(std=0.02)
         store.generations.reset()
         store.generations.share(job["num_ranks"])
@@ -156,7 +165,7 @@ def line(what: str, reference: list[float], other: list[float], *, times: float 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["lanes", "threads", "compute", "link"])
+    parser.add_argument("--parts", nargs="+", default=["lanes", "threads", "uneven", "compute", "link"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--wait-ms", type=float, default=20.0)
@@ -178,6 +187,7 @@ def main() -> None:
         "lanes": LANES,
         "num_ranks": 1,
         "gathers": False,
+        "deals": False,
         "wait_s": 0.0,
         "link_bytes_per_s": None,
     }
@@ -191,6 +201,11 @@ def main() -> None:
     if "threads" in arguments.parts:
         alone, both = (steps_of([{**real, **how}], arguments.steps)[0] for how in ({"threads": 2}, {"num_ranks": 2}))
         line("1 rank of 2 threads; 2 ranks of 1 thread", alone, both)
+    for lanes in (LANES, MOST_LANES) if "uneven" in arguments.parts else ():
+        dealt = {**waits, "lanes": lanes}
+        (alone,) = steps_of([dealt], arguments.steps)
+        (found,) = steps_of([{**dealt, "num_ranks": 2, "deals": True}], arguments.steps)
+        line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=1.5)
     for part in ("compute", "link"):
         if part not in arguments.parts:
             continue

@@ -10,9 +10,10 @@ import pytest
 import torch
 from tests.golden.test_lora import adapted
 from tests.support.plans import ledger_of
-from tests.support.ranks import SharedStore, trained
+from tests.support.ranks import SharedStore, UnevenDevice, trained
 from tests.support.tiny_models import Engine
 
+from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.objectives import DPO, Documents, StepObjective, WeightedSFT
 from horizon_server.engine.trainer import Trainer
@@ -113,7 +114,7 @@ def test_so_does_whatever_else_decides_how_a_step_is_computed(case: str, engine:
             how = {
                 "compute_dtype": "bfloat16",
                 "grad_dtype": torch.bfloat16,
-                "device_options": {"compute_dtype": torch.bfloat16},
+                "make_device": lambda _: HostDevice(num_threads=1, compute_dtype=torch.bfloat16),
             }
         case "offloaded":
             how = {"activation_placement": "host"}
@@ -251,3 +252,47 @@ def test_the_plan_knows_the_memory_of_lanes_and_ranks(model_type: str, num_ranks
     assert found.device_memory_bytes["activations"] > 0.6 * planned.device_bytes["activations"]
     on_devices = num_ranks * sum(planned.device_bytes[part] for part in ("weights", "gradients"))
     assert found.host_memory_bytes["staging"] == planned.host_bytes["staging"] - on_devices
+
+
+@pytest.mark.parametrize(
+    ("speeds", "wanted"), [((1.0, 0.5), [6, 2]), ((1.0, 1.0), [4, 4]), ((0.1, 1.0, 1.0), [1, 4, 3])]
+)
+def test_faster_ranks_get_more_lanes_and_no_bit_changes(
+    speeds: tuple[float, ...], wanted: list[int], engine: Engine
+) -> None:
+    model = engine.tiny_model("qwen3")
+    # Each document is a micro-batch, and each lane has as many tokens.
+    rows = [[engine.pack(engine.documents(8, seed=8 * step + index)) for index in range(8)] for step in range(10)]
+    how = {**STEP, "micro_batch_tokens": 8}
+    even = SharedStore(model)
+    trained(even, whole_life(rows), num_ranks=1, lanes=LANES, **how)
+
+    def work(trainer: Trainer) -> tuple[list[int], dict[str, int]]:
+        whole_life(rows)(trainer)
+        return [len(lanes) for lanes in trainer._ranks.lanes(LANES)], dict(trainer._device.peak_bytes())
+
+    shared = SharedStore(model)
+    sizes, held = trained(
+        shared,
+        work,
+        num_ranks=len(speeds),
+        lanes=LANES,
+        deals_lanes=True,
+        make_device=lambda rank: UnevenDevice(1.0 / speeds[rank]),
+        **how,
+    )
+    assert sizes == wanted
+    assert shared.bits() == even.bits()
+    shape = ModelShape.from_config(model.config.to_dict())
+    planned = ledger_of(
+        model.template.layout,
+        shape,
+        num_ranks=len(speeds),
+        lanes=LANES,
+        deals_lanes=True,
+        longest_document=8,
+        sequence_length=8,
+        **how,
+    )
+    for part in ("weights", "gradients", "activations"):
+        assert held[part] <= planned.device_bytes[part], part

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,9 +21,11 @@ from tests.support.tiny_models import TinyModel
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.protocol import Work
 from horizon_server.engine.ranks import ALONE, GROUPS, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
+from horizon_server.figures import QueueFigures
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout
@@ -90,6 +93,24 @@ class SharedStore:
         }
 
 
+class UnevenDevice(HostDevice):
+    """Says of its compute that each micro-batch of the first layer took a given time, whatever it took."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(num_threads=1)
+        self._seconds, self._num_done, submit = seconds, 0, self.compute.submit
+
+        def counted(work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+            self._num_done += label == "forward 1"
+            submit(work, num_bytes=num_bytes, label=label)
+
+        self.compute.submit = counted  # type: ignore[method-assign]
+
+    def take_use(self) -> QueueFigures:
+        done, self._num_done = self._num_done, 0
+        return dataclasses.replace(super().take_use(), compute_s=done * self._seconds)
+
+
 _TEMPLATES: dict[tuple[str, StoreLayout, int], Template] = {}
 
 
@@ -111,7 +132,7 @@ def trained(
     lanes: int,
     gathers: bool = False,
     num_steps: int = 10,
-    device_options: dict[str, Any] | None = None,
+    make_device: Callable[[int], HostDevice] | None = None,
     **how: Any,
 ) -> Result:
     """What `work` returns that is given the first rank's trainer, on `num_ranks` ranks."""
@@ -129,7 +150,7 @@ def trained(
 
     @contextlib.contextmanager
     def made(ranks: Ranks) -> Iterator[Trainer]:
-        device = HostDevice(num_threads=1, **(device_options or {}))
+        device = HostDevice(num_threads=1) if make_device is None else make_device(ranks.rank)
         trainer = Trainer(
             templates[ranks.rank],
             shared.attach(ranks.rank),

@@ -335,6 +335,11 @@ class GradientSink:
         unit = layout.units[unit_index]
         return unit.trained_elements > 0 or (unit.kind == "head" and layout.shares_gradient)
 
+    def deal(self) -> None:
+        """The ranks have other lanes from now on. The queues must be idle but for the optimizer's."""
+        if self._lanes is not None:
+            self._lanes.deal()
+
     def open_slots(self) -> None:
         """Have slots on the device again after `close_slots`."""
         self._rings.open()

@@ -24,7 +24,7 @@ from horizon_server.engine.lanes import StepRows, sum_subtrees
 from horizon_server.engine.ranks import Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
-from horizon_server.planning.lane_tree import Stack, Subtree, lanes_of_rank, num_buffers, num_sums, roots_of
+from horizon_server.planning.lane_tree import Stack, Subtree, num_buffers, num_sums, roots_of
 from horizon_server.store import reference
 from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, Ownership, length
 
@@ -151,18 +151,8 @@ class LaneSums:
         self._template, self.device, self._ranks = template, device, ranks
         self.ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
         self._slot_elements = slot_elements
-        lanes = lanes_of_rank(ranks.rank, ranks.num_ranks, num_lanes)
-        self.leaves = _leaves(lanes)
-        self._num_extra = num_buffers(lanes) - 1
-        # The subtrees of all ranks, in the order in which they are received: first the first of each rank.
-        roots = [roots_of(of_rank) for of_rank in ranks.lanes(num_lanes)]
-        self._num_roots = len(roots[ranks.rank])
-        self._rounds = [
-            [(rank, of_rank[index]) for rank, of_rank in enumerate(roots) if index < len(of_rank)]
-            for index in range(max(map(len, roots)))
-        ]
-        self._num_subtrees = sum(map(len, roots))
-        self._num_row_sums = num_sums(sorted(root for of_rank in roots for root in of_rank))
+        self._num_lanes = num_lanes
+        self._plan()
         self._extras: list[Tensor] = []
         self._received: Tensor | None = None
         self._row_sums: Tensor | None = None
@@ -174,6 +164,29 @@ class LaneSums:
         self._set = 0
         self.rows: RowExchange | None = None
         """Of the step, where the embedding's gradient is rows."""
+        self.open()
+
+    def _plan(self) -> None:
+        """Work out where lanes add up, and which subtrees travel."""
+        ranks = self._ranks
+        of_ranks = ranks.lanes(self._num_lanes)
+        lanes = of_ranks[ranks.rank]
+        self.leaves = _leaves(lanes)
+        self._num_extra = num_buffers(lanes) - 1
+        # The subtrees of all ranks, in the order in which they are received: first the first of each rank.
+        roots = [roots_of(of_rank) for of_rank in of_ranks]
+        self._num_roots = len(roots[ranks.rank])
+        self._rounds = [
+            [(rank, of_rank[index]) for rank, of_rank in enumerate(roots) if index < len(of_rank)]
+            for index in range(max(map(len, roots)))
+        ]
+        self._num_subtrees = sum(map(len, roots))
+        self._num_row_sums = num_sums(sorted(root for of_rank in roots for root in of_rank))
+
+    def deal(self) -> None:
+        """The ranks have other lanes from now on. The queues must be idle."""
+        self.close()
+        self._plan()
         self.open()
 
     def open(self) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from horizon_server.planning.lane_tree import lanes_of_rank
+from horizon_server.planning.lane_tree import lanes_of_rank, ranges_of
 from horizon_server.records.execution import DeviceKind
 
 QueueName = Literal["h2d", "compute", "d2h"]
@@ -65,6 +65,7 @@ class Ranks:
         gathers: bool = False,
     ) -> None:
         self.rank, self.num_ranks, self.gathers = rank, num_ranks, gathers
+        self._dealt: list[range] | None = None
         self.is_broken = False
         """Whether a rank has died: nothing is sent or waited for any more."""
         self._groups = groups or {}
@@ -92,8 +93,14 @@ class Ranks:
         return self.rank == 0
 
     def lanes(self, num_lanes: int) -> list[range]:
-        """The lanes of each rank."""
+        """The lanes of each rank: about as many for each, unless they were dealt otherwise."""
+        if self._dealt is not None and self._dealt[-1].stop == num_lanes:
+            return self._dealt
         return [lanes_of_rank(rank, self.num_ranks, num_lanes) for rank in range(self.num_ranks)]
+
+    def deal(self, sizes: Sequence[int]) -> None:
+        """From now on, the ranks compute as many lanes each. All ranks are told the same, between two steps."""
+        self._dealt = ranges_of(sizes)
 
     def complete(self, out: Tensor, parts: Sequence[slice], queue: QueueName) -> None:
         """Fill flat memory in which each rank has written its own part; all parts are equal but the last, which may be

@@ -6,6 +6,7 @@ Thread: one driving thread per trainer.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
+from horizon_server.planning.lane_tree import dealt
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
 from horizon_server.store.adamw import AdamWStep
@@ -46,6 +48,10 @@ from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
 _STATE_VERSION = 1
+_MEASURED_STEPS = 3
+"""By which lanes are dealt, after one that does not count."""
+_WORTH_DEALING = 0.9
+"""Lanes are dealt anew where the slowest rank would take less than this part of its time."""
 
 
 def _call_with(name: str, rows: Sequence[MicroBatch], objective: StepObjective | None = None) -> Call:
@@ -115,6 +121,7 @@ class Trainer:
         table = template.embedding_name if is_table_trained else None
         self._ranks, self._is_together = ranks, False
         self._packs: bool | None = None
+        self._speeds: list[list[float]] = []
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
@@ -242,7 +249,7 @@ class Trainer:
         if objective is not None and logprobs_S is not None and self._ranks.leads:
             method_figures = objective.figures(logprobs_S)
         use = self._device.take_use()
-        on_device, on_host = self._memory_bytes()
+        on_device, on_host = self._memory_bytes(use.compute_s, sum(part.num_tokens for part in self._own(parts)))
         return replace(
             figures,
             **vars(use),
@@ -457,10 +464,43 @@ class Trainer:
         finally:
             self._is_together = not is_first
 
-    def _memory_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Peaks by component: of the device that holds the most of each, and of the host memory of all ranks."""
+    def _deal(self, measured: list[list[float]]) -> None:
+        """Give the ranks lanes by their speed, where that makes steps shorter. `measured` are the seconds and tokens of
+        each rank in the last step; all ranks have the same numbers, and come to the same result. No bit of a step
+        depends on it."""
+        # The first step of a process, or after other lanes, is slower than the next ones.
+        if all(tokens > 0 and seconds > 0 for seconds, tokens in measured):
+            self._speeds.append([tokens / seconds for seconds, tokens in measured])
+        if len(self._speeds) <= _MEASURED_STEPS:
+            return
+        by_rank = zip(*self._speeds[1:], strict=True)
+        speeds = [statistics.median(of_rank) for of_rank in by_rank]
+        self._speeds.clear()
+        lanes = self._execution.lanes
+        sizes, before = dealt(lanes, speeds), [len(of_rank) for of_rank in self._ranks.lanes(lanes)]
+
+        def longest(sizes: Sequence[int]) -> float:
+            return max(float(size / speed) for size, speed in zip(sizes, speeds, strict=True))
+
+        if longest(sizes) < _WORTH_DEALING * longest(before):
+            # Not later: what the queues hold is of this step.
+            for queue in (self._device.h2d, self._device.compute, self._device.d2h):
+                queue.record().wait()
+            self._ranks.deal(sizes)
+            self._sink.deal()
+
+    def _own(self, rows: StepRows) -> list[MicroBatch]:
+        """The micro-batches that this rank computes."""
+        return rows.of(self._ranks.lanes(len(rows.lanes))[self._ranks.rank])
+
+    def _memory_bytes(self, compute_s: float, num_tokens: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Peaks by component: of the device that holds the most of each, and of the host memory of all ranks. What this
+        rank has computed in the step, and in which time, goes to the others with it."""
         on_device, on_host = dict(self._device.peak_bytes()), dict(self._device.host_peak_bytes())
-        found = self._ranks.meet([*on_device.values(), *on_host.values()])
+        told = self._ranks.meet([compute_s, float(num_tokens), *on_device.values(), *on_host.values()])
+        if self._execution.deals_lanes and not self._ranks.is_alone:
+            self._deal(told[:, :2].tolist())
+        found = told[:, 2:]
         most, total = found.amax(0).tolist(), found.sum(0).tolist()
         of_device = {name: int(size) for name, size in zip(on_device, most, strict=False)}
         of_host = {name: int(size) for name, size in zip(on_host, total[len(on_device) :], strict=True)}

@@ -20,6 +20,8 @@ def tokens_of_rank(tokens_per_step: int, execution: Execution, *, longest: int) 
     if execution.num_ranks == 1:
         return tokens_per_step
     most = max(len(lanes) for lanes in _lanes(execution))
+    if execution.deals_lanes:
+        most = execution.lanes - execution.num_ranks + 1
     return min(tokens_per_step, math.ceil(tokens_per_step * most / execution.lanes) + longest)
 
 
@@ -29,16 +31,22 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
         return 0
     ownership, lanes = Ownership(layout=layout, num_ranks=execution.num_ranks), _lanes(execution)
     slot_elements = max(*(unit.trained_elements for unit in layout.units), layout.head_gradient_elements)
-    elements = (max(num_buffers(of_rank) for of_rank in lanes) - 1) * slot_elements
+    roots = [len(roots_of(of_rank)) for of_rank in lanes]
+    most_buffers, most_roots, num_roots = max(num_buffers(of_rank) for of_rank in lanes), max(roots), sum(roots)
+    num_open = num_sums(sorted(root for of_rank in lanes for root in roots_of(of_rank)))
+    if execution.deals_lanes:
+        # However they are dealt: a rank may have any neighbours.
+        depth = execution.lanes.bit_length()
+        most_buffers = most_roots = num_open = 2 * depth
+        num_roots = execution.lanes
+    elements = (most_buffers - 1) * slot_elements
     if layout.shares_gradient:
         elements += _most(ownership, 0)
     if execution.num_ranks > 1:
-        roots = [len(roots_of(of_rank)) for of_rank in lanes]
-        elements += sum(roots) * max(_most(ownership, unit.index) for unit in layout.units)
+        elements += num_roots * max(_most(ownership, unit.index) for unit in layout.units)
         if ownership.has_rows:
             num_rows, width = max(len(rows) for rows in ownership.rows()), layout.units[0].tensors[0].shape[1]
-            received = min(max(roots) * tokens_per_step, sum(roots) * num_rows)
-            num_open = num_sums(sorted(root for of_rank in lanes for root in roots_of(of_rank)))
+            received = min(most_roots * tokens_per_step, num_roots * num_rows)
             elements += (num_open * min(tokens_per_step, num_rows) + received) * width
     return elements * _FP32
 

@@ -7,13 +7,31 @@ is what makes the bits those of the lanes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 def lanes_of_rank(rank: int, num_ranks: int, num_lanes: int) -> range:
     """The lanes that a rank computes."""
     return range(rank * num_lanes // num_ranks, (rank + 1) * num_lanes // num_ranks)
+
+
+def dealt(num_lanes: int, speeds: Sequence[float]) -> list[int]:
+    """How many lanes each rank computes where the ranks have these speeds: one at least, and so that the one that takes
+    the longest takes as little as can be."""
+    sizes = [1] * len(speeds)
+    for _ in range(num_lanes - len(speeds)):
+        # The next lane is for who would be done with it first.
+        rank = min(range(len(speeds)), key=lambda rank: ((sizes[rank] + 1) / speeds[rank], rank))
+        sizes[rank] += 1
+    return sizes
+
+
+def ranges_of(sizes: Sequence[int]) -> list[range]:
+    """Neighbouring lanes for the ranks, as many for each."""
+    ends = [0, *accumulate(sizes)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 @dataclass(frozen=True, order=True)

@@ -333,11 +333,12 @@ class Planner:
         on_gpu = spec.device == "cuda" or (spec.device == "auto" and bool(self._accelerators) and asked != "float32")
         device_kind: DeviceKind = "cuda" if on_gpu else "host"
         self._check_devices(spec.gpus, device_kind)
-        limit_bytes, num_threads = self._arena_limit_bytes, self._num_threads
+        limit_bytes, num_threads, differ = self._arena_limit_bytes, self._num_threads, False
         if device_kind == "cuda":
             chosen = gpus or self._accelerators[: spec.gpus]
             limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in chosen))
             num_threads = max(1, num_threads // spec.gpus)
+            differ = len({gpu.name for gpu in chosen}) > 1
         else:
             num_threads = max(1, num_threads // self._settings.host_devices)
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run
@@ -362,6 +363,7 @@ class Planner:
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
             num_ranks=spec.gpus,
             lanes=_lanes(spec),
+            deals_lanes=differ,
             num_threads=num_threads,
             optimizer_threads=update_threads(num_threads, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,

@@ -78,6 +78,8 @@ class Execution:
     lanes: int = 1
     """Parts that a step is divided into, a power of two. The gradients of a lane add up in the order of its
     micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""
+    deals_lanes: bool = False
+    """Whether ranks that were measured to be faster get more lanes, where the devices differ."""
     num_threads: int = 1
     """Threads that the host computes with; each rank has as many."""
     optimizer_threads: int | None = None

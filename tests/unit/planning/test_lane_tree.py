@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from horizon_server.engine.lanes import lane_of_each, sum_lanes, sum_subtrees
-from horizon_server.planning.lane_tree import Stack, Subtree, lanes_of_rank, num_buffers, roots_of
+from horizon_server.planning.lane_tree import Stack, Subtree, dealt, lanes_of_rank, num_buffers, ranges_of, roots_of
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 8, 16])
@@ -63,3 +66,22 @@ def test_documents_are_in_lanes_of_about_equal_size_in_their_order() -> None:
     # Fewer documents than lanes: some have none.
     assert lane_of_each([10], 8) == [4]
     assert lane_of_each([1, 1], 8) == [2, 6]
+
+
+@pytest.mark.parametrize("num_lanes", [8, 16, 32])
+@pytest.mark.parametrize("speeds", [(1.0, 0.5), (1.0, 1.0, 0.5, 0.5), (1.0, 0.25), (1.0, 0.75), (3.0, 1.0, 2.0)])
+def test_lanes_are_dealt_as_well_as_can_be(num_lanes: int, speeds: tuple[float, ...]) -> None:
+    def longest(sizes: Sequence[int]) -> float:
+        return max(size / speed for size, speed in zip(sizes, speeds, strict=True))
+
+    found = dealt(num_lanes, speeds)
+    assert sum(found) == num_lanes and min(found) >= 1
+    possible = itertools.product(range(1, num_lanes + 1), repeat=len(speeds) - 1)
+    best = min(
+        longest((*sizes, num_lanes - sum(sizes))) for sizes in possible if 1 <= num_lanes - sum(sizes) <= num_lanes
+    )
+    assert longest(found) == best
+    assert [len(lanes) for lanes in ranges_of(found)] == found
+    if speeds == (1.0, 0.5):
+        # Of what the two could do together.
+        assert num_lanes / best / sum(speeds) >= {8: 0.85, 16: 0.93, 32: 0.93}[num_lanes]
