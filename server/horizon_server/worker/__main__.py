@@ -39,7 +39,7 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     try:
         training = Training(asked, events=link, orders=link.orders, others=others)
         outcome = training.run()
-    except BaseException as error:  # noqa: BLE001  # it is raised again, or what it follows from
+    except BaseException as error:
         cause = error if others is None else others.cause_of(error)
         if others is not None:
             # What waits for them here fails, so that nothing is waited for while this rank closes.
@@ -49,7 +49,9 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
                 training.close()
         except Exception:  # the daemon is sent the first error, which this one follows from
             logging.exception("closing failed too")
-        raise cause from (None if cause is error else error)
+        if cause is not error:
+            raise cause from error
+        raise
     training.close()
     return dict(vars(outcome))
 

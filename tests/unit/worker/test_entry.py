@@ -90,7 +90,7 @@ def test_every_part_is_closed_after_the_first_cannot_be(monkeypatch: pytest.Monk
     made = object.__new__(Training)
     trainer, device, store = (cast(Any, Part(name, closed)) for name in ("trainer", "device", "store"))
     unused = cast(Any, None)
-    made._made_trainer = trainer
+    made._made_trainer, made._others = trainer, None
     made._set_up = SetUp(
         request=unused,
         folder=unused,
