@@ -82,7 +82,7 @@ def worker_request(
     num_threads: int = 1,
     kept: Residency | None = None,
     num_ranks: int = 1,
-    lanes: int = 1,
+    lanes: int | None = None,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
@@ -93,6 +93,7 @@ def worker_request(
         num_threads=num_threads,
         accelerators=(),
     ).plan_to_start(spec, folder / "model")
+    lanes = plan.lanes if lanes is None else lanes
     execution = dataclasses.replace(
         plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS, num_ranks=num_ranks, lanes=lanes
     )

@@ -249,9 +249,11 @@ class Planner:
 
         Raises: InvalidModel, InvalidSpec as `plan`.
         """
+        # By one process, in the job's lanes: sums of losses are in their order.
+        lanes = _lanes(spec)
         spec, folder = spec.model_copy(update={"device": "host", "gpus": 1}), evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
-        execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together)
+        execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together, lanes=lanes)
         case = _Case(
             spec=spec,
             folder=folder,

@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole model, exported in bf16": {"checkpoint": {"every_steps": 2, "dtype": "bf16"}},
     "whole model, exported in fp16": {"checkpoint": {"every_steps": 2, "dtype": "fp16"}},
     "adapter on a packed base": {"train": {"trainable": "lora", "lora": {"base": "int8"}}},
+    "in lanes": {"train": {"lanes": 4}},
     "a merged adapter": {"train": LORA, "checkpoint": {"every_steps": 2, "export": "merged"}},
 }
 
