@@ -102,13 +102,13 @@ class StepTokens:
         micro_batches = list(chain.from_iterable(lanes))
         ends = [0, *accumulate(micro_batch.num_tokens for micro_batch in micro_batches)]
         spans = [slice(start, stop) for start, stop in pairwise(ends)]
-        ids_N = _joined([m.input_ids_T for m in micro_batches])
+        ids_N = joined_tokens([m.input_ids_T for m in micro_batches])
         # A step uses few rows of a large table, so only those cross the link.
         if num_rows is None:
             rows_R, row_ids_N = torch.unique(ids_N, return_inverse=True)
         else:
             rows_R, row_ids_N = torch.arange(num_rows), ids_N
-        labels_N = _joined([m.labels_T for m in micro_batches])
+        labels_N = joined_tokens([m.labels_T for m in micro_batches])
         supervised_S = (labels_N != IGNORED_LABEL).nonzero()[:, 0]
         numbers = [0, *accumulate(len(lane) for lane in lanes)]
         targets = [0, *accumulate(sum(m.num_targets for m in lane) for lane in lanes)]
@@ -131,7 +131,8 @@ class StepTokens:
         return self.targets_S.numel()
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined_tokens(parts: Sequence[Tensor]) -> Tensor:
+    """Tokens, labels or positions one after the other; there may be none. Shapes: [sum]."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 
@@ -139,7 +140,7 @@ def _placed_apart(parts: Sequence[Tensor], device: Device) -> tuple[Tensor, ...]
     """In one copy, and each part at an address that code compiled for a GPU takes as it is: from any other it makes a
     copy first, with a warning, in each layer."""
     padded = [functional.pad(part, (0, -part.nbytes % _ALIGNMENT_BYTES // part.itemsize)) for part in parts]
-    placed = torch.split(device.place(_joined(padded)), [part.numel() for part in padded])
+    placed = torch.split(device.place(joined_tokens(padded)), [part.numel() for part in padded])
     return tuple(piece[: part.numel()] for piece, part in zip(placed, parts, strict=True))
 
 

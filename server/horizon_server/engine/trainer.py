@@ -23,7 +23,7 @@ from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.lanes import StepRows, lane_of_each
 from horizon_server.engine.layer_stream import LayerStream
-from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
+from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped, joined_tokens
 from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
 from horizon_server.engine.objectives import Documents, Objective, StepObjective, Told, WeightedSFT
 from horizon_server.engine.optimizer import (
@@ -63,9 +63,9 @@ def _call_with(name: str, rows: Sequence[MicroBatch], objective: StepObjective |
         name=name,
         values={"documents": [list(row.document_lengths) for row in rows], "objective": kind},
         tensors={
-            "input_ids": torch.cat([row.input_ids_T for row in rows]),
-            "position_ids": torch.cat([row.position_ids_T for row in rows]),
-            "labels": torch.cat([row.labels_T for row in rows]),
+            "input_ids": joined_tokens([row.input_ids_T for row in rows]),
+            "position_ids": joined_tokens([row.position_ids_T for row in rows]),
+            "labels": joined_tokens([row.labels_T for row in rows]),
             **(weights if kind == "weighted" else {}),
         },
     )
@@ -181,7 +181,7 @@ class Trainer:
         # Not by functools, whose lock other ranks' trainers would share where they are threads of one process.
         if self._packs is not None:
             return self._packs
-        with self._together(Call(name="supports_packing")):
+        with self._together(lambda: Call(name="supports_packing")):
             self._take_device()
             answer = supports_packing(
                 self._forward_backward.hidden_states,
@@ -211,7 +211,7 @@ class Trainer:
             Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
-        with self._together(_call_with("train_step", micro_batches, objective)):
+        with self._together(lambda: _call_with("train_step", micro_batches, objective)):
             return self._train_step(micro_batches, objective)
 
     def _train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None) -> StepFigures:
@@ -270,7 +270,7 @@ class Trainer:
         Raises:
             InvalidData: as `train_step`.
         """
-        with self._together(_call_with("evaluate", micro_batches)):
+        with self._together(lambda: _call_with("evaluate", micro_batches)):
             return self._evaluate(micro_batches)
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
@@ -313,7 +313,7 @@ class Trainer:
     def evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
         """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as
         in `evaluate`."""
-        with self._together(_call_with("evaluate_tokens", micro_batches)):
+        with self._together(lambda: _call_with("evaluate_tokens", micro_batches)):
             return self._evaluate_tokens(micro_batches)
 
     def _evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
@@ -347,7 +347,7 @@ class Trainer:
 
     def forget_weights(self) -> None:
         """Read all weights from the store again; for a caller that has changed them. Flushes."""
-        with self._together(Call(name="forget_weights")):
+        with self._together(lambda: Call(name="forget_weights")):
             self.flush()
             self._stream.forget()
 
@@ -358,7 +358,7 @@ class Trainer:
         Raises:
             HorizonError: the first error that a queue of the device met.
         """
-        with self._together(Call(name="flush")):
+        with self._together(lambda: Call(name="flush")):
             self._optimizer.finish().wait()
             # Only now, because after a failure the queues skip their work but let every event happen.
             self._device.raise_failure()
@@ -386,7 +386,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; the store must hold the planes of that moment."""
         assert state["version"] == _STATE_VERSION, f"unknown trainer state version {state['version']}"
-        with self._together(Call(name="restore", values={"state": state})):
+        with self._together(lambda: Call(name="restore", values={"state": state})):
             self.flush()
             self._stream.forget()
             self.step = int(state["step"])
@@ -404,7 +404,7 @@ class Trainer:
         """
         if self._is_released:
             return
-        with self._together(Call(name="release_device")):
+        with self._together(lambda: Call(name="release_device")):
             for queue in (self._device.h2d, self._device.compute, self._device.d2h):
                 queue.record().wait()
             self._is_released = True
@@ -424,7 +424,7 @@ class Trainer:
 
         It does not complain about a failure that `train_step` has already raised.
         """
-        with self._together(Call(name="close")):
+        with self._together(lambda: Call(name="close")):
             # Work that is still queued would write into freed memory.
             for queue in (self._device.h2d, self._device.compute, self._device.d2h):
                 queue.record().wait()
@@ -453,11 +453,12 @@ class Trainer:
                 return
 
     @contextmanager
-    def _together(self, call: Call) -> Iterator[None]:
-        """Have all ranks do what is in the block; what the block calls of this kind is a part of it."""
+    def _together(self, make_call: Callable[[], Call]) -> Iterator[None]:
+        """Have all ranks do what is in the block; what the block calls of this kind is a part of it. The call is made
+        only where there are others."""
         is_first = not self._is_together
         if is_first and self._ranks.leads and not self._ranks.is_alone:
-            self._ranks.send(call)
+            self._ranks.send(make_call())
         self._is_together = True
         try:
             yield

@@ -8,11 +8,10 @@ function Device({ device, accelerator, queue, me }) {
   const who = !device.holder ? "nobody" : holder?.owner === me?.name ? "you" : holder?.owner || "somebody";
   const name = device.holder_name || holder?.name;
   const job = name ? html`<a href="/jobs/${device.holder}">${name}</a>` : device.holder ? "a job you may not see" : "";
+  const title = accelerator ? accelerator.name : device.name.replace("host", "Processors");
   return html`
     <li>
-      <span class="quiet">
-        ${accelerator ? accelerator.name : device.name.startsWith("host") ? device.name.replace("host", "Processors") : device.name}
-      </span>
+      <span class="quiet">${title}</span>
       <b class="holder">${who}</b>
       <span>${job}</span>
       <span class="quiet">
