@@ -23,9 +23,9 @@ from horizon_server.engine.fp8 import check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.lanes import StepRows, lane_of_each
 from horizon_server.engine.layer_stream import LayerStream
-from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped, joined_tokens
+from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
 from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale, Part
-from horizon_server.engine.objectives import Documents, Objective, StepObjective, Told, WeightedSFT
+from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.optimizer import (
     Optimizer,
     clip_coefficient,
@@ -34,6 +34,7 @@ from horizon_server.engine.optimizer import (
     num_updated_in_backward,
 )
 from horizon_server.engine.packing_limit import split_row, supports_packing
+from horizon_server.engine.rank_calls import call_with, given_rows
 from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.step_pass import StepKey
 from horizon_server.engine.template import Template
@@ -52,39 +53,6 @@ _MEASURED_STEPS = 3
 """By which lanes are dealt, after one that does not count."""
 _WORTH_DEALING = 0.9
 """Lanes are dealt anew where the slowest rank would take less than this part of its time."""
-
-
-def _call_with(name: str, rows: Sequence[MicroBatch], objective: StepObjective | None = None) -> Call:
-    """A call that is given rows. Of an objective the other ranks need its weights, where it is cross-entropy; of any
-    other, that there is one."""
-    kind = None if objective is None else "weighted" if objective.objective.is_cross_entropy else "told"
-    weights = {"weights": objective.weights_S} if objective is not None and objective.weights_S is not None else {}
-    return Call(
-        name=name,
-        values={"documents": [list(row.document_lengths) for row in rows], "objective": kind},
-        tensors={
-            "input_ids": joined_tokens([row.input_ids_T for row in rows]),
-            "position_ids": joined_tokens([row.position_ids_T for row in rows]),
-            "labels": joined_tokens([row.labels_T for row in rows]),
-            **(weights if kind == "weighted" else {}),
-        },
-    )
-
-
-def _given(call: Call) -> tuple[list[MicroBatch], StepObjective | None]:
-    """What `_call_with` has put into a call."""
-    documents: list[list[int]] = call.values["documents"]
-    sizes = [sum(lengths) for lengths in documents]
-    names = ("input_ids", "position_ids", "labels")
-    parts = zip(*(torch.split(call.tensors[name], sizes) for name in names), strict=True)
-    rows = [
-        MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=tuple(lengths))
-        for (ids, positions, labels), lengths in zip(parts, documents, strict=True)
-    ]
-    objective: Objective | None = {"weighted": WeightedSFT(), "told": Told()}.get(call.values["objective"])
-    if objective is None:
-        return rows, None
-    return rows, StepObjective(objective=objective, documents=Documents.of(rows), weights_S=call.tensors.get("weights"))
 
 
 class Trainer:
@@ -211,7 +179,7 @@ class Trainer:
             Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
-        with self._together(lambda: _call_with("train_step", micro_batches, objective)):
+        with self._together(lambda: call_with("train_step", micro_batches, objective)):
             return self._train_step(micro_batches, objective)
 
     def _train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None) -> StepFigures:
@@ -270,7 +238,7 @@ class Trainer:
         Raises:
             InvalidData: as `train_step`.
         """
-        with self._together(lambda: _call_with("evaluate", micro_batches)):
+        with self._together(lambda: call_with("evaluate", micro_batches)):
             return self._evaluate(micro_batches)
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
@@ -313,7 +281,7 @@ class Trainer:
     def evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
         """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as
         in `evaluate`."""
-        with self._together(lambda: _call_with("evaluate_tokens", micro_batches)):
+        with self._together(lambda: call_with("evaluate_tokens", micro_batches)):
             return self._evaluate_tokens(micro_batches)
 
     def _evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
@@ -436,9 +404,9 @@ class Trainer:
     def follow(self) -> None:
         """Do what the first rank's trainer does, until that is closed. On every other rank."""
         calls: dict[str, Callable[[Call], object]] = {
-            "train_step": lambda call: self.train_step(*_given(call)),
-            "evaluate": lambda call: self.evaluate(_given(call)[0]),
-            "evaluate_tokens": lambda call: self.evaluate_tokens(_given(call)[0]),
+            "train_step": lambda call: self.train_step(*given_rows(call)),
+            "evaluate": lambda call: self.evaluate(given_rows(call)[0]),
+            "evaluate_tokens": lambda call: self.evaluate_tokens(given_rows(call)[0]),
             "supports_packing": lambda call: self.supports_packing,
             "forget_weights": lambda call: self.forget_weights(),
             "flush": lambda call: self.flush(),
