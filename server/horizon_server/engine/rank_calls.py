@@ -1,4 +1,4 @@
-"""What the first rank's trainer gives the others with a call: the rows of a step, and what they need of its objective."""
+"""What the first rank's trainer gives the others with a call: rows, and what they need of its objective."""
 
 from __future__ import annotations
 
