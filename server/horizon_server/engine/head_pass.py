@@ -120,7 +120,7 @@ class HeadPass:
 
     def _ask(self, current: StepPass) -> tuple[Tensor, Tensor]:
         """The objective's loss, on the first rank, and its derivative by each log-probability of this rank. The first
-        rank asks it about the tokens of all, and tells the others."""
+        rank asks it about the tokens of all, and sends the others their part."""
         ranks, sizes = self._ranks, current.logprobs_of_ranks
         logprobs_S = current.logprobs_S
         assert logprobs_S is not None
@@ -136,7 +136,7 @@ class HeadPass:
             all_S = torch.cat([of_rank[:size] for of_rank, size in zip(of_ranks, sizes, strict=True)])
             loss, found_S = current.objective(all_S)
             found_S = found_S.contiguous()
-        ranks.tell(found_S, "compute")
+        ranks.broadcast(found_S, "compute")
         start = sum(sizes[: ranks.rank])
         return loss, found_S[start : start + sizes[ranks.rank]]
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from horizon_server.engine.micro_batch import MicroBatch, joined_tokens
-from horizon_server.engine.objectives import Documents, Objective, StepObjective, Told, WeightedSFT
+from horizon_server.engine.objectives import Documents, Objective, RemoteObjective, StepObjective, WeightedSFT
 from horizon_server.engine.ranks import Call
 
 
 def call_with(name: str, rows: Sequence[MicroBatch], objective: StepObjective | None = None) -> Call:
     """A call that is given rows. Of an objective the other ranks need its weights, where it is cross-entropy; of any
     other, that there is one."""
-    kind = None if objective is None else "weighted" if objective.objective.is_cross_entropy else "told"
+    kind = None if objective is None else "weighted" if objective.objective.is_cross_entropy else "remote"
     weights = {"weights": objective.weights_S} if objective is not None and objective.weights_S is not None else {}
     return Call(
         name=name,
@@ -38,7 +38,7 @@ def given_rows(call: Call) -> tuple[list[MicroBatch], StepObjective | None]:
         MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=tuple(lengths))
         for (ids, positions, labels), lengths in zip(parts, documents, strict=True)
     ]
-    objective: Objective | None = {"weighted": WeightedSFT(), "told": Told()}.get(call.values["objective"])
+    objective: Objective | None = {"weighted": WeightedSFT(), "remote": RemoteObjective()}.get(call.values["objective"])
     if objective is None:
         return rows, None
     return rows, StepObjective(objective=objective, documents=Documents.of(rows), weights_S=call.tensors.get("weights"))

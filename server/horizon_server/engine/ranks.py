@@ -99,7 +99,7 @@ class Ranks:
         return [lanes_of_rank(rank, self.num_ranks, num_lanes) for rank in range(self.num_ranks)]
 
     def deal(self, sizes: Sequence[int]) -> None:
-        """From now on, the ranks compute as many lanes each. All ranks are told the same, between two steps."""
+        """From now on, the ranks compute as many lanes each. All ranks call it alike, between two steps."""
         self._dealt = ranges_of(sizes)
 
     def complete(self, out: Tensor, parts: Sequence[slice], queue: QueueName) -> None:
@@ -129,7 +129,7 @@ class Ranks:
         _all_gather(out, own.contiguous(), group=self._groups[queue])
         return out.view(self.num_ranks, -1)
 
-    def tell(self, values: Tensor, queue: QueueName) -> None:
+    def broadcast(self, values: Tensor, queue: QueueName) -> None:
         """Give all ranks what the first one has in `values`."""
         if not self.is_alone:
             dist.broadcast(values, group_src=0, group=self._groups[queue])

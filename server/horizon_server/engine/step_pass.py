@@ -73,7 +73,7 @@ class StepPass:
     """Of the whole step."""
     generator: torch.Generator | None = None
     objective: StepObjective | None = None
-    """Placed on the device; None is cross-entropy, and on a rank that is told the coefficients by the first one."""
+    """Placed on the device; None is cross-entropy, and on a rank that gets the coefficients from the first one."""
     runs_twice: bool = False
     """Whether the head runs forward for the log-probabilities before it runs for the gradients."""
     logprobs_of_ranks: tuple[int, ...] = ()
@@ -99,7 +99,8 @@ class StepPass:
     def seed(self, unit_index: int, index: int) -> None:
         """Have the work on a micro-batch that follows draw the numbers that are its own, the first time and when it is
         recomputed."""
-        self.seed_by(unit_index, self.name_of(index))
+        if self.generator is not None:
+            self.seed_by(unit_index, self.name_of(index))
 
     def seed_by(self, unit_index: int, name: int | str) -> None:
         """As `seed`, for other work than that on a micro-batch."""
@@ -107,7 +108,7 @@ class StepPass:
             self.generator.manual_seed(self.key.seed_of(unit_index, name))
 
     def name_of(self, index: int) -> int | str:
-        """What names a micro-batch in its step, whoever computes it."""
+        """What names a micro-batch in its step, whichever rank computes it."""
         for lane, numbers in zip(self.step_lanes, self.tokens.lanes, strict=True):
             if index in numbers:
                 return in_lane(lane, index - numbers.start, self.num_lanes)

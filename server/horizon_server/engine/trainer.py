@@ -52,7 +52,7 @@ _STATE_VERSION = 1
 _MEASURED_STEPS = 3
 """By which lanes are dealt, after one that does not count."""
 _WORTH_DEALING = 0.9
-"""Lanes are dealt anew where the slowest rank would take less than this part of its time."""
+"""Lanes are divided again where the slowest rank would take less than this part of its time."""
 
 
 class Trainer:
@@ -466,10 +466,10 @@ class Trainer:
         """Peaks by component: of the device that holds the most of each, and of the host memory of all ranks. What this
         rank has computed in the step, and in which time, goes to the others with it."""
         on_device, on_host = dict(self._device.peak_bytes()), dict(self._device.host_peak_bytes())
-        told = self._ranks.meet([compute_s, float(num_tokens), *on_device.values(), *on_host.values()])
+        gathered = self._ranks.meet([compute_s, float(num_tokens), *on_device.values(), *on_host.values()])
         if self._execution.deals_lanes and not self._ranks.is_alone:
-            self._deal(told[:, :2].tolist())
-        found = told[:, 2:]
+            self._deal(gathered[:, :2].tolist())
+        found = gathered[:, 2:]
         most, total = found.amax(0).tolist(), found.sum(0).tolist()
         of_device = {name: int(size) for name, size in zip(on_device, most, strict=False)}
         of_host = {name: int(size) for name, size in zip(on_host, total[len(on_device) :], strict=True)}

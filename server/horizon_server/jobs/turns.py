@@ -355,7 +355,7 @@ class DeviceTurns:
                     f"the worker has not freed its memory on {self.device} after {self._grace_s:.0f} s", True
                 )
 
-        # Not anew where it has been asked already, and asks for the device again meanwhile.
+        # One timer: the worker may ask for the device again before it has answered the first order.
         if participant.release_timer is None:
             participant.release_timer = asyncio.get_running_loop().call_later(self._grace_s, check)
 

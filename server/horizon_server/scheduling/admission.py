@@ -277,8 +277,8 @@ class _Round:
     def _devices_for(self, job: Job) -> tuple[str, ...] | None:
         """The devices with the fewest resident jobs, of those the ones with the least work ahead, in the node's order.
 
-        None where the processes of the jobs that share a device would leave the largest of them too little memory for
-        its turn, on so many devices that not enough are left.
+        None where too few devices have room: the processes of the jobs that share a device must leave the largest of
+        them enough memory for its turn.
         """
         places = self._places
         load = {name: (0, 0.0, name, job.device_bytes) for name in self._names[job.device]}

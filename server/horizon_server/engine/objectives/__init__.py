@@ -17,7 +17,7 @@ Plain cross-entropy is none of them: it needs no second look at the logits and h
 from collections.abc import Callable
 from functools import partial
 
-from horizon_server.engine.objectives.objective import Documents, Objective, StepObjective, Told
+from horizon_server.engine.objectives.objective import Documents, Objective, RemoteObjective, StepObjective
 from horizon_server.engine.objectives.policy_gradient import PolicyGradient
 from horizon_server.engine.objectives.preference import DPO, ORPO, SimPO
 from horizon_server.engine.objectives.supervised import WeightedSFT
@@ -44,8 +44,8 @@ __all__ = [
     "Documents",
     "Objective",
     "PolicyGradient",
+    "RemoteObjective",
     "SimPO",
     "StepObjective",
-    "Told",
     "WeightedSFT",
 ]

@@ -123,8 +123,8 @@ class Objective(ABC):
         """Check what this objective alone asks of a step, after what all have in common. Raises: InvalidData."""
 
 
-class Told(Objective):
-    """Of a rank that follows: the first one has the objective, and tells the others each token's derivative."""
+class RemoteObjective(Objective):
+    """Of a rank that follows: the first one has the objective, and sends the others each token's derivative."""
 
     def _loss(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
