@@ -38,11 +38,11 @@ from horizon_server.store.manifest import is_complete
 
 __all__ = ["inputs"]
 
-pytestmark = pytest.mark.timeout(3600)
-
 NUM_KILLS = int(os.environ.get("HORIZON_KILLS", "3"))
 SEED = int(os.environ.get("HORIZON_KILLS_SEED", "10"))
 NUM_STEPS, LANES = 30, 4
+
+pytestmark = pytest.mark.timeout(300 + 60 * NUM_KILLS)
 
 
 def test_kills_of_ranks_lose_nothing_and_change_no_bit(inputs: Callable[[str], Path]) -> None:
