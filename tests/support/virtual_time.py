@@ -19,8 +19,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._now_s = max(self._now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+        if not self._ready:  # type: ignore[attr-defined]
+            # A timer that was cancelled stays in the list, and a jump to it would leave the rest as a real wait.
+            due_s = [timer.when() for timer in self._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+            self._now_s = max(self._now_s, min(due_s, default=0.0))
         super()._run_once()  # type: ignore[misc]
 
 
