@@ -1,8 +1,9 @@
 """Which rank owns which part of each unit of the store: it alone updates that part, and sends it to the others.
 
-A unit's trained part, and what follows it that is not packed, are each divided into equal runs of whole blocks, one for
+Where ranks divide a step by rows, a unit's trained part, and what follows it that is not packed, are each divided into equal runs of whole blocks, one for
 each rank; what does not divide belongs to the last rank. A block is a page in every plane; of an embedding table whose
-rows are looked up by themselves it is whole rows as well. Torch-free.
+rows are looked up by themselves it is whole rows as well. Where they divide it by layers, the layers go round the ranks
+and each belongs to one as a whole; embedding and head are divided as for rows. Torch-free.
 
 Units: elements, unless a name says rows.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from horizon_server.records.execution import Parallel
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS, StoreLayout
 
 NORM_BLOCK_ELEMENTS = UNIT_ALIGN_ELEMENTS
@@ -27,6 +29,7 @@ class Ownership:
 
     layout: StoreLayout
     num_ranks: int
+    parallel: Parallel = "rows"
 
     def trained(self, unit_index: int) -> tuple[slice, ...]:
         """The part of a unit's trained elements of each rank; empty parts where there are too few."""
@@ -72,11 +75,21 @@ class Ownership:
     def _trained(self) -> list[tuple[slice, ...]]:
         parts = []
         for unit in self.layout.units:
+            if self.parallel == "layers" and unit.kind == "layer":
+                owner = rank_of_layer(unit.index - 1, self.num_ranks)
+                cuts = [0] * (owner + 1) + [unit.trained_elements] * (self.num_ranks - owner)
+                parts.append(tuple(slice(start, stop) for start, stop in pairwise(cuts)))
+                continue
             block = UNIT_ALIGN_ELEMENTS
             if unit.index == 0 and self.has_rows:
                 block = math.lcm(block, unit.tensors[0].shape[1])
             parts.append(divided(0, unit.trained_elements, self.num_ranks, block=block))
         return parts
+
+
+def rank_of_layer(layer: int, num_ranks: int) -> int:
+    """The rank that computes a layer where a step is divided by layers, and owns it."""
+    return layer % num_ranks
 
 
 def length(part: slice) -> int:
