@@ -1,9 +1,10 @@
 """Which rank owns which part of each unit of the store: it alone updates that part, and sends it to the others.
 
-Where ranks divide a step by rows, a unit's trained part, and what follows it that is not packed, are each divided into equal runs of whole blocks, one for
-each rank; what does not divide belongs to the last rank. A block is a page in every plane; of an embedding table whose
-rows are looked up by themselves it is whole rows as well. Where they divide it by layers, the layers go round the ranks
-and each belongs to one as a whole; embedding and head are divided as for rows. Torch-free.
+Where ranks divide a step by rows, a unit's trained part, and what follows it that is not packed, are each divided into
+equal runs of whole blocks, one for each rank; what does not divide belongs to the last rank. A block is a page in every
+plane; of an embedding table whose rows are looked up by themselves it is whole rows as well. Where they divide it by
+layers, the layers go round the ranks and each belongs to one as a whole; embedding and head are divided as for rows.
+Torch-free.
 
 Units: elements, unless a name says rows.
 """
