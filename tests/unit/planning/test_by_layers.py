@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 from tests.support.plans import ledger_of, step_work
 from tests.support.rates import RATES
 
+from horizon_proto.v1 import job_pb2
+from horizon_server.api.grpc.convert import to_message
+from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.lane_memory import lane_number_bytes
 from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, roots_of
@@ -313,6 +316,19 @@ def test_what_the_spec_says_is_taken(folder: Path) -> None:
     execution = found["layers"].execution
     assert (execution.residency, execution.deals_lanes, execution.lanes) == (NOTHING_STAYS, False, 8)
     assert found["layers"].plane_bytes == found["rows"].plane_bytes, "the store is the same"
+
+
+def test_a_plan_is_kept_and_told_with_its_way_and_older_ones_have_one(folder: Path) -> None:
+    plan = planner_of(rates={"host": RATES}).plan(spec_of(parallel="layers"), folder)
+    assert from_plain(Plan, to_plain(plan)) == plan
+    assert " by 2 devices in 8 lanes, by layers, predicted " in plan.summary
+    told = to_message(plan, job_pb2.MemoryPlan)
+    assert plan.ways is not None and (told.parallel, told.ways.layers_s) == ("layers", plan.ways.layers_s)
+    older = {name: value for name, value in to_plain(plan).items() if name != "ways"}
+    older["execution"] = {name: value for name, value in older["execution"].items() if name != "parallel"}
+    found = from_plain(Plan, older)
+    assert (found.parallel, found.ways) == ("rows", None)
+    assert not to_message(found, job_pb2.MemoryPlan).HasField("ways")
 
 
 def test_without_rates_a_step_is_divided_by_rows_and_with_one_device_by_nothing(folder: Path) -> None:
