@@ -17,6 +17,7 @@ Source: docs/architecture.md, "How fast a job will be"; Williams et al., Rooflin
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,6 +257,7 @@ class Seconds:
     updates: tuple[tuple[int, float], ...]
     layer_ranks: int = 1
     num_micro_batches: int = 1
+    longest_share: float = 1.0
     shares_processors: bool = False
 
     @classmethod
@@ -308,6 +310,7 @@ class Seconds:
             updates=updates,
             layer_ranks=work.layer_ranks,
             num_micro_batches=work.num_micro_batches,
+            longest_share=work.longest_share,
             shares_processors=work.peers_are_processes,
         )
 
@@ -327,11 +330,14 @@ class Seconds:
         )
 
     def waiting_s(self) -> float:
-        """Where ranks share the processors: what a step is longer because some wait for others' layers meanwhile."""
+        """Where ranks share the processors: what a step is longer because some wait for others meanwhile, for a layer
+        that goes round or for a document that is not divided."""
+        if self.layer_ranks == 1:
+            return (self.longest_share - 1) * sum(visit.compute_s for visit in self.visits)
         total_s = 0.0
         for gradient in (False, True):
             layers = [visit for visit in self.visits if visit.ring == "layer" and visit.gradient == gradient]
-            if self.layer_ranks > 1 and layers:
+            if layers:
                 length = pass_length(len(layers), self.num_micro_batches, self.layer_ranks)
                 busy_s = sum(visit.hop_up_s + visit.compute_s + visit.hop_down_s for visit in layers)
                 total_s += busy_s * (length * self.layer_ranks / (len(layers) * self.num_micro_batches) - 1)
@@ -367,9 +373,9 @@ class Seconds:
 def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tuple[Visit, ...]:
     """The program of a step: embedding, layers, head, layers again, embedding again."""
     forward_s, backward_s, kept_s, head_s, embedding_s = computed
-    rows, up, down = work.embedding, rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
+    rows, (up, down) = work.embedding, _links(work, rates)
     # Between devices what a link brings, which is little where they have ways of their own: none was measured yet.
-    peer = LOOPBACK_BYTES_PER_S if work.peers_are_processes else up
+    peer = LOOPBACK_BYTES_PER_S if work.peers_are_processes else rates.h2d_bytes_per_s
     head = len(work.layers) + 1
     rows_up_s = rows.rows_up_bytes / rates.gather_bytes_per_s
     hop_up_s, hop_down_s = work.hop_bytes / up, work.hop_bytes / down
@@ -435,6 +441,12 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     )
 
 
+def _links(work: StepWork, rates: DeviceRates) -> tuple[float, float]:
+    """What one link brings up and down while the others do: together no more than the host's memory gives."""
+    each = rates.adamw_bytes_per_s / work.num_links if work.num_links > 1 else math.inf
+    return min(rates.h2d_bytes_per_s, each), min(rates.d2h_bytes_per_s, each)
+
+
 def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...]:
     """Unit and seconds of each update, in the optimizer's order; what remains of the embedding comes last."""
     units = (*work.layers, work.head_traffic)
@@ -487,7 +499,7 @@ def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bo
     """Return the seconds of a pass forward over the tokens of a step, for their log-probabilities: nothing is kept for
     a backward, nothing comes down, and no weight has changed since it was last on the device. `shares_processors` as in
     `predict_step`."""
-    seconds, width = Seconds.of(work, rates), rates.at(work.hidden_size)
+    seconds, width, (up, _) = Seconds.of(work, rates), rates.at(work.hidden_size), _links(work, rates)
     gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
     head_s = work.head.forward_flops / gemm + work.head.forward_bytes / width.head_bytes_per_s
     layers = (visit for visit in seconds.visits if not visit.gradient)
@@ -496,9 +508,9 @@ def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bo
         Visit(
             unit=len(work.layers) + 1,
             ring="edge",
-            upload_s=work.head_traffic.upload_bytes / rates.h2d_bytes_per_s,
+            upload_s=work.head_traffic.upload_bytes / up,
             compute_s=head_s,
-            hop_up_s=work.head_hop_bytes / rates.h2d_bytes_per_s,
+            hop_up_s=work.head_hop_bytes / up,
         ),
     ]
     forward = replace(seconds, visits=tuple(visits), updates=())

@@ -160,12 +160,16 @@ class StepWork:
     first_trained: int = 0
     peers_are_processes: bool = False
     """Whether what ranks send to each other stays in this machine's memory."""
+    num_links: int = 1
+    """Links that the host's memory feeds at the same time."""
     layer_ranks: int = 1
     """Ranks that the layers go round; 1 where each computes its part of every layer."""
     hop_bytes: float = 0.0
     """Of a hidden state of all tokens, which such ranks hand on through the host's memory."""
     head_hop_bytes: float = 0.0
     """Of it, what a rank's head reads."""
+    longest_share: float = 1.0
+    """Tokens of the rank that has the most documents, in units of an equal part: the others wait for it."""
 
 
 def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, facts: EngineFacts = TODAY) -> StepWork:
@@ -173,7 +177,8 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
     on_host, by_layers = execution.device_kind == "host", execution.parallel == "layers"
     whole = _Counter.of(folder, recipe, execution, facts, share=1)
     # Of head and embedding, and by rows of the layers too.
-    own = whole if on_host else _Counter.of(folder, recipe, execution, facts, share=execution.num_ranks)
+    of_rank = _Counter.of(folder, recipe, execution, facts, share=execution.num_ranks)
+    own = whole if on_host else of_rank
     counter = whole if by_layers else own
     hop_bytes = sum(whole.lengths) * folder.shape.hidden_size * execution.element_bytes if by_layers else 0
     return StepWork(
@@ -192,9 +197,11 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         product_layers=execution.residency.product_layers,
         first_trained=folder.layout.first_trained_unit,
         peers_are_processes=on_host,
+        num_links=1 if on_host else execution.num_ranks,
         layer_ranks=execution.num_ranks if by_layers else 1,
         hop_bytes=hop_bytes,
         head_hop_bytes=hop_bytes if on_host else hop_bytes / execution.num_ranks,
+        longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,
     )
 
 
@@ -219,9 +226,9 @@ class _Counter:
     def of(
         cls, folder: ModelFolder, recipe: Recipe, execution: Execution, facts: EngineFacts, *, share: int
     ) -> _Counter:
-        """One of `share` equal parts of the step's tokens and lanes."""
-        num_tokens, num_lanes = -(-recipe.tokens_per_step // share), -(-execution.lanes // share)
-        document = min(recipe.sequence_length, num_tokens)
+        """One of `share` equal parts of the step's tokens and lanes, or one document, which is not divided."""
+        document, num_lanes = min(recipe.sequence_length, recipe.tokens_per_step), -(-execution.lanes // share)
+        num_tokens = max(document, -(-recipe.tokens_per_step // share))
         lengths, rows_together = _lengths(num_tokens, document), max(1, execution.micro_batch_tokens // document)
         # Micro-batches do not cross lanes, and rows are not divided.
         rows_together = min(rows_together, -(-len(lengths) // num_lanes))

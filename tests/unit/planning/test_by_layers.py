@@ -231,6 +231,26 @@ def test_on_the_host_the_ranks_do_as_much_as_one_and_wait_for_each_other(untied:
     assert three.step_s == pytest.approx(sum(seconds.busy().values()) + waiting_s)
 
 
+@pytest.mark.parametrize("parallel", ["rows", "layers"])
+def test_the_links_together_bring_no_more_than_the_hosts_memory_gives(untied: ModelFolder, parallel: Parallel) -> None:
+    fast, slow = (dataclasses.replace(RATES, adamw_bytes_per_s=rate) for rate in (4e8, 2e8))
+    for num_ranks, times in ((1, 1), (2, 1), (4, 2)):
+        work = step_of(untied, parallel if num_ranks > 1 else "rows", num_ranks)
+        links = [[visit.upload_s for visit in Seconds.of(work, rates).visits[1:3]] for rates in (fast, slow)]
+        peers_s = work.layers[0].peer_up_bytes / RATES.h2d_bytes_per_s
+        assert [found - peers_s for found in links[1]] == pytest.approx([times * (s - peers_s) for s in links[0]])
+
+
+def test_by_rows_ranks_wait_for_the_one_with_a_document_that_is_not_divided(untied: ModelFolder) -> None:
+    alone, many = (step_of(untied, "rows", num_ranks, tokens_per_step=ROW) for num_ranks in (1, 4))
+    assert many.layer == alone.layer and many.longest_share == 4
+    assert step_of(untied, "rows", 4, tokens_per_step=8 * ROW).longest_share == 1
+    how: dict[str, Any] = {"kind": "host", "grad_bytes": 4}
+    work = step_of(untied, "rows", 4, tokens_per_step=2 * ROW, **how)
+    seconds = Seconds.of(work, RATES)
+    assert work.longest_share == 2 and seconds.waiting_s() == pytest.approx(seconds.busy()["compute"])
+
+
 @pytest.mark.parametrize("shares_processors", [True, False])
 def test_a_pass_forward_by_layers_takes_less_than_a_step(untied: ModelFolder, shares_processors: bool) -> None:
     work = step_of(untied, "layers", 2, "host" if shares_processors else "cuda")
