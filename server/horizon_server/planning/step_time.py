@@ -159,27 +159,35 @@ class _Landed:
 
 
 class _RankQueues:
-    """The queues of one of the ranks that layers go round, in one step."""
+    """The queues of one of the ranks that layers go round, in one step. `updated` is when each unit was."""
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, start: float, visits: Sequence[Visit], updated: Mapping[int, float]) -> None:
         self.h2d = self.compute = self.d2h = start
         self.computed_s = 0.0
         self._slots: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
         self._gradients: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
+        self._coming, self._updated = deque(visits), updated
+        self._ready = deque[float]()
+        self._fetch()
 
-    def visit(self, visit: Visit, updated: float, landed: _Landed, num_micro_batches: int) -> tuple[float, _Landed]:
-        """Compute a unit on micro-batches that land meanwhile. Returns when it begins, and when its results land."""
+    def visit(self, visit: Visit, landed: _Landed, num_micro_batches: int) -> tuple[float, _Landed]:
+        """Compute the next unit on micro-batches that land meanwhile. Returns when it begins, and when its results
+        land."""
         up, each, down = (
             seconds / num_micro_batches for seconds in (visit.hop_up_s, visit.compute_s, visit.hop_down_s)
         )
-        self.h2d = max(self.h2d, self._slots[visit.ring].popleft(), updated) + visit.upload_s
-        begin = max(self.compute, self.h2d, landed.first_s + up)
+        # Uploads keep their order, so hidden states come behind the weights of the unit after this one.
+        self._fetch()
+        first_up = max(self.h2d, landed.first_s) + up
+        last_up = max(first_up + visit.hop_up_s - up, landed.last_s + up)
+        if visit.hop_up_s:
+            self.h2d = last_up
+        else:
+            first_up, last_up = landed.first_s, landed.last_s
+        begin = max(self.compute, self._ready.popleft(), first_up)
         if visit.gradient:
             begin = max(begin, self._gradients[visit.ring].popleft())
-        # The weights of what comes next go up between hidden states, so these take their part of the link at once.
-        self.h2d += visit.hop_up_s
-        uploaded = max(self.h2d, landed.first_s + visit.hop_up_s, landed.last_s + up)
-        self.compute = max(begin + visit.compute_s, uploaded + each)
+        self.compute = max(begin + visit.compute_s, last_up + each)
         self.computed_s += visit.compute_s
         self._slots[visit.ring].append(self.compute)
         first = max(self.d2h, begin + each) + down
@@ -189,6 +197,14 @@ class _RankQueues:
             self._gradients[visit.ring].append(self.d2h)
         return begin, _Landed(first, last)
 
+    def _fetch(self) -> None:
+        """Bring the weights of the unit that comes next, as soon as there is a slot."""
+        if self._coming:
+            visit = self._coming.popleft()
+            slot_s = self._slots[visit.ring].popleft()
+            self.h2d = max(self.h2d, slot_s, self._updated.get(visit.unit, 0.0)) + visit.upload_s
+            self._ready.append(self.h2d)
+
 
 def play_by_layers(
     visits: Sequence[Visit], updates: Sequence[tuple[int, float]], *, num_ranks: int, num_micro_batches: int
@@ -197,29 +213,29 @@ def play_by_layers(
     tokens. The timeline's compute is the first rank's, which has the most layers. Updates come after the step, of one
     layer of each rank at a time."""
     timeline, now, optimizer, updated = Timeline(), 0.0, 0.0, dict[int, float]()
-    layers = [visit.unit for visit in visits if visit.ring == "layer"]
+    layers = {visit.unit for visit in visits if visit.ring == "layer"}
     of_rank = max(1, -(-num_micro_batches // num_ranks))
+    own = [
+        [visit for visit in visits if visit.ring == "edge" or (visit.unit - 1) % num_ranks == index]
+        for index in range(num_ranks)
+    ]
     for _ in range(_NUM_PLAYED):
-        ranks = [_RankQueues(now) for _ in range(num_ranks)]
+        ranks = [_RankQueues(now, of_one, updated) for of_one in own]
         timeline, start, landed, has_ramp = Timeline(), now, _Landed(now, now), False
         for visit in visits:
-            last_update = updated.get(visit.unit, 0.0)
             if visit.ring == "layer":
                 rank = ranks[(visit.unit - 1) % num_ranks]
-                begin, landed = rank.visit(visit, last_update, landed, num_micro_batches)
+                begin, landed = rank.visit(visit, landed, num_micro_batches)
                 if not has_ramp:
                     timeline.ramp_s, has_ramp = begin - start - ranks[0].computed_s + visit.compute_s, True
             else:
                 parts = [landed.part(index, num_ranks) for index in range(num_ranks)]
-                found = [
-                    rank.visit(visit, last_update, _Landed(at, at), of_rank)[1]
-                    for rank, at in zip(ranks, parts, strict=True)
-                ]
+                found = [rank.visit(visit, _Landed(at, at), of_rank)[1] for rank, at in zip(ranks, parts, strict=True)]
                 landed = _Landed(found[0].first_s, max(part.last_s for part in found))
         now = max(max(rank.compute, rank.d2h) for rank in ranks)
         timeline.step_s, timeline.compute_s = now - start, ranks[0].computed_s
         timeline.tail_s = now - max(rank.compute for rank in ranks)
-        updated, optimizer = _updated_together(updates, max(optimizer, now), set(layers), num_ranks)
+        updated, optimizer = _updated_together(updates, max(optimizer, now), layers, num_ranks)
     return timeline
 
 

@@ -174,17 +174,81 @@ def visits_of(num_layers: int, seconds: float, **more: Any) -> list[Visit]:
     ]
 
 
-@pytest.mark.parametrize("hop", [0, 1, 2])
-def test_a_step_is_played_as_simulated(hop: int) -> None:
+@pytest.mark.parametrize("hop", [0, 1])
+def test_a_pass_is_played_as_simulated(hop: int) -> None:
     for num_layers, num_micro_batches, num_ranks in GRID:
-        # A hidden state's way down takes `hop` ticks; it holds up nothing, as the next one is not ready before.
-        more = {"hop_down_s": num_micro_batches * 1.0} if hop == 1 else {}
-        more |= {f"hop_{way}_s": num_micro_batches * 1.0 for way in ("up", "down")} if hop == 2 else {}
-        visits = visits_of(num_layers, float(num_micro_batches), **more)
+        # A hidden state's way down takes `hop` ticks, the last one's too.
+        visits = visits_of(num_layers, float(num_micro_batches), hop_down_s=float(hop * num_micro_batches))
         played = play_by_layers(visits, (), num_ranks=num_ranks, num_micro_batches=num_micro_batches)
-        ticks = simulated(num_layers, num_micro_batches, num_ranks, hop=hop)
-        # The first input's way up, and the last output's way down.
-        assert played.step_s == pytest.approx(ticks + hop)
+        assert played.step_s == simulated(num_layers, num_micro_batches, num_ranks, hop=hop) + hop
+
+
+def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: float, hop: float) -> float:
+    """Seconds of both passes over layers, piece by piece in the order of each rank's queues: a layer takes a second
+    forward and two and a half in backward for each micro-batch, `upload` its weights up and its gradient down, and
+    `hop` a hidden state."""
+    units = [(layer, False) for layer in range(num_layers)] + [(layer, True) for layer in reversed(range(num_layers))]
+    ranks = range(num_ranks)
+    own = [[unit for unit in units if unit[0] % num_ranks == rank] for rank in ranks]
+    h2d, compute, d2h = ([0.0] * num_ranks for _ in range(3))
+    slots, gradients = ([[0.0, 0.0] for _ in ranks] for _ in range(2))
+    there: dict[tuple[int, bool], float] = {}
+
+    def fetch(rank: int) -> None:
+        if own[rank]:
+            layer, backward = own[rank].pop(0)
+            in_slot = backward and layer >= num_layers - 2 * num_ranks
+            h2d[rank] = max(h2d[rank], slots[rank].pop(0)) + (0.0 if in_slot else upload)
+            there[layer, backward] = h2d[rank]
+
+    for rank in ranks:
+        fetch(rank)
+    landed = [0.0] * num_micro_batches
+    for layer, backward in units:
+        fetch(rank := layer % num_ranks)
+        free = gradients[rank].pop(0) if backward else 0.0
+        for m in range(num_micro_batches):
+            h2d[rank] = max(h2d[rank], landed[m]) + (2 if backward else 1) * hop
+            compute[rank] = max(compute[rank], h2d[rank], there[layer, backward], free) + (2.5 if backward else 1.0)
+            landed[m] = d2h[rank] = max(d2h[rank], compute[rank]) + hop
+        slots[rank].append(compute[rank])
+        if backward:
+            d2h[rank] += upload
+            gradients[rank].append(d2h[rank])
+    return max(*compute, *d2h)
+
+
+@pytest.mark.parametrize(
+    ("upload", "hop"), [(0.0, 0.05), (1.0, 0.05), (4.0, 0.05), (8.0, 0.1), (64.0, 0.1), (0.5, 0.9)]
+)
+def test_a_step_with_its_copies_is_played_as_queue_by_queue(upload: float, hop: float) -> None:
+    for num_layers, num_micro_batches, num_ranks in product((8, 13), (2, 4, 8, 32), (2, 4, 8)):
+        wanted = queued(num_layers, num_micro_batches, num_ranks, upload=upload, hop=hop)
+        hops = num_micro_batches * hop
+        forward = [
+            Visit(
+                unit=layer + 1,
+                ring="layer",
+                upload_s=upload,
+                compute_s=float(num_micro_batches),
+                hop_up_s=hops,
+                hop_down_s=hops,
+            )
+            for layer in range(num_layers)
+        ]
+        backward = [
+            dataclasses.replace(
+                visit,
+                upload_s=0.0 if visit.unit > num_layers - 2 * num_ranks else upload,
+                compute_s=2.5 * num_micro_batches,
+                download_s=upload,
+                gradient=True,
+                hop_up_s=2 * hops,
+            )
+            for visit in reversed(forward)
+        ]
+        found = play_by_layers(forward + backward, (), num_ranks=num_ranks, num_micro_batches=num_micro_batches).step_s
+        assert found == pytest.approx(wanted, rel=1e-9), (num_layers, num_micro_batches, num_ranks)
 
 
 def test_updates_of_a_round_end_together_and_the_next_step_waits_for_them() -> None:
@@ -449,5 +513,5 @@ def test_auto_takes_the_faster_way_over_a_grid(seven_billion: Callable[[int], Pa
             assert plan.prediction.step_s == min(known.values()) == known[f"{plan.parallel}_s"]
             taken[num_layers, gpus, tokens] = plan.parallel
     # Few tokens: weights and gradients that cross once decide. Many: nobody waits for others by rows.
-    assert {taken[32, gpus, 2048] for gpus in (2, 4, 8)} == {"layers"}
+    assert {taken[32, gpus, 2048] for gpus in (4, 8)} == {"layers"}
     assert {taken[num_layers, gpus, 1 << 18] for num_layers in (8, 32) for gpus in (2, 4, 8)} == {"rows"}
