@@ -275,6 +275,11 @@ class TrainSpec(TypedDict, total=False):
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree: the
     result depends on lanes, not on gpus. A power of two, at least gpus. Null means 8 with several gpus, else 1.
     Default: None."""
+    parallel: Literal["auto", "rows", "layers"]
+    """How several gpus divide a step; the result is the same. rows: each computes its lanes of every layer; layers: the
+    layers go round the gpus, and each computes its own for all tokens, so that weights and gradients cross the links to
+    one of them only. layers needs max_grad_norm and a layer for each of the gpus. auto: what is predicted to be faster.
+    With one device it has no effect. Default: 'auto'."""
     trainable: str | Sequence[str]
     """What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular
     expressions that are found in tensors' names, each adding tensors or, after a !, taking some away:

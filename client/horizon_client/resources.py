@@ -268,6 +268,12 @@ class MemoryPlan:
     """Devices that compute the job together; device_bytes and device_limit_bytes are those of one."""
     lanes: int
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree."""
+    parallel: str
+    """How these devices divide a step. rows: each computes its lanes of every layer; layers: the layers go round the
+    devices, and each computes its own for all tokens."""
+    ways: PredictedWays | None
+    """How long a step is predicted to take in both ways; None for one device, or while the node's speed has not been
+    measured."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -276,6 +282,16 @@ class MemoryPlan:
 
     def _repr_html_(self) -> str:
         return notebook.memory_html(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedWays:
+    """The two ways in which several devices divide a step."""
+
+    rows_s: float | None
+    """Seconds of a step by rows; None where it does not fit."""
+    layers_s: float | None
+    """Seconds of a step by layers; None where it is not possible or does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,6 +127,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
+        parallel=draw(st.sampled_from(["auto", "rows", "layers"])),
         **draw(
             st.fixed_dictionaries({"trainable": st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])}) | with_lora
         ),

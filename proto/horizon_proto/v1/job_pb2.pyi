@@ -341,6 +341,34 @@ COMPILE_OFF: Compile.ValueType  # 3
 """Never."""
 global___Compile = Compile
 
+class _Parallel:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ParallelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Parallel.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PARALLEL_UNSPECIFIED: _Parallel.ValueType  # 0
+    """Not set: auto."""
+    PARALLEL_AUTO: _Parallel.ValueType  # 1
+    """What is predicted to be faster."""
+    PARALLEL_ROWS: _Parallel.ValueType  # 2
+    """Each computes its lanes of every layer."""
+    PARALLEL_LAYERS: _Parallel.ValueType  # 3
+    """The layers go round the devices, and each computes its own for all tokens."""
+
+class Parallel(_Parallel, metaclass=_ParallelEnumTypeWrapper):
+    """Parallel says how several devices divide a step. Results do not depend on it."""
+
+PARALLEL_UNSPECIFIED: Parallel.ValueType  # 0
+"""Not set: auto."""
+PARALLEL_AUTO: Parallel.ValueType  # 1
+"""What is predicted to be faster."""
+PARALLEL_ROWS: Parallel.ValueType  # 2
+"""Each computes its lanes of every layer."""
+PARALLEL_LAYERS: Parallel.ValueType  # 3
+"""The layers go round the devices, and each computes its own for all tokens."""
+global___Parallel = Parallel
+
 class _Decay:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1028,6 +1056,7 @@ class TrainSpec(google.protobuf.message.Message):
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
     LORA_FIELD_NUMBER: builtins.int
     LANES_FIELD_NUMBER: builtins.int
+    PARALLEL_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -1078,6 +1107,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree; a power of two from 1
     to 64, at least gpus; default 8 with several gpus, else 1.
     """
+    parallel: global___Parallel.ValueType
+    """How several gpus divide a step; default auto."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -1125,9 +1156,10 @@ class TrainSpec(google.protobuf.message.Message):
         neftune_noise_alpha: builtins.float | None = ...,
         lora: global___LoraSpec | None = ...,
         lanes: builtins.int | None = ...,
+        parallel: global___Parallel.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "parallel", b"parallel", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -1586,6 +1618,8 @@ class MemoryPlan(google.protobuf.message.Message):
     STEPS_ESTIMATED_FIELD_NUMBER: builtins.int
     NUM_DEVICES_FIELD_NUMBER: builtins.int
     LANES_FIELD_NUMBER: builtins.int
+    PARALLEL_FIELD_NUMBER: builtins.int
+    WAYS_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1618,6 +1652,10 @@ class MemoryPlan(google.protobuf.message.Message):
     """Devices that compute the job together; device_bytes and device_limit_bytes are those of one."""
     lanes: builtins.int
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree."""
+    parallel: builtins.str
+    """How these devices divide a step. rows: each computes its lanes of every layer; layers: the layers go round the devices, and each
+    computes its own for all tokens.
+    """
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -1641,6 +1679,10 @@ class MemoryPlan(google.protobuf.message.Message):
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+
+    @property
+    def ways(self) -> global___PredictedWays:
+        """How long a step is predicted to take in both ways; unset for one device, or while the node's speed has not been measured."""
 
     def __init__(
         self,
@@ -1666,12 +1708,41 @@ class MemoryPlan(google.protobuf.message.Message):
         steps_estimated: builtins.bool = ...,
         num_devices: builtins.int = ...,
         lanes: builtins.int = ...,
+        parallel: builtins.str = ...,
+        ways: global___PredictedWays | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class PredictedWays(google.protobuf.message.Message):
+    """PredictedWays are the two ways in which several devices divide a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_S_FIELD_NUMBER: builtins.int
+    LAYERS_S_FIELD_NUMBER: builtins.int
+    rows_s: builtins.float
+    """Seconds of a step by rows; unset where it does not fit."""
+    layers_s: builtins.float
+    """Seconds of a step by layers; unset where it is not possible or does not fit."""
+    def __init__(
+        self,
+        *,
+        rows_s: builtins.float | None = ...,
+        layers_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_layers_s", b"_layers_s", "_rows_s", b"_rows_s", "layers_s", b"layers_s", "rows_s", b"rows_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_layers_s", b"_layers_s", "_rows_s", b"_rows_s", "layers_s", b"layers_s", "rows_s", b"rows_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_layers_s", b"_layers_s"]) -> typing.Literal["layers_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rows_s", b"_rows_s"]) -> typing.Literal["rows_s"] | None: ...
+
+global___PredictedWays = PredictedWays
 
 @typing.final
 class ReferencePass(google.protobuf.message.Message):

@@ -6,16 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens, plan_memory
+from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
 from horizon_server.planning.machine import (
     Accelerator,
     HostMemory,
@@ -26,13 +23,11 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
-from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
-from horizon_server.planning.sampling import evaluated_folder, with_answers
+from horizon_server.planning.sampling import evaluated_folder
+from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle
 from horizon_server.planning.spec_warnings import spec_warnings
-from horizon_server.planning.step_time import predict_forward, predict_step
-from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
+from horizon_server.planning.step_time import predict_forward
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
@@ -40,88 +35,20 @@ from horizon_server.records.execution import (
     ComputeDtype,
     DeviceKind,
     Execution,
-    Residency,
 )
 from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec
+from horizon_server.spec import JobSpec
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
-from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
-
-# Sizes travel as 64-bit numbers.
-_MAX_PLAN_BYTES = 1 << 60
 
 _GIGA = 1e9
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
 _DEFAULT_LANES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the
-    device's speed."""
-
-    spec: JobSpec
-    folder: ModelFolder
-    host_limit_bytes: int
-    rates: DeviceRates | None
-    """How fast the device is, where that is known."""
-    layer: LayerMemory | None
-    """What a layer keeps, where it was counted on the model."""
-    data: DataSize | None
-    """Of all documents, where something is known of them."""
-    longest_document: int | None
-    """Where the data is prepared."""
-
-    def ledger(self, execution: Execution) -> Ledger:
-        """The memory that it takes."""
-        recipe = self.spec.train.recipe
-        ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
-        if METHODS[self.spec.method].has_objective:
-            ledger = with_objective(ledger, recipe, execution)
-        elif self.data is None or self.data.may_have_weights:
-            ledger = with_weights(ledger, recipe, execution)
-        return with_answers(ledger, self.spec, self.folder)
-
-    def fits(self, ledger: Ledger, execution: Execution) -> bool:
-        """Whether that is within both limits."""
-        on_device = ledger.device_total_bytes <= execution.device_limit_bytes
-        return on_device and ledger.host_total_bytes <= self.host_limit_bytes
-
-    def work(self, execution: Execution) -> StepWork:
-        """What a step does."""
-        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
-        return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
-
-    def prediction(self, execution: Execution) -> StepPrediction | None:
-        """How long it takes; None where the device's speed is not known."""
-        if self.rates is None:
-            return None
-        return predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
-
-    def with_train(self, **changes: Any) -> _Case:
-        """The case of a job with other fields of `train`, on the same layout."""
-        train = self.spec.train.model_copy(update=changes)
-        return dataclasses.replace(self, spec=self.spec.model_copy(update={"train": train}))
-
-    @property
-    def num_steps(self) -> int | None:
-        """The steps of the whole job, as far as they are known."""
-        of_data = None if self.data is None else self.data.num_steps
-        # A limit alone says what the job has at most, not how long it takes.
-        if self.spec.train.max_steps is None and of_data is None:
-            return None
-        return min(steps for steps in (of_data, self.spec.most_steps) if steps is not None)
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether what is known of the data is estimated from its files."""
-        return self.data is not None and self.data.is_estimated
 
 
 class Planner:
@@ -209,7 +136,7 @@ class Planner:
             lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
-        limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
+        limit_bytes = MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
         return self._planned(spec, folder, execution, limit_bytes, rates=rates, data=data)
 
     @property
@@ -254,7 +181,7 @@ class Planner:
         spec, folder = spec.model_copy(update={"device": "host", "gpus": 1}), evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
         execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together, lanes=lanes)
-        case = _Case(
+        case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=self.host_limit_bytes,
@@ -283,7 +210,7 @@ class Planner:
                 f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
             )
             raise InvalidSpec.of("train.sequence_length", what)
-        case = _Case(
+        case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=limit_bytes,
@@ -293,28 +220,20 @@ class Planner:
             longest_document=longest_document,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
-        execution = _placed(case, dataclasses.replace(execution, micro_batch_tokens=together))
-        ledger, prediction = case.ledger(execution), case.prediction(execution)
-        if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
-            raise InvalidModel(
-                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, "
-                "heads or experts"
-            )
-        message = _why_not(case, execution, ledger)
-        if prediction is not None and (residency := _residency(case, execution, ledger)) is not None:
-            execution = dataclasses.replace(execution, residency=residency)
-            ledger, prediction = case.ledger(execution), case.prediction(execution)
+        settled = settle(case, dataclasses.replace(execution, micro_batch_tokens=together))
+        execution, prediction = settled.execution, settled.prediction
         plan = Plan(
-            **vars(ledger),
+            **vars(settled.ledger),
             execution=execution,
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
             plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes),
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,
-            message=message,
+            message=settled.message,
             warnings=tuple(self._warnings(case, execution)),
             prediction=prediction,
+            ways=settled.ways,
             hint=self._hint(case, execution, prediction),
             references=_references(case, execution),
         )
@@ -338,6 +257,7 @@ class Planner:
         limit_bytes, num_threads, differ = self._arena_limit_bytes, self._num_threads, False
         if device_kind == "cuda":
             chosen = gpus or self._accelerators[: spec.gpus]
+            _check_names(chosen)
             limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in chosen))
             num_threads = max(1, num_threads // spec.gpus)
             differ = len({gpu.name for gpu in chosen}) > 1
@@ -383,7 +303,7 @@ class Planner:
             return
         raise InvalidSpec.of("gpus", f"gpus is {num_devices} and {what}")
 
-    def _warnings(self, case: _Case, execution: Execution) -> list[str]:
+    def _warnings(self, case: Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         warnings += _of_lanes(case.spec, execution)
@@ -394,7 +314,7 @@ class Planner:
             )
         return warnings
 
-    def _hint(self, case: _Case, execution: Execution, prediction: StepPrediction | None) -> str:
+    def _hint(self, case: Case, execution: Execution, prediction: StepPrediction | None) -> str:
         if prediction is None or execution.device_kind != "host" or case.spec.train.compute_dtype != "auto":
             return ""
         grad_bytes = ELEMENT_BYTES["bfloat16"] if execution.grad_bytes else 0
@@ -444,42 +364,17 @@ def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
     return []
 
 
-def _placed(case: _Case, execution: Execution) -> Execution:
-    """Keep layer inputs on the device while they fit there; offload them where that makes the job fit."""
-    if case.ledger(execution).device_total_bytes <= execution.device_limit_bytes:
-        return execution
-    offloading = dataclasses.replace(execution, activation_placement="host")
-    return offloading if case.fits(case.ledger(offloading), offloading) else execution
+def _check_names(gpus: Sequence[Accelerator]) -> None:
+    """Raises InvalidSpec where the ranks of a job could not be told which of these GPUs is whose."""
+    if len(gpus) > 1 and not gpu_uuids(gpus):
+        what = (
+            f"gpus is {len(gpus)}, and the driver does not name a UUID of each of these GPUs, as with parts of a GPU "
+            "(MIG): all processes would compute on the first one; use gpus: 1"
+        )
+        raise InvalidSpec.of("gpus", what)
 
 
-def _residency(case: _Case, execution: Execution, ledger: Ledger) -> Residency | None:
-    """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
-    room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
-    if execution.device_kind == "host" or execution.activation_placement == "host" or room_bytes <= 0:
-        return None
-
-    def step_s(residency: Residency) -> float:
-        prediction = case.prediction(dataclasses.replace(execution, residency=residency))
-        assert prediction is not None, "there was one without"
-        return prediction.step_s
-
-    def resident_bytes(num_layers: int) -> int:
-        resident = dataclasses.replace(execution, residency=Residency(resident_layers=num_layers))
-        return case.ledger(resident).device_bytes["weights"] - ledger.device_bytes["weights"]
-
-    recipe = case.spec.train.recipe
-    # Compiled layers recompute inside one function, and take nothing that was kept.
-    is_eager = case.spec.train.compile == "off" or recipe.matmul == "fp8"
-    return choose_residency(
-        step_s,
-        room_bytes=room_bytes,
-        num_layers=case.folder.shape.num_hidden_layers,
-        resident_bytes=resident_bytes,
-        layer_product_bytes=product_bytes(case.folder, recipe, execution) if is_eager and case.layer is None else 0,
-    )
-
-
-def _references(case: _Case, execution: Execution) -> ReferencePass | None:
+def _references(case: Case, execution: Execution) -> ReferencePass | None:
     """The pass over the data before the first step, where the method needs it."""
     if case.rates is None or not case.spec.needs_references:
         return None
@@ -491,53 +386,6 @@ def _references(case: _Case, execution: Execution) -> ReferencePass | None:
         tokens_estimated=case.is_estimated,
         total_s=None if data is None else data.num_tokens / rate,
     )
-
-
-def _why_not(case: _Case, execution: Execution, ledger: Ledger) -> str:
-    """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it
-    fits."""
-    if case.fits(ledger, execution):
-        return ""
-    need, limit_bytes = ledger.host_total_bytes, case.host_limit_bytes
-    if need > limit_bytes:
-        short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
-    else:
-        arena, allowed = ledger.device_total_bytes, execution.device_limit_bytes
-        short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
-    store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
-    if store > limit_bytes:
-        billions = case.folder.layout.num_parameters / 1e9
-        held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
-        return f"{short}; {held}: {_smaller(case, execution)}"
-    return f"{short}; {_advice(case, execution)}"
-
-
-def _smaller(case: _Case, execution: Execution) -> str:
-    """What to do where the store alone does not fit: train adapters, where that fits."""
-    if case.spec.train.trainable != EVERYTHING:
-        return "only a smaller model fits"
-    changes: dict[str, Any] = {"trainable": LORA, "lr_groups": ()}
-    with suppress(InvalidSpec):
-        adapted = case.with_train(**changes)
-        adapted = dataclasses.replace(adapted, folder=open_for_training(case.folder.path, adapted.spec.train))
-        execution = _placed(adapted, execution)
-        ledger = adapted.ledger(execution)
-        what = f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
-        return f"{what}, which fits" if adapted.fits(ledger, execution) else f"only a smaller model fits; {what}"
-    return "only a smaller model fits"
-
-
-def _advice(case: _Case, execution: Execution) -> str:
-    tokens, sequence_length = case.spec.train.tokens_per_step, case.spec.train.sequence_length
-    while tokens > 8:
-        tokens //= 2
-        length = min(sequence_length, tokens)
-        smaller = case.with_train(tokens_per_step=tokens, sequence_length=length)
-        placed = _placed(smaller, execution)
-        if smaller.fits(smaller.ledger(placed), placed):
-            shorter = f" and train.sequence_length: {length}" if length < sequence_length else ""
-            return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
-    return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

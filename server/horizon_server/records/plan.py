@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from horizon_server.records.execution import Execution, Residency
+from horizon_server.records.execution import Execution, Parallel, Residency
 from horizon_server.texts import size_text
 
 Bound = Literal["compute", "h2d", "d2h", "host memory"]
@@ -43,6 +43,15 @@ class StepPrediction:
     parts_s: dict[str, float] = field(default_factory=dict)
     machine: str = ""
     measured: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedWays:
+    """Seconds of a step for the two ways in which several devices divide it; None where one is not possible or does not
+    fit."""
+
+    rows_s: float | None = None
+    layers_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,8 @@ class Plan(Ledger):
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
+    ways: PredictedWays | None = None
+    """None for one device, or while the machine's speed has not been measured."""
     references: ReferencePass | None = None
     """None where the method needs no reference log-probabilities, or the machine's speed has not been measured."""
     num_steps: int | None = None
@@ -144,6 +155,11 @@ class Plan(Ledger):
         return self.execution.lanes
 
     @property
+    def parallel(self) -> Parallel:
+        """How these devices divide a step."""
+        return self.execution.parallel
+
+    @property
     def kept(self) -> Residency | None:
         """What stays on the device; None where it has nothing to spare, or it would save nothing."""
         residency = self.execution.residency
@@ -181,7 +197,7 @@ class Plan(Ledger):
             on_device = f" and {size_text(self.device_total_bytes)} on each of {self.num_devices} devices"
         planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
         if self.num_devices > 1:
-            planned += f" by {self.num_devices} devices in {self.lanes} lanes"
+            planned += f" by {self.num_devices} devices in {self.lanes} lanes, by {self.parallel}"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

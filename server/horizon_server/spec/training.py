@@ -177,6 +177,13 @@ class TrainSpec(Section):
         "balanced tree: the result depends on lanes, not on gpus. A power of two, at least gpus. Null means 8 with "
         "several gpus, else 1.",
     )
+    parallel: Literal["auto", "rows", "layers"] = Field(
+        default="auto",
+        description="How several gpus divide a step; the result is the same. rows: each computes its lanes of every "
+        "layer; layers: the layers go round the gpus, and each computes its own for all tokens, so that weights and "
+        "gradients cross the links to one of them only. layers needs max_grad_norm and a layer for each of the gpus. "
+        "auto: what is predicted to be faster. With one device it has no effect.",
+    )
 
     trainable: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)], ...], list_as_tuple, text_as_list

@@ -49,6 +49,7 @@ _train = st.fixed_dictionaries(
         "compile": st.sampled_from(["auto", "on", "off"]),
         "matmul": st.sampled_from(["bf16", "fp8"]),
         "lanes": st.integers(1, 64),
+        "parallel": st.sampled_from(["auto", "rows", "layers"]),
     },
 )
 _checkpoint = st.fixed_dictionaries(
@@ -111,6 +112,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "learning_rate": 0.5,
             "lr_schedule": "linear",
             "lanes": 8,
+            "parallel": "layers",
             "warmup_steps": 6,
             "weight_decay": 0.7,
             "betas": [0.8, 0.9],
