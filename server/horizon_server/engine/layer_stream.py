@@ -23,7 +23,6 @@ from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.planning.residency import resident_units
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ownership import Ownership
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class LayerStream:
         ranks: Ranks = ALONE,
     ) -> None:
         assert num_slots >= 1
-        self._ranks, self._ownership = ranks, Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        self._ranks, self._ownership = ranks, ranks.ownership(template.layout)
         self._sent_rows: Tensor | None = None
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._num_slots = num_slots
@@ -91,6 +90,8 @@ class LayerStream:
         for position, request in enumerate(requests):
             # As far ahead as slots are free: with two of them, the next unit is copied while this one computes.
             while order and self._rings.available(requests[order[0]].unit_index):
+                if order[0] > position and self._comes_last(requests, order[0]):
+                    break
                 fetched[order[0]] = self._fetch(requests, order[0])
                 del order[0]
             slot, ready = fetched.pop(position)
@@ -193,6 +194,11 @@ class LayerStream:
         sizes = [used.numel() * width for used in rows.sent]
         work = partial(self._ranks.exchange, received, sent, [count * width for count in rows.received], sizes, "h2d")
         device.h2d.submit(work, label="exchange of rows")
+
+    def _comes_last(self, requests: Sequence[UnitRequest], position: int) -> bool:
+        """Whether a request is fetched when it is asked for, and not before: rows for the end of backward, where ranks
+        divide a step by layers. All ranks take part in it, and hidden states behind it would wait for the slowest."""
+        return self._ranks.by_layers and position > 0 and requests[position].unit_index == 0
 
     def _stays(self, requests: Sequence[UnitRequest], position: int) -> bool:
         """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns

@@ -26,7 +26,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from horizon_server.planning.lane_tree import lanes_of_rank, ranges_of
-from horizon_server.records.execution import DeviceKind
+from horizon_server.records.execution import DeviceKind, Execution, Parallel
+from horizon_server.store.layout import StoreLayout
+from horizon_server.store.ownership import Ownership
 
 QueueName = Literal["h2d", "compute", "d2h"]
 GROUPS = ("h2d", "compute", "d2h", "calls")
@@ -53,7 +55,7 @@ class Ranks:
     """This process's place among the ranks, and the ways between them. Without `groups` it is alone.
 
     With `gathers`, a unit's weights come from the parts of all ranks, over the ways between their devices; else each
-    rank reads all of them from the store.
+    rank reads all of them from the store. `shared_fd` is a memory file that all of them map, empty at first.
     """
 
     def __init__(
@@ -62,25 +64,31 @@ class Ranks:
         num_ranks: int = 1,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         *,
+        parallel: Parallel = "rows",
         gathers: bool = False,
+        shared_fd: int = -1,
     ) -> None:
-        self.rank, self.num_ranks, self.gathers = rank, num_ranks, gathers
+        self.rank, self.num_ranks, self.gathers, self.shared_fd = rank, num_ranks, gathers, shared_fd
+        self.parallel = parallel
         self._dealt: list[range] | None = None
         self.is_broken = False
         """Whether a rank has died: nothing is sent or waited for any more."""
         self._groups = groups or {}
 
     @classmethod
-    def join(cls, rank: int, num_ranks: int, meeting_file: Path, *, device_kind: DeviceKind) -> Ranks:
+    def join(cls, rank: int, meeting_file: Path, execution: Execution, *, shared_fd: int) -> Ranks:
         """Meet the other ranks, which are given the same file, and return once all are there.
 
         CUDA: the process's current device is the rank's.
         """
+        num_ranks, device_kind, parallel = execution.num_ranks, execution.device_kind, execution.parallel
         store = FileStore(str(meeting_file), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_PATIENCE)
         backends = {name: "gloo" if name == "calls" else _BACKENDS[device_kind] for name in GROUPS}
         groups = {name: dist.new_group(backend=backend, timeout=_PATIENCE) for name, backend in backends.items()}
-        return cls(rank, num_ranks, groups, gathers=device_kind == "cuda")
+        # Whole layers come from the store, each over the link of its rank.
+        gathers = device_kind == "cuda" and parallel == "rows"
+        return cls(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
 
     @property
     def is_alone(self) -> bool:
@@ -91,6 +99,15 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is the first rank, which the others follow."""
         return self.rank == 0
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether each computes all lanes of its layers, and not its lanes of all layers."""
+        return self.parallel == "layers" and not self.is_alone
+
+    def ownership(self, layout: StoreLayout) -> Ownership:
+        """What each rank owns of a store."""
+        return Ownership(layout=layout, num_ranks=self.num_ranks, parallel=self.parallel)
 
     def lanes(self, num_lanes: int) -> list[range]:
         """The lanes of each rank: about as many for each, unless they were dealt otherwise."""

@@ -93,6 +93,7 @@ class Trainer:
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
+        assert not (self._updates_in_backward and ranks.by_layers), "the numbers of layers come at the end of a step"
         self._stream = LayerStream(
             template,
             store,
@@ -123,7 +124,7 @@ class Trainer:
         )
         self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
-        share = len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
+        share = 1.0 if ranks.by_layers else len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
         self._forward_backward.activations.reserve(math.ceil(share * recipe.tokens_per_step))
         self._sink.reserve(recipe.tokens_per_step)
         self._flops = FlopsCount(

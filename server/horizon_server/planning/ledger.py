@@ -233,13 +233,9 @@ def plan_memory(
         host[part] *= execution.num_ranks
     if execution.parallel == "layers":
         # And once what they hand each other.
-        host["activations"] += shared_activation_bytes(
-            num_planes=num_kept + 1,
-            plane_elements=plane_elements_of(recipe.tokens_per_step, model.hidden_size),
-            num_layers=model.num_hidden_layers,
-            num_ranks=execution.num_ranks,
-            element_bytes=element_bytes,
-        )
+        plane_bytes = plane_elements_of(recipe.tokens_per_step, model.hidden_size) * element_bytes
+        counters = counter_bytes(num_layers=model.num_hidden_layers, num_ranks=execution.num_ranks)
+        host["activations"] += num_shared_planes(num_kept) * plane_bytes + counters
     return Ledger(host_bytes=host, device_bytes=device)
 
 
@@ -347,14 +343,16 @@ def plane_elements_of(tokens_per_step: int, hidden_size: int) -> int:
     return -(-tokens_per_step * hidden_size // ACTIVATION_ALIGN_ELEMENTS) * ACTIVATION_ALIGN_ELEMENTS
 
 
-def shared_activation_bytes(
-    *, num_planes: int, plane_elements: int, num_layers: int, num_ranks: int, element_bytes: int
-) -> int:
-    """Host memory of a job that is divided by layers, once for all ranks: a plane for the input of each layer that
-    backward wants and one more, and after them, on pages of their own, the numbers by which a rank tells the others how
-    far it is."""
-    counters = _COUNTER_BYTES * (3 * (num_layers + 1) + num_ranks)
-    return num_planes * plane_elements * element_bytes + -(-counters // _PAGE_BYTES) * _PAGE_BYTES
+def num_shared_planes(num_kept: int) -> int:
+    """Planes of hidden states that ranks share: for the input of each layer that backward wants, and the last output.
+    The trial of a model needs two."""
+    return max(2, num_kept + 1)
+
+
+def counter_bytes(*, num_layers: int, num_ranks: int) -> int:
+    """On pages of their own, the numbers by which a rank tells the others how far it is: of each layer in forward and
+    in backward, and of each rank's head."""
+    return -(-_COUNTER_BYTES * (2 * num_layers + num_ranks) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _activation_elements(

@@ -32,6 +32,10 @@ class Ownership:
     num_ranks: int
     parallel: Parallel = "rows"
 
+    def is_whole(self, unit_index: int) -> bool:
+        """Whether all of a unit belongs to one rank, which computes it alone."""
+        return self.parallel == "layers" and self.layout.units[unit_index].kind == "layer"
+
     def trained(self, unit_index: int) -> tuple[slice, ...]:
         """The part of a unit's trained elements of each rank; empty parts where there are too few."""
         return self._trained[unit_index]
@@ -55,7 +59,8 @@ class Ownership:
     @property
     def num_numbers(self) -> int:
         """What the ranks find of all units' gradients in a step: for each rank as many numbers as the one with the most
-        has, one for each block or row, and one for each trained tensor."""
+        has, one for each block or row, and one for each trained tensor. Of a layer that one rank computes, for that
+        one."""
         return int(self._numbers[-1].stop)
 
     def numbers(self, unit_index: int) -> slice:
@@ -69,14 +74,15 @@ class Ownership:
             parts = [length(part) // NORM_BLOCK_ELEMENTS for part in self.trained(unit.index)]
             if unit.index == 0 and self.has_rows:
                 parts += [len(rows) for rows in self.rows()]
-            sizes.append(self.num_ranks * (max(parts) + sum(tensor.trained for tensor in unit.tensors)))
+            num_finding = 1 if self.is_whole(unit.index) else self.num_ranks
+            sizes.append(num_finding * (max(parts) + sum(tensor.trained for tensor in unit.tensors)))
         return [slice(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
 
     @cached_property
     def _trained(self) -> list[tuple[slice, ...]]:
         parts = []
         for unit in self.layout.units:
-            if self.parallel == "layers" and unit.kind == "layer":
+            if self.is_whole(unit.index):
                 owner = rank_of_layer(unit.index - 1, self.num_ranks)
                 cuts = [0] * (owner + 1) + [unit.trained_elements] * (self.num_ranks - owner)
                 parts.append(tuple(slice(start, stop) for start, stop in pairwise(cuts)))

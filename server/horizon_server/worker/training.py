@@ -231,7 +231,7 @@ class Training:
         self._data_identity = self._set_up.data_identity()
         self._compiled = self._compiled_layers(self._set_up.template)
         if self._others is not None:
-            self._ranks = self._others.join(self._execution.device_kind)
+            self._ranks = self._others.join(self._execution)
         if not self._turn.take():
             return False
         if not self._ranks.is_alone:

@@ -133,6 +133,30 @@ class CudaDevice(QueuedDevice):
             self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements or num_elements), num_elements])
         return tensor
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        """Registered with the driver, by each process for itself."""
+        tensor = super().share_host(
+            component,
+            fd,
+            num_elements,
+            dtype,
+            offset_bytes=offset_bytes,
+            piece_elements=piece_elements,
+            is_counted=is_counted,
+        )
+        self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements), num_elements])
+        return tensor
+
     def free_host(self, tensor: Tensor) -> None:
         # Before the pages are unmapped, or the driver would keep them pinned.
         self._pinned.remove(tensor)

@@ -108,8 +108,22 @@ class Device(Protocol):
             DoesNotFit: the kernel has no memory left.
         """
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        """As `allocate_host`, in a memory file that other processes map as well, from `offset_bytes` on, a multiple of
+        a page. Of those that map it, the one that counts it has it on its account."""
+
     def free_host(self, tensor: Tensor) -> None:
-        """Free what `allocate_host` returned."""
+        """Free what `allocate_host` or `share_host` returned."""
 
     def adopt(self, store: HostStore) -> None:
         """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""

@@ -190,6 +190,21 @@ class QueuedDevice:
             _poison(tensor)
         return tensor
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        return self._host_buffers.share(
+            component, fd, num_elements, dtype, offset_bytes=offset_bytes, is_counted=is_counted
+        )
+
     def free_host(self, tensor: Tensor) -> None:
         self._host_buffers.free(tensor)
 

@@ -18,6 +18,9 @@ MAX_SPANS = 50_000
 
 Interval = tuple[float, float]
 
+RANKS = "ranks"
+"""In the place of a queue's name: a wait for what other ranks do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -110,7 +113,7 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
-    that queue (the optimizer) is what is exposed, not the copy. When it lacks copies of both directions, the time
+    that queue (the optimizer) is what is exposed, not the copy; where it waits for other ranks, nothing here is. When it lacks copies of both directions, the time
     counts once: for the one it asks for first, which the schedule makes the weights, up to their arrival, and then for
     the other.
     """
@@ -120,10 +123,14 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     def transfer(name: str, timeline: Timeline) -> tuple[TransferFigures, float]:
         work, waits = timeline.take()
         exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
+
+        def held(*, by_ranks: bool) -> float:
+            found = [w for w in waits if w.waits_for not in ("h2d", "compute", "d2h")]
+            return overlap_s(exposed, [(w.start_s, w.end_s) for w in found if (w.waits_for == RANKS) == by_ranks])
+
         # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
-        for_host = [(w.start_s, w.end_s) for w in waits if w.waits_for not in ("h2d", "compute", "d2h")]
-        held_s = overlap_s(exposed, for_host)
-        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s
+        held_s = held(by_ranks=False)
+        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s - held(by_ranks=True)
         num_bytes = sum(span.num_bytes for span in work)
         return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
 
