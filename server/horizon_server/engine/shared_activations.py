@@ -81,6 +81,7 @@ class SharedActivations(Activations):
         super().__init__(device, num_layers=num_layers, num_skipped=num_skipped, hidden_size=hidden_size, num_planes=2)
         self._ranks, self._first_trained = ranks, first_trained
         self._own = [layer for layer in range(num_layers) if rank_of_layer(layer, ranks.num_ranks) == ranks.rank]
+        assert self._own, "there are as many layers as ranks"
         self._signals = device.host_queue("signals")
         self._counters_bytes = counter_bytes(num_layers=num_layers, num_ranks=ranks.num_ranks)
         _grow(ranks.shared_fd, self._counters_bytes)
@@ -153,7 +154,7 @@ class SharedActivations(Activations):
     def after_forward(self, layer: int, index: int) -> None:
         device = self._device
         # What every rank embeds, the first layer's hands on.
-        if layer != EMBEDDING or self._own[:1] == [0]:
+        if layer != EMBEDDING or self._own[0] == 0:
             self._send(layer + 1, index, self.output(layer))
         if layer != EMBEDDING:
             self._signal(self._forward_counter(layer), index + 1)
@@ -177,7 +178,7 @@ class SharedActivations(Activations):
         self._signal(self._head_counter(self._ranks.rank), numbers.stop)
 
     def start_backward(self) -> None:
-        if self._own and self._own[-1] >= self._first_trained:
+        if self._own[-1] >= self._first_trained:
             for index in range(len(self._spans)):
                 self._receive_for_backward(self._own[-1], index)
 
