@@ -4,9 +4,10 @@
 * `threads`: two ranks of one thread against one rank of two, the same step in 8 lanes.
 * `uneven`: two such devices as below, one of half the speed, in 8 and in 16 lanes that are dealt by speed; possible
   is the sum of the two.
-* `compute`, `link`: devices whose compute is a wait, so that a few cores stand for many devices. A micro-batch of a
-  layer takes `--wait-ms` whatever the processors do; in `link`, copies take as long as on a slow link, which each
-  device has for itself.
+* `compute`, `layers`, `link`, `few`: devices whose compute is a wait, so that a few cores stand for many devices. A
+  micro-batch of a layer takes `--wait-ms` whatever the processors do, in a step that is divided by rows or by layers.
+  In `link` and `few`, copies take as long as on a slow link, which each device has for itself: in `link` the devices
+  complete layers among themselves, in `few` they have no other way than the host, so the step is divided by layers.
 
 Ranks are joined by gloo over the loopback, which is the peers' way here.
 """
@@ -38,7 +39,7 @@ from horizon_server.records.execution import Execution
 from horizon_server.settings import child_environment
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.planes import lent_memory
+from horizon_server.store.planes import create_memory_file, lent_memory
 
 LANES, MOST_LANES = 8, 16
 _WARM_STEPS = 6
@@ -90,6 +91,7 @@ def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Ite
     execution = Execution(
         num_ranks=ranks.num_ranks,
         lanes=job["lanes"],
+        parallel=job["parallel"],
         deals_lanes=job["deals"],
         num_threads=job["threads"],
         optimizer_threads=job["threads"],
@@ -112,7 +114,8 @@ def joined(job: dict[str, Any], rank: int) -> Ranks:
     """The ranks of a job, met."""
     if job["num_ranks"] == 1:
         return ALONE
-    ranks = Ranks.join(rank, job["num_ranks"], Path(job["meeting"]), device_kind="host")
+    execution = Execution(num_ranks=job["num_ranks"], lanes=job["lanes"], parallel=job["parallel"])
+    ranks = Ranks.join(rank, Path(job["meeting"]), execution, shared_fd=job["shared_fd"])
     ranks.gathers = job["gathers"]
     return ranks
 
@@ -148,10 +151,12 @@ def begun(job: dict[str, Any]) -> Iterator[Trainer]:
         store.plane("hi").normal_(std=0.02)
         store.generations.reset()
         store.generations.share(job["num_ranks"])
+        job["shared_fd"] = create_memory_file("ranks", 0)
+        stack.callback(os.close, job["shared_fd"])
         asked = json.dumps({**job, "planes": planes})
         for rank in range(1, job["num_ranks"]):
             command = [sys.executable, "-m", "bench.ranks", "--rank", str(rank), "--job", asked]
-            process = subprocess.Popen(command, pass_fds=tuple(planes.values()), env=child_environment())
+            process = subprocess.Popen(command, pass_fds=(*planes.values(), job["shared_fd"]), env=child_environment())
             stack.callback(process.wait)
         yield stack.enter_context(trainer_of(job, planes, joined(job, 0)))
 
@@ -165,7 +170,9 @@ def line(what: str, reference: list[float], other: list[float], *, times: float 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["lanes", "threads", "uneven", "compute", "link"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["lanes", "threads", "uneven", "compute", "layers", "link", "few"]
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--wait-ms", type=float, default=20.0)
@@ -187,6 +194,7 @@ def main() -> None:
         "lanes": LANES,
         "num_ranks": 1,
         "gathers": False,
+        "parallel": "rows",
         "deals": False,
         "wait_s": 0.0,
         "link_bytes_per_s": None,
@@ -206,14 +214,20 @@ def main() -> None:
         (alone,) = steps_of([dealt], arguments.steps)
         (found,) = steps_of([{**dealt, "num_ranks": 2, "deals": True}], arguments.steps)
         line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=1.5)
-    for part in ("compute", "link"):
+    link = {"wait_s": 0.001, "link_bytes_per_s": 40e6}
+    cases = {
+        "compute": waits,
+        "layers": {**waits, "parallel": "layers"},
+        "link": {**waits, **link, "gathers": True},
+        "few": {**waits, **link, "parallel": "layers"},
+    }
+    for part, slow in cases.items():
         if part not in arguments.parts:
             continue
-        slow = waits if part == "compute" else {**waits, "wait_s": 0.001, "link_bytes_per_s": 40e6, "gathers": True}
         (alone,) = steps_of([slow], arguments.steps)
         for num_ranks in arguments.ranks:
             (found,) = steps_of([{**slow, "num_ranks": num_ranks}], arguments.steps)
-            line(f"{part}-bound, emulated: 1 rank; {num_ranks} ranks", alone, found, times=num_ranks)
+            line(f"{part}, emulated: 1 rank; {num_ranks} ranks", alone, found, times=num_ranks)
 
 
 if __name__ == "__main__":

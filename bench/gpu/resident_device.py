@@ -97,6 +97,19 @@ class ResidentDevice:
     ) -> Tensor:
         return torch.zeros(num_elements, dtype=dtype)
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        raise NotImplementedError("no other rank is there")
+
     def free_host(self, tensor: Tensor) -> None:
         """The caller drops it."""
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.cpu_runtime import CpuRuntime
 from tests.golden.test_lora import adapted
 from tests.golden.test_ranks import LANES, STEP, numbers_of, pairs, results, rows_of, weighted, whole_life
 from tests.golden.test_trainable import frozen_but
 from tests.support.plans import ledger_of
 from tests.support.ranks import SharedStore, trained
 from tests.support.tiny_models import Engine
-from tests.support.tracking_runtime import CpuRuntime
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
@@ -165,7 +165,7 @@ def test_a_failure_of_one_rank_ends_what_the_others_wait_for(engine: Engine) -> 
         threading.Timer(0.5, lambda: setattr(trainer._ranks, "is_broken", True)).start()
         return trainer.train_step(rows_of(engine, num_steps=1)[0])
 
-    with pytest.raises(RuntimeError, match="another rank has died|this rank's device is broken"):
+    with pytest.raises(RuntimeError, match=r"another rank has died|this rank's device is broken"):
         trained(SharedStore(model), work, num_ranks=2, lanes=LANES, parallel="layers", make_device=Broken, **STEP)
 
 

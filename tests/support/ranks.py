@@ -175,9 +175,7 @@ def trained(
         finally:
             device.close()
 
-    if num_ranks == 1:
-        result = one(ALONE)
-    else:
-        result = in_ranks(num_ranks, one, parallel=execution.parallel, gathers=gathers)
+    parallel = execution.parallel
+    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, parallel=parallel, gathers=gathers)
     assert result is not None
     return result

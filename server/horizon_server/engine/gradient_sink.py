@@ -7,6 +7,7 @@ Shapes: R = rows of the embedding in use, D = hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -189,7 +190,8 @@ class GradientSink:
         if rows_R is not None:
             # Not the whole slot: a table of many rows is far larger than what a step uses of it.
             flat, places = flat[: rows_R.numel() * template.hidden_size], []
-        flats, leaves = [flat], (Leaf(),)
+        flats: Sequence[Tensor] = [flat]
+        leaves: Sequence[Leaf] = [Leaf()]
         if self._lanes is not None:
             if rows_R is None:
                 # So that no more is added up than what was computed.

@@ -23,7 +23,7 @@ from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.lane_memory import lane_number_bytes
 from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, roots_of
-from horizon_server.planning.ledger import plane_elements_of, shared_activation_bytes
+from horizon_server.planning.ledger import counter_bytes, plane_elements_of
 from horizon_server.planning.machine import Accelerator, Gpu, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.planner import Planner
@@ -62,7 +62,7 @@ def test_hidden_states_are_two_planes_on_the_device_and_once_on_the_host(tied: M
     element = 4 if device_kind == "host" else 2
     found = memory_of(tied, "layers", device_kind=device_kind, grad_bytes=element)
     assert found.device_bytes["activations"] == 2 * TOKENS * HIDDEN * element
-    # The inputs of three layers and one more, 3 pages of elements each; then 3 * 4 + 2 numbers on a page.
+    # The inputs of three layers and the last output, 3 pages of elements each; then 2 * 3 + 2 numbers on a page.
     shared = 4 * 3 * 2048 * element + 4096
     on_devices = 2 * found.device_bytes["activations"] if device_kind == "host" else 0
     assert found.host_bytes["activations"] == shared + on_devices
@@ -70,19 +70,8 @@ def test_hidden_states_are_two_planes_on_the_device_and_once_on_the_host(tied: M
 
 def test_the_planes_that_ranks_share_are_on_pages_of_their_own() -> None:
     assert [plane_elements_of(tokens, 32) for tokens in (1, 64, 65)] == [2048, 2048, 4096]
-
-    def shared(num_layers: int, num_ranks: int) -> int:
-        return shared_activation_bytes(
-            num_planes=num_layers + 1,
-            plane_elements=2048,
-            num_layers=num_layers,
-            num_ranks=num_ranks,
-            element_bytes=2,
-        )
-
-    assert shared(3, 2) == 4 * 4096 + 4096
-    # 3 * 170 + 2 numbers fill a page to the last byte; one rank more begins another.
-    assert [shared(169, num_ranks) - 170 * 4096 for num_ranks in (2, 3)] == [4096, 8192]
+    # 2 * 255 + 2 numbers fill a page to the last byte; one rank more begins another.
+    assert [counter_bytes(num_layers=255, num_ranks=num_ranks) for num_ranks in (2, 3)] == [4096, 8192]
 
 
 def test_inputs_that_no_backward_wants_have_no_plane(make_model: Callable[..., Path]) -> None:

@@ -113,9 +113,9 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
-    that queue (the optimizer) is what is exposed, not the copy; where it waits for other ranks, nothing here is. When it lacks copies of both directions, the time
-    counts once: for the one it asks for first, which the schedule makes the weights, up to their arrival, and then for
-    the other.
+    that queue (the optimizer) is what is exposed, not the copy; where it waits for other ranks, nothing here is. When
+    it lacks copies of both directions, the time counts once: for the one it asks for first, which the schedule makes
+    the weights, up to their arrival, and then for the other.
     """
     compute_work, compute_waits = compute.take()
     host_work = [span for timeline in host_queues for span in timeline.take()[0]]
