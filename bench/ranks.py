@@ -27,6 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from bench.models import qwen3_config, random_rows
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.protocol import Event, Work
@@ -158,7 +160,11 @@ def begun(job: dict[str, Any]) -> Iterator[Trainer]:
             command = [sys.executable, "-m", "bench.ranks", "--rank", str(rank), "--job", asked]
             process = subprocess.Popen(command, pass_fds=(*planes.values(), job["shared_fd"]), env=child_environment())
             stack.callback(process.wait)
-        yield stack.enter_context(trainer_of(job, planes, joined(job, 0)))
+        ranks = joined(job, 0)
+        if not ranks.is_alone:
+            # Or the next job's ranks could not meet.
+            stack.callback(dist.destroy_process_group)
+        yield stack.enter_context(trainer_of(job, planes, ranks))
 
 
 def line(what: str, reference: list[float], other: list[float], *, times: float = 1.0) -> None:
