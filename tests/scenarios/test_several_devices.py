@@ -23,8 +23,9 @@ from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import Job, StateEvent, StepEvent
 
 
-def job(name: str, *, gpus: int, lanes: int = 4) -> JobSpec:
+def job(name: str, *, gpus: int, lanes: int = 4, parallel: str = "auto") -> JobSpec:
     train: dict[str, Any] = {"max_steps": 16, "tokens_per_step": 512, "warmup_steps": 2, "lanes": lanes}
+    train["parallel"] = parallel
     more: dict[str, Any] = {"gpus": gpus, "device": "host", "eval_fraction": 0.1, "eval_every_steps": 8}
     return cast("JobSpec", {**demo_spec(name, **train), **more})
 
@@ -61,7 +62,9 @@ def exported(client: Client, job: Job, folder: Path) -> dict[str, bytes]:
 def test_two_devices_give_the_bits_of_one_whoever_dies(daemon: DaemonProcess, client: Client, tmp_path: Path) -> None:
     one = client.jobs.submit(job("one", gpus=1))
     wait_for_state(client, one.job_id, "SUCCEEDED")
-    two = client.jobs.submit(job("two", gpus=2))
+    by_rows = client.jobs.submit(job("rows", gpus=2, parallel="rows"))
+    wait_for_state(client, by_rows.job_id, "SUCCEEDED")
+    two = client.jobs.submit(job("layers", gpus=2, parallel="layers"))
     wait_for(lambda: client.jobs.get(two.job_id).step >= 3, 120.0)
     (rank,) = processes_of("horizon_server.worker.rank", daemon.state_dir)
     os.kill(rank, signal.SIGKILL)
@@ -74,11 +77,13 @@ def test_two_devices_give_the_bits_of_one_whoever_dies(daemon: DaemonProcess, cl
     daemon.start()
     wait_for_state(client, two.job_id, "SUCCEEDED")
 
-    assert exported(client, two, tmp_path / "two") == exported(client, one, tmp_path / "one")
-    assert steps_of(client, two) == steps_of(client, one)
-    found = client.jobs.get(two.job_id)
-    assert found.plan is not None and (found.plan.num_devices, found.plan.lanes) == (2, 4)
-    assert found.plan.device == "host:0,host:1"
+    wanted, steps = exported(client, one, tmp_path / "one"), steps_of(client, one)
+    for parallel, other in (("rows", by_rows), ("layers", two)):
+        assert exported(client, other, tmp_path / parallel) == wanted
+        assert steps_of(client, other) == steps
+        found = client.jobs.get(other.job_id)
+        assert found.plan is not None and (found.plan.num_devices, found.plan.lanes) == (2, 4)
+        assert (found.plan.device, found.plan.parallel) == ("host:0,host:1", parallel)
     states = [event for event in client.jobs.watch(two.job_id) if isinstance(event, StateEvent)]
     assert any("rank 1 was killed by SIGKILL" in event.message for event in states)
     assert not processes_of("horizon_server.worker", daemon.state_dir)
