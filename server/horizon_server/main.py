@@ -273,7 +273,7 @@ async def wire(
         environment=environment,
         worker_module=worker_module,
     )
-    idle = IdleMeasurement(rates, environment=environment, gpus=usable[:1])
+    idle = IdleMeasurement(rates, environment=environment, gpus=usable)
     preparing = asyncio.Lock()
     scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
     jobs = JobService(

@@ -17,7 +17,6 @@ Source: docs/architecture.md, "How fast a job will be"; Williams et al., Rooflin
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -389,9 +388,7 @@ class Seconds:
 def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tuple[Visit, ...]:
     """The program of a step: embedding, layers, head, layers again, embedding again."""
     forward_s, backward_s, kept_s, head_s, embedding_s = computed
-    rows, (up, down) = work.embedding, _links(work, rates)
-    # Between devices what a link brings, which is little where they have ways of their own: none was measured yet.
-    peer = LOOPBACK_BYTES_PER_S if work.peers_are_processes else rates.h2d_bytes_per_s
+    rows, (up, down), (gather, exchange) = work.embedding, _links(work, rates), _between_devices(work, rates)
     head = len(work.layers) + 1
     rows_up_s = rows.rows_up_bytes / rates.gather_bytes_per_s
     hop_up_s, hop_down_s = work.hop_bytes / up, work.hop_bytes / down
@@ -401,12 +398,12 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     reused = [index for index, unit in numbered if not unit.resident][-NUM_SLOTS * work.layer_ranks :]
     first_kept = head - work.product_layers
     return (
-        Visit(unit=0, ring="edge", upload_s=rows_up_s + rows.peer_rows_bytes / peer, compute_s=0.0),
+        Visit(unit=0, ring="edge", upload_s=rows_up_s + rows.peer_rows_bytes / exchange, compute_s=0.0),
         *(
             Visit(
                 unit=index,
                 ring="layer",
-                upload_s=unit.upload_bytes / up + unit.peer_up_bytes / peer,
+                upload_s=unit.upload_bytes / up + unit.peer_up_bytes / gather,
                 compute_s=forward_s,
                 download_s=unit.offload_bytes / down,
                 resident=unit.resident,
@@ -418,9 +415,9 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
         Visit(
             unit=head,
             ring="edge",
-            upload_s=work.head_traffic.upload_bytes / up + work.head_traffic.peer_up_bytes / peer,
+            upload_s=work.head_traffic.upload_bytes / up + work.head_traffic.peer_up_bytes / gather,
             compute_s=head_s,
-            download_s=work.head_traffic.download_bytes / down + work.head_traffic.peer_down_bytes / peer,
+            download_s=work.head_traffic.download_bytes / down + work.head_traffic.peer_down_bytes / exchange,
             gradient=True,
             hop_up_s=work.head_hop_bytes / up,
             hop_down_s=work.head_hop_bytes / down,
@@ -430,9 +427,9 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
                 unit=index,
                 ring="layer",
                 upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up
-                + (0 if unit.resident or index in reused else unit.peer_up_bytes) / peer,
+                + (0 if unit.resident or index in reused else unit.peer_up_bytes) / gather,
                 compute_s=kept_s if index >= first_kept else backward_s,
-                download_s=unit.download_bytes / down + unit.peer_down_bytes / peer,
+                download_s=unit.download_bytes / down + unit.peer_down_bytes / exchange,
                 gradient=True,
                 resident=unit.resident,
                 # Its input, and the gradient of its output.
@@ -458,9 +455,25 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
 
 
 def _links(work: StepWork, rates: DeviceRates) -> tuple[float, float]:
-    """What one link brings up and down while the others do: together no more than the host's memory gives."""
-    each = rates.adamw_bytes_per_s / work.num_links if work.num_links > 1 else math.inf
+    """What one link brings up and down while the others do: together no more than they did when it was measured, or
+    than the host's memory gives."""
+    if work.num_links == 1:
+        return rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
+    peers, together = rates.peers, rates.adamw_bytes_per_s
+    if peers is not None:
+        together = min(together, peers.num_devices * peers.together_bytes_per_s)
+    each = together / work.num_links
     return min(rates.h2d_bytes_per_s, each), min(rates.d2h_bytes_per_s, each)
+
+
+def _between_devices(work: StepWork, rates: DeviceRates) -> tuple[float, float]:
+    """What a device gets of the others' weights, and of their gradients and rows."""
+    if work.peers_are_processes:
+        return LOOPBACK_BYTES_PER_S, LOOPBACK_BYTES_PER_S
+    if rates.peers is None:
+        # Not measured: as if it came over the device's link, which is little where there are ways between devices.
+        return rates.h2d_bytes_per_s, rates.h2d_bytes_per_s
+    return rates.peers.gather_bytes_per_s, rates.peers.exchange_bytes_per_s
 
 
 def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...]:

@@ -19,7 +19,7 @@ from horizon_server.worker import let_launchers_run
 def work(request: Any, _: EventWriter) -> Any:
     """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder
     keep; the tensors that its config.json alone asks for; nothing of a folder whose model can be trained, which raises
-    InvalidModel otherwise; or the UUIDs of the GPUs.
+    InvalidModel otherwise; the UUIDs of the GPUs; or what several devices do at once.
     """
     let_launchers_run()
     if "layers_of" in request:
@@ -36,6 +36,10 @@ def work(request: Any, _: EventWriter) -> Any:
         return _tried(Path(request["try"]))
     if "gpus" in request:
         return _gpus()
+    if "peers" in request:
+        from horizon_server.worker.peer_probe import measure_peers
+
+        return to_plain(measure_peers(request["peers"], _gpus(), request["num_devices"]))
     from horizon_server.engine.rate_probe import measure_rates
 
     rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])

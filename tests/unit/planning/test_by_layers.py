@@ -27,6 +27,7 @@ from horizon_server.planning.ledger import counter_bytes, plane_elements_of
 from horizon_server.planning.machine import Accelerator, Gpu, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.planner import Planner
+from horizon_server.planning.rates import PeerRates
 from horizon_server.planning.step_time import Seconds, Visit, pass_length, play_by_layers, predict_forward, predict_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Parallel
@@ -292,6 +293,25 @@ def test_the_links_together_bring_no_more_than_the_hosts_memory_gives(untied: Mo
         links = [[visit.upload_s for visit in Seconds.of(work, rates).visits[1:3]] for rates in (fast, slow)]
         peers_s = work.layers[0].peer_up_bytes / RATES.h2d_bytes_per_s
         assert [found - peers_s for found in links[1]] == pytest.approx([times * (s - peers_s) for s in links[0]])
+
+
+def test_what_devices_do_at_once_is_as_it_was_measured(untied: ModelFolder) -> None:
+    peers = PeerRates(num_devices=4, together_bytes_per_s=4e7, gather_bytes_per_s=3e6, exchange_bytes_per_s=2e6)
+    known = dataclasses.replace(RATES, peers=peers)
+    for num_ranks, link in ((2, 8e7), (4, 4e7)):
+        work = step_of(untied, "rows", num_ranks)
+        layer, *_, gradient, _ = Seconds.of(work, known).visits[1:]
+        traffic = work.layers[0]
+        assert layer.upload_s == pytest.approx(traffic.upload_bytes / link + traffic.peer_up_bytes / 3e6)
+        down_s = traffic.download_bytes / min(link, RATES.d2h_bytes_per_s)
+        assert gradient.download_s == pytest.approx(down_s + traffic.peer_down_bytes / 2e6)
+    # Where there is next to no way between devices, layers that go round are the faster way.
+    slow = dataclasses.replace(peers, gather_bytes_per_s=1e5, exchange_bytes_per_s=1e5)
+    times = [
+        predict_step(step_of(untied, way, 2), dataclasses.replace(known, peers=slow), shares_processors=False).step_s
+        for way in ("rows", "layers")
+    ]
+    assert times[1] < times[0]
 
 
 def test_by_rows_ranks_wait_for_the_one_with_a_document_that_is_not_divided(untied: ModelFolder) -> None:
