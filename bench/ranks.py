@@ -44,6 +44,20 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.store.planes import create_memory_file, lent_memory
 
 LANES, MOST_LANES = 8, 16
+REAL: dict[str, Any] = {
+    "shape": "36m",
+    "rows": 16,
+    "row_tokens": 256,
+    "micro_batch_tokens": 1024,
+    "threads": 1,
+    "lanes": LANES,
+    "num_ranks": 1,
+    "gathers": False,
+    "parallel": "rows",
+    "deals": False,
+    "wait_s": 0.0,
+    "link_bytes_per_s": None,
+}
 _WARM_STEPS = 6
 """Until lanes are dealt by speed."""
 
@@ -191,29 +205,15 @@ def main() -> None:
             trainer.follow()
         sys.stdout.flush()
         os._exit(0)
-    real = {
-        "shape": "36m",
-        "rows": 16,
-        "row_tokens": 256,
-        "micro_batch_tokens": 1024,
-        "threads": 1,
-        "lanes": LANES,
-        "num_ranks": 1,
-        "gathers": False,
-        "parallel": "rows",
-        "deals": False,
-        "wait_s": 0.0,
-        "link_bytes_per_s": None,
-    }
     # Small layers, so that what is computed for real takes little of a wait.
-    waits = {**real, "shape": "6m", "rows": 64, "row_tokens": 32, "micro_batch_tokens": 256}
+    waits = {**REAL, "shape": "6m", "rows": 64, "row_tokens": 32, "micro_batch_tokens": 256}
     waits["wait_s"] = arguments.wait_ms / 1000
     print("| what | first s | second s | times as fast | of what is possible |\n| --- | --- | --- | --- | --- |")
     if "lanes" in arguments.parts:
-        one, many = steps_of([{**real, "threads": 2, "lanes": 1}, {**real, "threads": 2}], arguments.steps)
+        one, many = steps_of([{**REAL, "threads": 2, "lanes": 1}, {**REAL, "threads": 2}], arguments.steps)
         line("1 lane; 8 lanes, one rank", one, many)
     if "threads" in arguments.parts:
-        alone, both = (steps_of([{**real, **how}], arguments.steps)[0] for how in ({"threads": 2}, {"num_ranks": 2}))
+        alone, both = (steps_of([{**REAL, **how}], arguments.steps)[0] for how in ({"threads": 2}, {"num_ranks": 2}))
         line("1 rank of 2 threads; 2 ranks of 1 thread", alone, both)
     for lanes in (LANES, MOST_LANES) if "uneven" in arguments.parts else ():
         dealt = {**waits, "lanes": lanes}
