@@ -36,6 +36,7 @@ from horizon_server.engine.device.queued_device import HostQueue
 from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
+from horizon_server.figures import CollectiveKind
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
 from horizon_server.settings import child_environment
@@ -69,7 +70,9 @@ class WaitingQueue:
         self._queue, self._wait_s = queue, wait_s
         self.name, self.timeline = queue.name, queue.timeline
 
-    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+    def submit(
+        self, work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
+    ) -> None:
         """As a queue's; work of a layer waits."""
 
         def waited() -> None:
@@ -78,7 +81,7 @@ class WaitingQueue:
             time.sleep(max(0.0, end_s - time.perf_counter()))
 
         is_layer = label.startswith(("forward", "backward", "head"))
-        self._queue.submit(waited if is_layer else work, num_bytes=num_bytes, label=label)
+        self._queue.submit(waited if is_layer else work, num_bytes=num_bytes, label=label, collective=collective)
 
     def wait(self, event: Event) -> None:
         """As a queue's."""

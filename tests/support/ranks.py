@@ -26,7 +26,7 @@ from horizon_server.engine.device.protocol import Work
 from horizon_server.engine.ranks import ALONE, GROUPS, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import CollectiveKind, DeviceFigures
 from horizon_server.records.execution import Parallel
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
@@ -108,13 +108,15 @@ class UnevenDevice(HostDevice):
         super().__init__(num_threads=1)
         self._seconds, self._num_done, submit = seconds, 0, self.compute.submit
 
-        def counted(work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+        def counted(
+            work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
+        ) -> None:
             self._num_done += label == "forward 1"
-            submit(work, num_bytes=num_bytes, label=label)
+            submit(work, num_bytes=num_bytes, label=label, collective=collective)
 
         self.compute.submit = counted  # type: ignore[method-assign]
 
-    def take_use(self) -> QueueFigures:
+    def take_use(self) -> DeviceFigures:
         done, self._num_done = self._num_done, 0
         return dataclasses.replace(super().take_use(), compute_s=done * self._seconds)
 

@@ -242,7 +242,13 @@ class GradientSink:
             of_lanes = [of_rank[range_.start : range_.stop] for of_rank, range_ in zip(of_ranks, lanes, strict=True)]
             total.copy_(sum_lanes(torch.cat(of_lanes)))
 
-        device.d2h.submit(add_up, label="loss")
+        num_others = ranks.num_ranks - 1
+        device.d2h.submit(
+            add_up,
+            num_bytes=num_others * self._num_lanes * loss.itemsize,
+            label="loss",
+            collective="numbers" if num_others else None,
+        )
         device.read_back(total, self._sets[self._set, 0])
 
     def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:

@@ -285,7 +285,15 @@ class LaneSums:
         if not self._ranks.is_alone:
             assert self._row_sums is not None, "reserve comes first"
             own = self._row_sums[: rows.own_U.numel() * width]
-            self.device.d2h.submit(partial(self._sum_received_rows, roots, rows), label="gradient 0")
+            others = sum(
+                rows.sent[rank].numel() for of_round in self._rounds for rank, _ in of_round if rank != self._ranks.rank
+            )
+            self.device.d2h.submit(
+                partial(self._sum_received_rows, roots, rows),
+                num_bytes=others * width * own.itemsize,
+                label="gradient 0",
+                collective="rows",
+            )
         if (table := self._table) is not None:
             first = self.ownership.rows()[self._ranks.rank].start
             places_U = self.device.place(rows.own_U - first)
@@ -340,8 +348,14 @@ class LaneSums:
         assert self._received is not None, "open comes first"
         sizes = [length(part) for part in self.ownership.trained(unit_index)]
         received = self._received
-        self.device.d2h.submit(partial(self._sum_received, roots, sizes), label=f"exchange {unit_index}")
-        return received[: sizes[self._ranks.rank]]
+        own = sizes[self._ranks.rank]
+        self.device.d2h.submit(
+            partial(self._sum_received, roots, sizes),
+            num_bytes=(self._num_subtrees - self._num_roots) * own * received.itemsize,
+            label=f"exchange {unit_index}",
+            collective="gradients",
+        )
+        return received[:own]
 
     def _sum_received(self, roots: Sequence[Tensor], sizes: Sequence[int]) -> None:
         assert self._received is not None
@@ -413,7 +427,13 @@ class LaneSums:
             numbers[num_most:].copy_(flags)
             found.copy_(numbers[None] if is_whole else self._ranks.collect(numbers, "d2h"))
 
-        self.device.d2h.submit(work, label=f"norm {unit_index}")
+        num_others = 0 if is_whole else self._ranks.num_ranks - 1
+        self.device.d2h.submit(
+            work,
+            num_bytes=num_others * target[0].nbytes,
+            label=f"norm {unit_index}",
+            collective="numbers" if num_others else None,
+        )
         self.device.read_back(found, target)
 
     def _numbers_at(self, unit_index: int) -> Tensor:

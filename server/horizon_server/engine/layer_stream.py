@@ -23,6 +23,7 @@ from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.planning.residency import resident_units
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ownership import length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,13 @@ class LayerStream:
         device.upload_unit(self._store, index, flat, only_trained=only_trained, parts=parts)
         for division in divisions:
             if division[-1].stop > division[0].start:
-                device.h2d.submit(partial(ranks.complete, flat, division, "h2d"), label=f"gather unit {index}")
+                others = division[-1].stop - division[0].start - length(division[ranks.rank])
+                device.h2d.submit(
+                    partial(ranks.complete, flat, division, "h2d"),
+                    num_bytes=others * flat.itemsize,
+                    label=f"gather unit {index}",
+                    collective="weights",
+                )
 
     def _exchange_rows(self, rows: RowExchange, flat: Tensor) -> None:
         """Append the journey of embedding rows from the ranks that own them to those that use them."""
@@ -193,7 +200,9 @@ class LayerStream:
         received = flat[: rows.rows_R.numel() * width]
         sizes = [used.numel() * width for used in rows.sent]
         work = partial(self._ranks.exchange, received, sent, [count * width for count in rows.received], sizes, "h2d")
-        device.h2d.submit(work, label="exchange of rows")
+        others = rows.rows_R.numel() - rows.received[self._ranks.rank]
+        num_bytes = others * width * received.itemsize
+        device.h2d.submit(work, num_bytes=num_bytes, label="exchange of rows", collective="rows")
 
     def _comes_last(self, requests: Sequence[UnitRequest], position: int) -> bool:
         """Whether a request is fetched when it is asked for, and not before: rows for the end of backward, where ranks

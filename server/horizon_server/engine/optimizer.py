@@ -29,7 +29,7 @@ from torch import Tensor
 
 from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event, Queue, Work
-from horizon_server.engine.ranks import ALONE, Ranks
+from horizon_server.engine.ranks import ALONE, RankEvent, Ranks
 from horizon_server.recipe import Recipe
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
@@ -59,6 +59,7 @@ class Optimizer:
         self, store: HostStore, device: Device, *, num_threads: int, table: str | None, ranks: Ranks = ALONE
     ) -> None:
         self._store, self._num_threads, self._table, self._ranks = store, num_threads, table, ranks
+        self._device = device
         self._ownership = ranks.ownership(store.layout)
         self.queue = device.host_queue("optimizer")
         # Another queue, because the rows are known when the first one is full of layers already.
@@ -185,12 +186,8 @@ class Optimizer:
         generation = self._generation_of.get(unit_index)
         # What one rank owns as a whole, no other reads.
         if not self._ranks.is_alone and generation is not None and not self._ownership.is_whole(unit_index):
-
-            def wait() -> None:
-                if not self._store.generations.wait_for(unit_index, generation, lambda: self._ranks.is_broken):
-                    raise RuntimeError("another rank has died")
-
-            queue.submit(wait, label=f"ranks update unit {unit_index}")
+            done = partial(self._store.generations.has_reached, unit_index, generation)
+            queue.wait(RankEvent(done, self._ranks, self._device))
 
     def finish(self) -> Event:
         """An event after all that was submitted, the table's rows included."""

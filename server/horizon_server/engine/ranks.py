@@ -13,11 +13,12 @@ driving thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import safetensors.torch
 import torch
@@ -25,6 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.timeline import RANKS
+from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, RankFigures
 from horizon_server.planning.lane_tree import lanes_of_rank, ranges_of
 from horizon_server.records.execution import DeviceKind, Execution, Parallel
 from horizon_server.store.layout import StoreLayout
@@ -32,9 +36,12 @@ from horizon_server.store.ownership import Ownership
 
 QueueName = Literal["h2d", "compute", "d2h"]
 GROUPS = ("h2d", "compute", "d2h", "calls")
+_COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # A rank waits for the first one while that waits for its turn on the device. Who has died is seen otherwise.
 _PATIENCE = timedelta(days=365)
-_BACKENDS: Mapping[DeviceKind, str] = {"host": "gloo", "cuda": "nccl"}
+# Between two looks at what another rank has done.
+_POLL_S = 5e-5
+_BACKENDS: Mapping[DeviceKind, Literal["gloo", "nccl"]] = {"host": "gloo", "cuda": "nccl"}
 
 # Newer versions of torch have another name for it, and warn of this one.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -74,6 +81,8 @@ class Ranks:
         self.is_broken = False
         """Whether a rank has died: nothing is sent or waited for any more."""
         self._groups = groups or {}
+        self.path: Literal["gloo", "nccl"] = "gloo"
+        """The library that carries what goes between devices."""
 
     @classmethod
     def join(cls, rank: int, meeting_file: Path, execution: Execution, *, shared_fd: int) -> Ranks:
@@ -88,7 +97,9 @@ class Ranks:
         groups = {name: dist.new_group(backend=backend, timeout=_PATIENCE) for name, backend in backends.items()}
         # Whole layers come from the store, each over the link of its rank.
         gathers = device_kind == "cuda" and parallel == "rows"
-        return cls(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
+        ranks = cls(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
+        ranks.path = _BACKENDS[device_kind]
+        return ranks
 
     @property
     def is_alone(self) -> bool:
@@ -192,12 +203,58 @@ class Ranks:
         _all_gather(out, own, group=self._groups["calls"])
         return out.view(self.num_ranks, -1)[:, 1:]
 
+    def figures(self, use: DeviceFigures) -> tuple[RankFigures, ...]:
+        """What each rank did with the others, of which this one has brought its own part; nothing where it is alone."""
+        if self.is_alone:
+            return ()
+        own = [use.collectives.get(kind, CollectiveFigures()) for kind in _COLLECTIVES]
+        numbers = [number for one in own for number in (one.bytes, one.busy_s, one.exposed_s)]
+        found = []
+        for wait_s, *of_kinds in self.meet([use.ranks_wait_s, *numbers]).tolist():
+            by_kind = zip(_COLLECTIVES, of_kinds[0::3], of_kinds[1::3], of_kinds[2::3], strict=True)
+            collectives = {
+                kind: CollectiveFigures(bytes=int(num_bytes), busy_s=busy_s, exposed_s=exposed_s)
+                for kind, num_bytes, busy_s, exposed_s in by_kind
+                if busy_s
+            }
+            found.append(RankFigures(path=self.path, collectives=collectives, wait_s=wait_s))
+        return tuple(found)
+
 
 def _metadata(data: bytes) -> dict[str, str]:
     """Of tensors in the safetensors format, whose header is JSON after its length in eight bytes."""
     length = int.from_bytes(data[:8], "little")
     found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
     return found
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """What other ranks have done, as an event that a queue of `device` waits for; `is_done` looks into memory that they
+    share."""
+
+    is_done: Callable[[], bool]
+    ranks: Ranks
+    device: Device
+    origin = RANKS
+
+    @property
+    def happened(self) -> bool:
+        """Whether it is done."""
+        return self.is_done()
+
+    def wait(self) -> None:
+        """Block until it is.
+
+        Raises:
+            RuntimeError: another rank has died; and what has failed on this one.
+        """
+        while not self.is_done():
+            if self.ranks.is_broken:
+                raise RuntimeError("another rank has died")
+            # What has failed here may be what the other one waits for.
+            self.device.raise_failure()
+            time.sleep(_POLL_S)
 
 
 ALONE = Ranks()

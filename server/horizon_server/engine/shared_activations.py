@@ -20,46 +20,19 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, Purpose
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.engine.device.timeline import RANKS
-from horizon_server.engine.ranks import Ranks
+from horizon_server.engine.ranks import RankEvent, Ranks
 from horizon_server.planning.ledger import counter_bytes, num_shared_planes, plane_elements_of
 from horizon_server.store.ownership import rank_of_layer
 
-# Between two looks at another rank's counter.
-_POLL_S = 5e-5
 # Bits of a counter below the number of the pass.
 _COUNT_BITS = 24
-
-
-@dataclass(frozen=True)
-class _CounterEvent:
-    """Another rank's counter has come so far. `look` is called while one waits for it, and may raise."""
-
-    counters: memoryview[int]
-    counter: int
-    wanted: int
-    look: Callable[[], None]
-    origin = RANKS
-
-    @property
-    def happened(self) -> bool:
-        """Whether it has."""
-        return self.counters[self.counter] >= self.wanted
-
-    def wait(self) -> None:
-        """Block until it has."""
-        while not self.happened:
-            self.look()
-            time.sleep(_POLL_S)
 
 
 class SharedActivations(Activations):
@@ -250,15 +223,9 @@ class SharedActivations(Activations):
     def _receive(self, layer: int, index: int, target: Tensor, counter: int, count: int) -> None:
         """Copy some tokens from where a layer's input has its place, once the counter is that far."""
         device, span = self._device, self._spans[index]
-        device.h2d.wait(_CounterEvent(self._counters, counter, self._value(count), self._look))
+        wanted = self._value(count)
+        device.h2d.wait(RankEvent(lambda: self._counters[counter] >= wanted, self._ranks, device))
         device.upload(self._host_part(layer, span), target[span])
-
-    def _look(self) -> None:
-        """Raise why no other rank can be waited for."""
-        if self._ranks.is_broken:
-            raise RuntimeError("another rank has died")
-        # What has failed here may be what the other one waits for.
-        self._device.raise_failure()
 
     def _signal(self, counter: int, count: int) -> None:
         """Say that so many micro-batches are done, once what was submitted to d2h is."""

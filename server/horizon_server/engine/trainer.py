@@ -221,7 +221,8 @@ class Trainer:
         on_device, on_host = self._memory_bytes(use.compute_s, sum(part.num_tokens for part in self._own(parts)))
         return replace(
             figures,
-            **vars(use),
+            **use.of_queues,
+            ranks=self._ranks.figures(use),
             method_figures=method_figures,
             duration_s=time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
@@ -256,7 +257,7 @@ class Trainer:
                 num_targets, num_correct = num_targets + group_targets, num_correct + correct
         use = self._device.take_use()
         return EvalFigures(
-            **vars(use),
+            **use.of_queues,
             eval_loss=total / num_targets,
             num_tokens=sum(row.num_tokens for row in rows),
             num_targets=num_targets,
@@ -298,7 +299,7 @@ class Trainer:
         logprobs_S = torch.cat(parts)
         # They do not count in any step's figures.
         figures = EvalFigures(
-            **vars(self._device.take_use()),
+            **self._device.take_use().of_queues,
             eval_loss=-float(logprobs_S.mean(dtype=torch.float64)),
             num_tokens=sum(row.num_tokens for row in rows),
             num_targets=logprobs_S.numel(),

@@ -24,7 +24,7 @@ from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import DeviceFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.cpus import available_cpus
@@ -233,7 +233,7 @@ class CudaDevice(QueuedDevice):
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
 
-    def take_use(self) -> QueueFigures:
+    def take_use(self) -> DeviceFigures:
         """CUDA: waits for what the queues were given; between steps they are idle."""
         use = super().take_use()
         self._clock.rebase(self.compute.stream)

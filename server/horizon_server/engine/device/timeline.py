@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.figures import QueueFigures, TransferFigures
+from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, TransferFigures
 
 # The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON.
 MAX_SPANS = 50_000
@@ -26,7 +26,8 @@ RANKS = "ranks"
 class Span:
     """An interval of one queue: work named `label`, or a wait for an event of the queue that `waits_for` names.
 
-    `launched_s` is when the host had launched all of the work, None where work runs as it is called.
+    `launched_s` is when the host had launched all of the work, None where work runs as it is called. `collective` is
+    the kind of an exchange with other ranks.
     """
 
     queue: str
@@ -36,6 +37,7 @@ class Span:
     label: str = ""
     waits_for: str | None = None
     launched_s: float | None = None
+    collective: CollectiveKind | None = None
 
     @property
     def launching_s(self) -> float:
@@ -109,7 +111,7 @@ class Timeline:
         return [s for s in spans if s.waits_for is None], [s for s in spans if s.waits_for is not None]
 
 
-def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> QueueFigures:
+def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> DeviceFigures:
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
@@ -118,9 +120,12 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     the weights, up to their arrival, and then for the other.
     """
     compute_work, compute_waits = compute.take()
+    collectives: dict[CollectiveKind, CollectiveFigures] = {}
+    ranks_wait_s = sum(wait.end_s - wait.start_s for wait in compute_waits if wait.waits_for == RANKS)
     host_work = [span for timeline in host_queues for span in timeline.take()[0]]
 
     def transfer(name: str, timeline: Timeline) -> tuple[TransferFigures, float]:
+        nonlocal ranks_wait_s
         work, waits = timeline.take()
         exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
 
@@ -131,17 +136,29 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
         # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
         held_s = held(by_ranks=False)
         exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s - held(by_ranks=True)
-        num_bytes = sum(span.num_bytes for span in work)
+        num_bytes = sum(span.num_bytes for span in work if not span.collective)
+        for kind in dict.fromkeys(span.collective for span in work if span.collective):
+            spans = [span for span in work if span.collective == kind]
+            before, busy_s = collectives.get(kind, CollectiveFigures()), _length_s(spans)
+            collectives[kind] = CollectiveFigures(
+                bytes=before.bytes + sum(span.num_bytes for span in spans),
+                busy_s=before.busy_s + busy_s,
+                exposed_s=before.exposed_s + overlap_s(exposed, [(span.start_s, span.end_s) for span in spans]),
+            )
+            ranks_wait_s += busy_s
+        ranks_wait_s += sum(wait.end_s - wait.start_s for wait in waits if wait.waits_for == RANKS)
         return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
 
     (up, up_held_s), (down, down_held_s) = transfer("h2d", h2d), transfer("d2h", d2h)
-    return QueueFigures(
+    return DeviceFigures(
         h2d=up,
         d2h=down,
         compute_s=_length_s(compute_work),
         launching_s=sum(span.launching_s for span in compute_work),
         optimizer_s=_length_s(host_work),
         optimizer_exposed_s=up_held_s + down_held_s,
+        collectives=collectives,
+        ranks_wait_s=ranks_wait_s,
     )
 
 
