@@ -21,8 +21,8 @@ from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Execution, Residency
-from horizon_server.records.plan import Ledger, PredictedWays, StepPrediction
-from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec
+from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
+from horizon_server.spec import EVERYTHING, LORA, METHODS, Gpus, JobSpec
 from horizon_server.texts import size_text
 
 MAX_PLAN_BYTES = 1 << 60
@@ -128,6 +128,25 @@ def settle(case: Case, execution: Execution) -> Settled:
     )
 
 
+def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tuple[Settled, DeviceRange]:
+    """Settle a job that may continue on each of these `numbers` of devices, the smallest first: how it runs on as many
+    as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
+    each = {number: settle(case, dataclasses.replace(execution, num_ranks=number)) for number in numbers}
+    kept = DeviceRange(
+        least=numbers[0],
+        most=numbers[-1],
+        host_bytes=max(one.ledger.host_total_bytes for one in each.values()),
+        device_bytes=max(one.ledger.device_total_bytes for one in each.values()),
+    )
+    message = ""
+    if refused := [number for number in numbers if each[number].message]:
+        message = f"on {refused[0]} of gpus: {case.spec.gpus.plain}, {each[refused[0]].message}"
+        if fitting := [number for number in numbers if not each[number].message]:
+            first = next(number for number in fitting if set(range(number, fitting[-1])) <= set(fitting))
+            message += f"; or use gpus: {Gpus(least=first, most=fitting[-1]).plain}, which fits"
+    return dataclasses.replace(each[execution.num_ranks], message=message), kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Way:
     """One of the ways in which devices may divide a step, with everything else settled for it."""
@@ -178,9 +197,10 @@ def _by_layers(case: Case, execution: Execution) -> _Way | None:
             "stored; set train.max_grad_norm (a large one never clips) or use train.parallel: rows"
         )
     elif num_layers < execution.num_ranks:
+        gpus = case.spec.gpus
         problem = (
-            f"train.parallel is layers, gpus is {execution.num_ranks} and the model has {num_layers} "
-            f"layer{'' if num_layers == 1 else 's'}; use gpus: {num_layers} or train.parallel: rows"
+            f"train.parallel is layers, gpus is {gpus.plain} and the model has {num_layers} "
+            f"layer{'' if num_layers == 1 else 's'}; use gpus: {gpus.at_most(num_layers).plain} or train.parallel: rows"
         )
     if not problem:
         return _Way.of(case, dataclasses.replace(execution, parallel="layers"))
