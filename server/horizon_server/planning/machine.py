@@ -181,6 +181,20 @@ async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str,
     return ordered or tuple(found if uuids else ())
 
 
+async def why_broken(gpu: Accelerator, environment: Mapping[str, str]) -> str:
+    """Return why a child cannot compute on a GPU; nothing where it can."""
+    task = ChildTask(
+        module=_MEASURE_MODULE,
+        who="the trial of a GPU",
+        environment=worker_environment(environment, "cuda", (gpu,)),
+        limits=Limits(wall_s=_SEARCH_TIMEOUT_S),
+    )
+    try:
+        return "" if await task.run({"computes": True}) else "its matrix product was wrong"
+    except HorizonError as error:
+        return error.message.strip().splitlines()[0][:200]
+
+
 def worker_environment(
     environment: Mapping[str, str], kind: DeviceKind, gpus: Sequence[Accelerator] = ()
 ) -> dict[str, str]:

@@ -279,9 +279,7 @@ class Planner:
     def _num_devices(self, kind: DeviceKind) -> int:
         return len(self._accelerators) if kind == "cuda" else self._settings.host_devices
 
-    def _execution(
-        self, spec: JobSpec, num_devices: int | None = None, gpus: Sequence[Accelerator] = ()
-    ) -> Execution:
+    def _execution(self, spec: JobSpec, num_devices: int | None = None, gpus: Sequence[Accelerator] = ()) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
         model."""
         if spec.device == "cuda" and not self._accelerators:

@@ -115,7 +115,7 @@ class NodeFacts:
             share_half_life_s=self._share_half_life_s,
             devices=tuple(_device_status(principal, name, turns, residents) for name, turns in scheduler.turns.items()),
             share_uses=tuple(scheduler.runtime.view.shares.uses(now_s)),
-            host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan)
+            host_memory_promised_bytes=sum(job.plan.kept_host_bytes for job in residents if job.plan)
             + scheduler.held_bytes(),
         )
 
