@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from horizon_server.records.sharing import Allowance
-from horizon_server.scheduling.admission import kind_of
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, kind_of
 
 GIB = 2**30
 HOUR = 3600.0

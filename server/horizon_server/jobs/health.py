@@ -3,6 +3,7 @@ after the failure of a job."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
@@ -29,9 +30,9 @@ class DeviceHealth:
     _broken: dict[str, str] = field(init=False, default_factory=dict)
 
     async def try_devices(self, names: Collection[str]) -> dict[str, str]:
-        """Try devices of a job that has failed, one after the other; return those that fail too, and why."""
-        for name in names:
-            if name not in self._broken and (why := await self.why_broken(name)):
+        """Try devices of a job that has failed, together; return those that fail too, and why."""
+        for name, why in zip(names, await asyncio.gather(*map(self.why_broken, names)), strict=True):
+            if why:
                 log.error("a device is out of service", device=name, why=why)
                 self._broken[name] = f"out of service, as a trial of it failed: {why}"
         return {name: self._broken[name] for name in names if name in self._broken}

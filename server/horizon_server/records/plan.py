@@ -163,6 +163,11 @@ class Plan(Ledger):
         return self.execution.num_ranks
 
     @property
+    def least_devices(self) -> int:
+        """The fewest that the job may continue on."""
+        return self.num_devices if self.device_range is None else self.device_range.least
+
+    @property
     def lanes(self) -> int:
         """Parts that each step is divided into."""
         return self.execution.lanes

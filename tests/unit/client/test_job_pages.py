@@ -57,6 +57,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         fits=True,
         message="",
         num_parameters=10,
+        device_range=None,
         device="cuda",
         prediction=None,
         compute_dtype="bfloat16",
