@@ -209,7 +209,10 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
         if field.name == _CLIPPING:
             setattr(message, _CLIPPING_OFF, True)
         return
-    if field.name == _GPUS and isinstance(value, str) and (ends := _RANGE.fullmatch(value)):
+    if field.name == _GPUS and isinstance(value, str) and not _NUMBER.fullmatch(value):
+        ends = _RANGE.fullmatch(value)
+        if ends is None:
+            raise _Refused("must be a whole number, or a range of them such as 2-8")
         for name, number in zip((_GPUS, _MAX_GPUS), ends.groups(), strict=True):
             setattr(message, name, _whole(number, 32))
         return

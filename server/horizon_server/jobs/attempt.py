@@ -395,8 +395,7 @@ class Attempt:
         if request is None or is_last:
             raise _Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
-        if self._move is not None and self._move.devices is not self.devices:
-            self._move = None  # the worker died before it heard of that
+        self._move = None  # its worker may have died before it heard of that
         known: dict[str, Any] = verdict.fields | {"journal_line": 0, "not_before_s": 0.0}
         if broken := await self.runtime.view.health.try_devices(self.devices.names):
             left = [name for name in self.devices.names if name not in broken]
@@ -540,7 +539,7 @@ class Attempt:
                 if self._began_s is not None and not self.job.spec.needs_references:
                     self.runtime.view.on_loaded(self.job, time.monotonic() - self._began_s)
                 self._began_s = None
-                if self._move is not None and self._move.devices is self.devices:
+                if self._move is not None:
                     self.runtime.view.on_changed(self.job, time.monotonic() - self._move.asked_s)
                     self._move = None
             case ReferencesDone():

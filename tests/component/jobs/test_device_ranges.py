@@ -37,9 +37,11 @@ def planned(job: JobRecord) -> Plan:
 async def until(daemon: DaemonParts, job: JobRecord, is_so: Callable[[JobRecord], bool]) -> JobRecord:
     """Wait until a job is RUNNING, and so."""
     async with asyncio.timeout(WAIT_S):
-        while not ((now := await daemon.job(job.job_id)).job_state is S.RUNNING and is_so(now)):
-            await asyncio.sleep(0.02)
-    return now
+        async for _ in daemon.parts.journal.follow(job.job_id, 0):
+            now = await daemon.job(job.job_id)
+            if now.job_state is S.RUNNING and is_so(now):
+                return now
+    raise AssertionError("the job has ended")
 
 
 async def on(daemon: DaemonParts, job: JobRecord, *devices: str) -> JobRecord:
@@ -156,9 +158,9 @@ async def test_a_withdrawn_device_is_left_and_taken_again_once_it_is_restored(
             "cannot start: it needs 2 host devices and the node has: host:0; host:1 is withdrawn by an admin; with "
             "gpus: 1-2 it would continue on the others"
         )
-        async with asyncio.timeout(WAIT_S):
-            while (found := daemon.parts.scheduler.outlook(fixed.job_id)) is None or found.why != wanted:
-                await asyncio.sleep(0.05)
+        # Worked out at each look at the queue, of which there is one for many steps of the other job.
+        while (outlook := daemon.parts.scheduler.outlook(fixed.job_id)) is None or outlook.why != wanted:
+            await daemon.until(job.job_id, step=(await daemon.job(job.job_id)).step + 1)
         status = await daemon.services.node.describe(ADA)
         assert [device.out_of_service for device in status.devices] == ["", "withdrawn by an admin"]
         assert (await daemon.services.sharing.condition()).withdrawn == ("host:1",)
