@@ -103,16 +103,16 @@ class Settled:
     ways: PredictedWays | None = None
 
 
-def settle(case: Case, execution: Execution) -> Settled:
+def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Settled:
     """Settle what `execution`, of these devices, leaves open. Several devices divide a step as the spec says, else as
-    is predicted to be faster of what fits.
+    is predicted to be faster of what fits. Without `uses_spare`, nothing stays on a device that has memory to spare.
 
     Raises:
         InvalidModel: no machine has as much memory.
         InvalidSpec: the spec says `layers`, and that is not possible.
     """
-    by_rows = taken = _Way.of(case, execution)
-    by_layers = _by_layers(case, execution) if execution.num_ranks > 1 else None
+    by_rows = taken = _Way.of(case, execution, uses_spare=uses_spare)
+    by_layers = _by_layers(case, execution, uses_spare=uses_spare) if execution.num_ranks > 1 else None
     if by_layers is not None and (case.spec.train.parallel == "layers" or _is_better(case, by_layers, by_rows)):
         taken = by_layers
     ways = None
@@ -131,7 +131,14 @@ def settle(case: Case, execution: Execution) -> Settled:
 def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tuple[Settled, DeviceRange]:
     """Settle a job that may continue on each of these `numbers` of devices, the smallest first: how it runs on as many
     as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
-    each = {number: settle(case, dataclasses.replace(execution, num_ranks=number)) for number in numbers}
+    settled = settle(case, execution)
+    # The search for what stays on a device takes the most time, and takes only what is to spare.
+    each = {
+        number: settled
+        if number == execution.num_ranks
+        else settle(case, dataclasses.replace(execution, num_ranks=number), uses_spare=False)
+        for number in numbers
+    }
     kept = DeviceRange(
         least=numbers[0],
         most=numbers[-1],
@@ -144,7 +151,7 @@ def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tu
         if fitting := [number for number in numbers if not each[number].message]:
             first = next(number for number in fitting if set(range(number, fitting[-1])) <= set(fitting))
             message += f"; or use gpus: {Gpus(least=first, most=fitting[-1]).plain}, which fits"
-    return dataclasses.replace(each[execution.num_ranks], message=message), kept
+    return dataclasses.replace(settled, message=message), kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +164,7 @@ class _Way:
     fits: bool
 
     @classmethod
-    def of(cls, case: Case, execution: Execution) -> _Way:
+    def of(cls, case: Case, execution: Execution, *, uses_spare: bool) -> _Way:
         """Placement and residency of a way."""
         execution = _placed(case, execution)
         ledger, prediction = case.ledger(execution), case.prediction(execution)
@@ -167,7 +174,8 @@ class _Way:
                 "heads or experts"
             )
         fits = case.fits(ledger, execution)
-        if prediction is not None and (residency := _residency(case, execution, ledger)) is not None:
+        residency = None if prediction is None or not uses_spare else _residency(case, execution, ledger)
+        if residency is not None:
             execution = dataclasses.replace(execution, residency=residency)
             ledger, prediction = case.ledger(execution), case.prediction(execution)
         return cls(execution=execution, ledger=ledger, prediction=prediction, fits=fits)
@@ -187,7 +195,7 @@ def _is_better(case: Case, by_layers: _Way, by_rows: _Way) -> bool:
     return by_layers.step_s < by_rows.step_s
 
 
-def _by_layers(case: Case, execution: Execution) -> _Way | None:
+def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | None:
     """The way in which the layers go round the devices; None where that is not possible. Raises InvalidSpec where it is
     asked for all the same."""
     num_layers, problem = case.folder.shape.num_hidden_layers, ""
@@ -203,7 +211,7 @@ def _by_layers(case: Case, execution: Execution) -> _Way | None:
             f"layer{'' if num_layers == 1 else 's'}; use gpus: {gpus.at_most(num_layers).plain} or train.parallel: rows"
         )
     if not problem:
-        return _Way.of(case, dataclasses.replace(execution, parallel="layers"))
+        return _Way.of(case, dataclasses.replace(execution, parallel="layers"), uses_spare=uses_spare)
     if case.spec.train.parallel == "layers":
         raise InvalidSpec.of("train.parallel", problem)
     return None
