@@ -149,8 +149,8 @@ class ScriptedWorker:
             os._exit(7)
         if self.script.get("fail_at") == moment:
             raise Diverged("the loss is not finite")
-        if self.script.get("break_at") == moment:
-            self.memory.write_text(str(moment - 1))
+        if moment == self.script.get("break_at"):
+            self.memory.write_text(str(self.script["break_at"] - 1))
             raise WorkerFailed("RuntimeError: CUDA error: the device has fallen off the bus")
 
     def _hold(self) -> None:

@@ -242,7 +242,7 @@ async def wire(
     resources = Inputs(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
-    planner = Planner.of_node(settings, rates, usable)
+    planner = Planner.of_node(settings, rates, usable, free_devices=lambda: scheduler.free_devices)
     sampling = SamplingChild(
         environment=environment,
         free_bytes=lambda but: min(

@@ -328,12 +328,12 @@ class Attempt:
         await self._finish(**answer)
 
     async def _started(self, request: WorkerRequest, planes: dict[str, int]) -> Worker:
-        kind = request.plan.execution.device_kind
+        kind, gpus = request.plan.execution.device_kind, self.devices.gpus
         worker = await Worker.start(
             self.runtime.worker_module,
             to_plain(dataclasses.replace(request, planes=planes)),
             folder=self._log.parent,
-            environment=worker_environment(self.runtime.environment, kind, self.devices.gpus),
+            environment=worker_environment(self.runtime.environment, kind, gpus),
             group=self._group(),
         )
         log.info("worker started", pid=worker.pid)
@@ -360,12 +360,7 @@ class Attempt:
     async def _placed(self, request: WorkerRequest, devices: AttemptDevices) -> WorkerRequest:
         """Put the job on other devices; where that raises, as `request_on` does, it stays where it is."""
         placed = await request_on(
-            devices,
-            request,
-            job=self.job,
-            runtime=self.runtime,
-            preparation=self.preparation,
-            log_file=self._log,
+            devices, request, job=self.job, runtime=self.runtime, preparation=self.preparation, log_file=self._log
         )
         if placed is not request:
             self.devices, self.on_since_s = devices, time.time()

@@ -64,6 +64,9 @@ class Scheduler:
     when_idle: Callable[[], Coroutine[Any, Any, None]]
     held_bytes: Callable[[], int] = lambda: 0
     look_every_s: float = LOOK_EVERY_S
+    free_devices: tuple[str, ...] = field(init=False)
+    """Those in service that no resident job is on, as of the last look at the queue. Replaced whole: any thread may
+    read it."""
     _running: dict[str, _Running] = field(init=False, default_factory=dict)
     _held_back: dict[str, float] = field(init=False, default_factory=dict)
     """Jobs whose memory was not free when it should have been: until when they are not tried again, while nothing else
@@ -73,6 +76,9 @@ class Scheduler:
     _showing: asyncio.Task[None] | None = field(init=False, default=None)
     _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _chore: asyncio.Task[None] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.free_devices = tuple(self.turns)
 
     def wake(self) -> None:
         """Look at the queue again."""
@@ -187,6 +193,8 @@ class Scheduler:
         situation, queued = await self.runtime.view.situation(self._residences(), self._held_back)
         if self.runtime.lifecycle.draining:
             return
+        used = {name for one in situation.residents for name in one.devices} | situation.node.out.keys()
+        self.free_devices = tuple(name for name in self.turns if name not in used)
         if not queued and not self._running:
             self._begin_chore()
         decision = decide(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Planner:
         rates: returns how fast each device is, where that is known.
         layer_memory: returns what a model's layers keep, where no formula says it.
         has_bf16: whether the CPU has instructions for bf16.
+        free_devices: returns the names of the devices that no job is on; without it, all are free.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Planner:
         rates: Callable[[], RatesByDevice] = dict,
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
+        free_devices: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -84,10 +86,18 @@ class Planner:
         self._rates = rates
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
+        self._free_devices = free_devices
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
 
     @classmethod
-    def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
+    def of_node(
+        cls,
+        settings: Settings,
+        book: RateBook,
+        accelerators: Sequence[Accelerator],
+        *,
+        free_devices: Callable[[], Collection[str]] | None = None,
+    ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
             settings,
@@ -97,17 +107,19 @@ class Planner:
             rates=book.read,
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
+            free_devices=free_devices,
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
-        """Plan a job against the node's limit, whatever else is running, and on as many devices as it may use of the
-        node's; `data` is what its pass before the first step goes over, and the steps of its epochs.
+        """Plan a job against the node's limit, whatever else is running, and on the devices that it would start on
+        now; `data` is what its pass before the first step goes over, and the steps of its epochs.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._planned_here(spec, folder, self._execution(spec), self.host_limit_bytes, data=data)
+        free = None if self._free_devices is None else self._free_devices()
+        return self._planned_here(spec, folder, self._execution(spec, free=free), self.host_limit_bytes, data=data)
 
     def plan_elsewhere(
         self, spec: JobSpec, folder: Path, machine: PlannedMachine, *, data: DataSize | None = None
@@ -279,9 +291,16 @@ class Planner:
     def _num_devices(self, kind: DeviceKind) -> int:
         return len(self._accelerators) if kind == "cuda" else self._settings.host_devices
 
-    def _execution(self, spec: JobSpec, num_devices: int | None = None, gpus: Sequence[Accelerator] = ()) -> Execution:
+    def _execution(
+        self,
+        spec: JobSpec,
+        num_devices: int | None = None,
+        gpus: Sequence[Accelerator] = (),
+        *,
+        free: Collection[str] | None = None,
+    ) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
-        model."""
+        model. Without a number of devices, on as many as it may use, of those that are `free` where that is given."""
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: "
@@ -294,6 +313,9 @@ class Planner:
         self._check_devices(spec.gpus, device_kind)
         most = min(spec.gpus.most, self._num_devices(device_kind))
         num_ranks = num_devices or most
+        if free is not None:
+            num_free = sum(name.partition(":")[0] == device_kind for name in free)
+            num_ranks = max(spec.gpus.least, min(most, num_free))
         limit_bytes, num_threads, differ = self._arena_limit_bytes, self._num_threads, False
         if device_kind == "cuda":
             # Of a range the largest, so that what is planned for one number of them holds for the others.

@@ -105,6 +105,7 @@ def planner_of(
     num_threads: int = 1,
     host_devices: int = 1,
     host_bytes: int = 64 * GIB,
+    free_devices: tuple[str, ...] | None = None,
 ) -> Planner:
     return Planner(
         load_settings(
@@ -118,6 +119,7 @@ def planner_of(
         accelerators=accelerators,
         rates=lambda: rates or {},
         has_bf16=has_bf16,
+        free_devices=None if free_devices is None else lambda: free_devices,
     )
 
 
@@ -394,6 +396,23 @@ def test_a_job_with_a_range_is_planned_for_what_it_uses_and_keeps_memory_for_any
     assert same[0] == same[1] == same[2]
     assert on_two.host_total_bytes <= on_two.kept_host_bytes == start.kept_host_bytes
     assert fixed[0].device_range is None and fixed[0].kept_host_bytes == fixed[0].host_total_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "wanted"),
+    [
+        ("1-4", ("host:1", "host:3", "cuda:0"), 2),
+        ("1-4", (), 1),
+        ("2-3", ("host:0",), 2),
+        ("1-2", ("host:0", "host:1", "host:2"), 2),
+        (4, ("host:0",), 4),
+    ],
+)
+def test_a_job_is_planned_for_the_devices_that_it_would_start_on(
+    folder: Path, gpus: int | str, free: tuple[str, ...], wanted: int
+) -> None:
+    plan = planner_of(host_devices=4, free_devices=free).plan(spec_of(gpus=gpus), folder)
+    assert plan.num_devices == wanted
 
 
 def test_of_a_range_of_gpus_threads_do_not_depend_on_the_number(folder: Path) -> None:

@@ -118,7 +118,7 @@ def test_devices_that_are_out_of_service_are_left_at_once() -> None:
     def left(one: Resident, *others: Resident) -> Decision:
         return decided([one, *others], on_node=node(4, 1))
 
-    new = {"on_since_s": NOW}
+    new: dict[str, Any] = {"on_since_s": NOW}
     assert left(on("r", 0, 1, 2, least=1, more=3, **new)).change == (("r", ("host:0", "host:2")),)
     assert left(on("r", 1, more=3, **new)).change == (("r", ("host:0",)),)
     assert left(on("r", 0, 1, **new)).change == (("r", ("host:0", "host:2")),), "a job with one number moves too"
