@@ -80,11 +80,18 @@ class AsyncNodeInfo:
         return await self._set(condition)
 
     async def restore(self, device: str) -> Node:
-        """Put a device into service again that was withdrawn, or that has failed. For admins."""
+        """Put a device into service again that was withdrawn, or that has failed. For admins.
+
+        Raises:
+            InvalidRequest: when the device is in service, or the node has none of that name.
+            NotAllowed: when you are not an admin.
+        """
+        node = await self.status()
+        if not (out := [one.name for one in node.devices if one.out_of_service]).count(device):
+            raise InvalidRequest.of("device", f"device is {device!r}; out of service are: {', '.join(out) or 'none'}")
         condition = await self._condition()
-        kept = [name for name in condition.withdrawn if name != device]
-        del condition.withdrawn[:]
-        condition.withdrawn.extend(kept)
+        if device in condition.withdrawn:
+            condition.withdrawn.remove(device)
         return await self._set(condition)
 
     async def _condition(self) -> node_pb2.NodeCondition:

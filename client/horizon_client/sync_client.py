@@ -699,7 +699,12 @@ class NodeInfo:
         return self._loop.run(lambda: self._inner.withdraw(device))
 
     def restore(self, device: str) -> Node:
-        """Put a device into service again that was withdrawn, or that has failed. For admins."""
+        """Put a device into service again that was withdrawn, or that has failed. For admins.
+
+        Raises:
+            InvalidRequest: when the device is in service, or the node has none of that name.
+            NotAllowed: when you are not an admin.
+        """
         return self._loop.run(lambda: self._inner.restore(device))
 
 

@@ -133,5 +133,5 @@ async def request_on(
 def lack_of_devices(request: WorkerRequest, broken: Mapping[str, str], *, num_left: int) -> str:
     """Return what a job says that cannot continue without its devices that fail."""
     what, least = "; ".join(f"{name} is {why}" for name, why in broken.items()), request.plan.least_devices
-    todo = f"; with gpus: {num_left}-{request.spec.gpus.most} it would continue on the others" if num_left else ""
+    todo = f"; with gpus: {num_left}-{request.spec.gpus.most} it would run on the others" if num_left else ""
     return f"{what}; it needs {least} device{'' if least == 1 else 's'} and continues when there are as many{todo}"

@@ -256,7 +256,7 @@ class _Round:
             names = ", ".join(self._names[job.device])
             message = f"cannot start: it needs {job.num_devices} {job.device} devices and the node has: {names}"
             if out := self._node.out_text(job.device):
-                message += f"{out}; with gpus: {len(sizes)}-{job.most_devices} it would continue on the others"
+                message += f"{out}; with gpus: {len(sizes)}-{job.most_devices} it would run on the others"
         elif job.device_bytes > (limit_bytes := sizes[job.num_devices - 1]):
             need, limit = size_text(job.device_bytes), size_text(limit_bytes)
             each = " on each of its devices" if job.num_devices > 1 else ""

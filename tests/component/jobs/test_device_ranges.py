@@ -156,7 +156,7 @@ async def test_a_withdrawn_device_is_left_and_taken_again_once_it_is_restored(
         assert (waiting.reason, waiting.step > 0) == ("DEVICE_OUT_OF_SERVICE", True)
         wanted = (
             "cannot start: it needs 2 host devices and the node has: host:0; host:1 is withdrawn by an admin; with "
-            "gpus: 1-2 it would continue on the others"
+            "gpus: 1-2 it would run on the others"
         )
         # Worked out at each look at the queue, of which there is one for many steps of the other job.
         while (outlook := daemon.parts.scheduler.outlook(fixed.job_id)) is None or outlook.why != wanted:
@@ -186,7 +186,7 @@ async def test_a_job_whose_device_fails_continues_on_the_others_or_says_what_wou
             waiting = await daemon.until(job.job_id, S.QUEUED, attempt=1)
             assert waiting.reason == "DEVICE_OUT_OF_SERVICE"
             assert waiting.message == (
-                f"{what}; it needs 2 devices and continues when there are as many; with gpus: 1-2 it would continue on "
+                f"{what}; it needs 2 devices and continues when there are as many; with gpus: 1-2 it would run on "
                 "the others"
             )
             return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
 from tests.sharing_parts import HOUR, NODE, NOW, job, no_quota, resident, shares
 
-from horizon_server.scheduling.admission import decide
+from horizon_server.scheduling.admission import as_resident, decide
 from horizon_server.scheduling.ranges import PAYS_TIMES
 from horizon_server.scheduling.simulation import outlooks, simulate
 from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
@@ -138,7 +139,7 @@ def test_a_job_for_which_too_few_devices_are_left_says_what_would_let_it_start()
     assert dict(found.start) == {"one": ("host:0",), "range": ("host:0",)}
     assert found.why["w"] == (
         "cannot start: it needs 2 host devices and the node has: host:0; host:1 is withdrawn by an admin; with gpus: "
-        "1-2 it would continue on the others"
+        "1-2 it would run on the others"
     )
     assert decided([], [job("w")], node(1, 0)).why["w"].endswith("are: none; host:0 is withdrawn by an admin")
 
@@ -179,3 +180,40 @@ def test_the_outlook_says_how_many_it_uses_of_how_many() -> None:
     assert found["r"].why == "resident, the only job on host:0 and host:1 (2 of 1 to 3 devices)"
     gone = outlooks([], [on("r", 0, 1)], node(2, 1), shares(), RULES, NOW, no_quota)
     assert gone["r"].why == "a device of it is out of service: it is checkpointed and queued again"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_and_goes_each_job_has_what_it_may_have_and_changes_seldom(seed: int) -> None:
+    pick, now_s, num_devices = Random(seed), NOW, 4
+    residents: dict[str, Resident] = {}
+    changed_s: dict[str, float] = {}
+    out: set[int] = set()
+    for number in range(300):
+        now_s += pick.choice([5.0, 60.0])
+        if pick.random() < 0.2:
+            residents.pop(pick.choice(["", *sorted(residents)]), None)
+        if pick.random() < 0.05:
+            out = set() if out else {pick.randrange(num_devices)}
+        least = pick.randint(1, 2)
+        more = pick.randint(0, num_devices - least)
+        waiting = [] if len(residents) > 5 else [job(f"j{number}", num_devices=least, more_devices=more)]
+        on_node = node(num_devices, *out)
+        found = decide(waiting, list(residents.values()), on_node, shares(), RULES, now_s, no_quota)
+        for job_id, names in found.start:
+            loaded = as_resident(waiting[0], names, now_s)
+            residents[job_id] = dataclasses.replace(loaded, is_loading=False, ready_s=now_s, change_s=CHANGE_S)
+        for job_id, names in found.change:
+            one = residents[job_id]
+            assert set(names) != set(one.devices)
+            is_forced = not on_node.out.keys().isdisjoint(one.devices)
+            assert is_forced or now_s - one.on_since_s >= KEEP_S
+            assert one.more_devices or is_forced, "a job with one number stays where it is"
+            residents[job_id] = dataclasses.replace(one, devices=names, on_since_s=now_s)
+            changed_s[job_id] = now_s
+        for job_id in found.leave:
+            del residents[job_id]
+        for one in residents.values():
+            assert one.num_devices <= len(one.devices) == len(set(one.devices)) <= one.most_devices
+            assert on_node.out.keys().isdisjoint(one.devices)
+            assert list(one.devices) == sorted(one.devices, key=list(on_node.devices).index)
+    assert changed_s, "some have changed"
