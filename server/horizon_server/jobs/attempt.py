@@ -37,7 +37,7 @@ from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
-from horizon_server.jobs.requests import MOVED, AttemptDevices, Move, first_request, lack_of_devices, request_on
+from horizon_server.jobs.requests import MOVED, AttemptDevices, Move, first_request, request_on, text_of_broken
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import Participant
 from horizon_server.planning.machine import worker_environment
@@ -101,6 +101,8 @@ class Attempt:
     """That of its worker; None before one is started, and where it was written by another version."""
     _move: Move | None = field(init=False, default=None)
     """While it is to continue on other devices, until a worker does."""
+    _stays: bool = field(init=False, default=False)
+    """Whether it could not be planned for other devices."""
     _began_s: float | None = field(init=False, default=None)
     """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon
     began."""
@@ -206,16 +208,30 @@ class Attempt:
 
     @property
     def can_move(self) -> bool:
-        """Whether it can be told to continue on other devices: while its worker trains, and no other order was
-        given."""
+        """Whether it can be told to continue on other devices: its worker trains, and no other order was given."""
         trains = self.job.job_state is JobState.RUNNING and self._worker is not None and self._asked_for is not None
-        return trains and self._move is None and not self._wanted
+        return trains and self._move is None and not self._stays and not self._wanted
 
-    def move(self, names: Sequence[str], why: str) -> None:
+    async def move(self, names: Sequence[str], why: str) -> None:
         """Have it continue on these devices, in the same memory, once its worker has ended the step that it is at."""
-        if self.can_move and self._worker is not None:
-            self._move, self.on_since_s = Move(devices=self.find_devices(names), why=why), time.time()
+        if not self.can_move or self._asked_for is None:
+            return
+        devices = self.find_devices(names)
+        try:
+            request = await self._request_on(devices, self._asked_for)
+        except (HorizonError, OSError) as error:
+            self._stays = True
+            text = f"it cannot continue on {' and '.join(names)}, and stays where it is: {error}"
+            await self.runtime.journal.append(self.job.job_id, Message(level="warning", text=text))
+            return
+        if request is not None and self.can_move and self._worker is not None:  # still
+            self._move = Move(devices=devices, request=request, why=why)
             self._worker.send_order(stop_order(StopRequest.MOVE))
+
+    async def _request_on(self, devices: AttemptDevices, request: WorkerRequest) -> WorkerRequest | None:
+        return await request_on(
+            devices, request, job=self.job, runtime=self.runtime, preparation=self.preparation, log_file=self._log
+        )
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
@@ -344,27 +360,14 @@ class Attempt:
         that it is to move to, or, where it was asked to stop meanwhile, only to write the checkpoint for it."""
         plan, why = self.job.plan, "continues on the same devices"
         if self._move is not None and not self._wanted:
-            try:
-                request, why = await self._placed(request, self._move.devices), self._move.why
-                plan = request.plan
-            except (HorizonError, OSError) as error:
-                log.error("the job cannot continue on other devices", why=str(error))
-                self._move = None
+            request, why, plan = self._move.request, self._move.why, self._move.request.plan
+            self.devices, self.on_since_s = self._move.devices, time.time()
         self._next_worker()
         known: dict[str, Any] = {"attempt": self._number, "journal_line": 0, "plan": plan}
         if not await self._advance(JobState.STARTING, reason=MOVED, message=why, **known):
             store = self.runtime.journal.store
             self.job = await self.runtime.journal.retry_until_stored(lambda: store.set(self.job.job_id, **known))
         return await self._continued(request, from_memory=True)
-
-    async def _placed(self, request: WorkerRequest, devices: AttemptDevices) -> WorkerRequest:
-        """Put the job on other devices; where that raises, as `request_on` does, it stays where it is."""
-        placed = await request_on(
-            devices, request, job=self.job, runtime=self.runtime, preparation=self.preparation, log_file=self._log
-        )
-        if placed is not request:
-            self.devices, self.on_since_s = devices, time.time()
-        return placed
 
     def _next_worker(self) -> None:
         """Another worker comes: what it reports and logs is its own."""
@@ -390,19 +393,20 @@ class Attempt:
         if request is None or is_last:
             raise _Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
-        self._move = None  # its worker may have died before it heard of that
+        self._move, message = None, verdict.message  # its worker may have died before it heard of the move
         known: dict[str, Any] = verdict.fields | {"journal_line": 0, "not_before_s": 0.0}
         if broken := await self.runtime.view.health.try_devices(self.devices.names):
             left = [name for name in self.devices.names if name not in broken]
+            text = text_of_broken(request, broken, left)
             if len(left) < request.plan.least_devices:
-                message = lack_of_devices(request, broken, num_left=len(left))
-                await self._finish("stopped", reason="DEVICE_OUT_OF_SERVICE", message=message)
+                await self._finish("stopped", reason="DEVICE_OUT_OF_SERVICE", message=text)
                 return None
-            request = await self._placed(request, self.find_devices(left))
-            known["plan"] = request.plan
+            message, devices = f"{message}; {text}", self.find_devices(left)
+            if (placed := await self._request_on(devices, request)) is not None:
+                request, self.devices, self.on_since_s, known["plan"] = placed, devices, time.time(), placed.plan
         self._next_worker()
         if await self._advance(
-            JobState.STARTING, reason=verdict.reason, message=verdict.message, attempt=self._number, **known
+            JobState.STARTING, reason=verdict.reason, message=message, attempt=self._number, **known
         ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), verdict.pause_s)

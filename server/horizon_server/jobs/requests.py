@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,9 +38,11 @@ class AttemptDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """That a job is to continue on other devices: why, for people, and since when (monotonic)."""
+    """That a job is to continue on other devices: what its worker there is asked for, why, for people, and since when
+    (monotonic)."""
 
     devices: AttemptDevices
+    request: WorkerRequest
     why: str
     asked_s: float = field(default_factory=time.monotonic)
 
@@ -91,9 +93,9 @@ async def request_on(
     runtime: Runtime,
     preparation: Preparation,
     log_file: Path,
-) -> WorkerRequest:
+) -> WorkerRequest | None:
     """Return the request of a worker that continues a job on `devices`: planned for these, in the memory that is kept
-    for it.
+    for it. None where the attempt was asked to stop meanwhile.
 
     Raises:
         DoesNotFit: the node's limits have changed since the job began.
@@ -109,8 +111,8 @@ async def request_on(
     prepared = await preparation.run_all(
         job.spec, model, dataset, eval_sets, log=log_file, environment=runtime.environment, publish=publish
     )
-    if prepared is None:  # it was asked to stop meanwhile
-        return request
+    if prepared is None:
+        return None
     plan = await asyncio.to_thread(
         runtime.planner.plan_to_continue,
         job.spec.model_copy(update={"device": before.execution.device_kind}),
@@ -130,8 +132,11 @@ async def request_on(
     )
 
 
-def lack_of_devices(request: WorkerRequest, broken: Mapping[str, str], *, num_left: int) -> str:
-    """Return what a job says that cannot continue without its devices that fail."""
+def text_of_broken(request: WorkerRequest, broken: Mapping[str, str], left: Sequence[str]) -> str:
+    """Return what a job says of which devices fail, and only some are left: on which it continues, or what would let
+    it."""
     what, least = "; ".join(f"{name} is {why}" for name, why in broken.items()), request.plan.least_devices
-    todo = f"; with gpus: {num_left}-{request.spec.gpus.most} it would run on the others" if num_left else ""
+    if len(left) >= least:
+        return f"{what}, so that it continues on {' and '.join(left)}"
+    todo = f"; with gpus: {len(left)}-{request.spec.gpus.most} it would run on the others" if left else ""
     return f"{what}; it needs {least} device{'' if least == 1 else 's'} and continues when there are as many{todo}"

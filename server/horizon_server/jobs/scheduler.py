@@ -261,7 +261,8 @@ class Scheduler:
                 await attempts[job_id].stop(StopRequest.LEAVE)
         for job_id, devices in decision.change:
             if job_id in attempts:
-                attempts[job_id].move(devices, _why_moved(attempts[job_id].device_names, devices, situation.node.out))
+                why = _why_moved(attempts[job_id].device_names, devices, situation.node.out)
+                await attempts[job_id].move(devices, why)
         for job_id, devices in decision.start:
             await self._end_chore()
             if self.runtime.lifecycle.draining:  # meanwhile: the drain would not know of this job

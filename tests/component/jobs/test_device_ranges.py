@@ -15,8 +15,9 @@ from tests.conftest import MakeDaemon
 from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.events import StateChanged, StepDone
+from horizon_server.events import Message, StateChanged, StepDone
 from horizon_server.jobs.attempt import Attempt
+from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
@@ -126,16 +127,16 @@ async def test_two_jobs_that_come_together_share_what_there_is_without_a_change(
 async def test_a_pause_that_comes_while_it_moves_is_checkpointed_from_its_memory(
     make_daemon: MakeDaemon, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = Attempt._placed
+    moved = Attempt._moved
 
     async def pausing(self: Attempt, *values: Any) -> Any:
         await self.stop(StopRequest.PAUSE)
-        return await placed(self, *values)
+        return await moved(self, *values)
 
     async with make_daemon(state_dir, **NODE) as daemon:
         job = await daemon.submit(ADA, "job", LONG, gpus="1-2")
         await on(daemon, job, "host:0", "host:1")
-        monkeypatch.setattr(Attempt, "_placed", pausing)
+        monkeypatch.setattr(Attempt, "_moved", pausing)
         await daemon.services.sharing.set_node(ROOT, NodeCondition(withdrawn=("host:0",)))
         paused = await daemon.until(job.job_id, S.PAUSED)
         newest = daemon.parts.scheduler.runtime.folders.checkpoints(job.job_id).newest()
@@ -171,6 +172,27 @@ async def test_a_withdrawn_device_is_left_and_taken_again_once_it_is_restored(
         assert planned(again).devices == ("host:0", "host:1")
 
 
+async def test_a_job_that_cannot_be_planned_for_other_devices_stays_and_says_so(
+    make_daemon: MakeDaemon, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Planner, *values: Any, **more: Any) -> Plan:
+        raise InvalidSpec("the model is gone")
+
+    monkeypatch.setattr(Planner, "plan_to_continue", refuse)
+    async with make_daemon(state_dir, **NODE) as daemon:
+        job = await daemon.submit(ADA, "job", LONG, gpus="1-2")
+        await on(daemon, job, "host:0", "host:1")
+        await daemon.services.sharing.set_node(ROOT, NodeCondition(withdrawn=("host:0",)))
+        wanted = "it cannot continue on host:1, and stays where it is: the model is gone"
+        texts: list[str] = []
+        while wanted not in texts:
+            await daemon.until(job.job_id, step=(await daemon.job(job.job_id)).step + 10)
+            events = await daemon.parts.journal.store.events_after(job.job_id, 0, 100_000)
+            texts = [event.payload.text for event in events if isinstance(event.payload, Message)]
+        found = await daemon.until(job.job_id, step=(await daemon.job(job.job_id)).step + 30)
+        assert (found.attempt, texts.count(wanted)) == (1, 1)
+
+
 @pytest.mark.parametrize("gpus", ["1-2", 2])
 async def test_a_job_whose_device_fails_continues_on_the_others_or_says_what_would_let_it(
     gpus: int | str, make_daemon: MakeDaemon, state_dir: Path
@@ -193,6 +215,9 @@ async def test_a_job_whose_device_fails_continues_on_the_others_or_says_what_wou
         done = await daemon.until(job.job_id, S.SUCCEEDED)
         assert (planned(done).devices, planned(done).num_devices, done.attempt) == (("host:0",), 1, 2)
         assert await steps_of(daemon, job) == list(range(1, 13)), "it continues in the same memory"
+        states = [event.payload for event in await daemon.events(job.job_id)]
+        (restart,) = [one.message for one in states if isinstance(one, StateChanged) and one.reason == "RESTARTED"]
+        assert restart.endswith(f"without progress); {what}, so that it continues on host:0")
         status = await daemon.services.node.describe(ADA)
         assert status.devices[1].out_of_service == what.removeprefix("host:1 is ")
 
