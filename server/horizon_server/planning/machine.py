@@ -19,7 +19,7 @@ from horizon_server.children.child import ChildTask, Limits
 from horizon_server.codec import from_json, from_plain, to_json
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
-from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
+from horizon_server.errors import BadSetting, FieldViolation, HorizonError, OutOfMemory, WorkerDied, WorkerFailed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.store.cpus import available_cpus
@@ -192,8 +192,9 @@ async def why_broken(gpu: Accelerator, environment: Mapping[str, str]) -> str:
     try:
         return "" if await task.run({"computes": True}) else "its matrix product was wrong"
     except HorizonError as error:
-        # One whose memory other jobs have answers.
-        return "" if "out of memory" in error.message else error.message.strip().splitlines()[0][:200]
+        # A GPU whose memory other jobs have answers; and a child that was killed says nothing of the GPU.
+        says_nothing = isinstance(error, OutOfMemory | WorkerDied) or "out of memory" in error.message
+        return "" if says_nothing else error.message.strip().splitlines()[0][:200]
 
 
 def worker_environment(
