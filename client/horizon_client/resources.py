@@ -274,6 +274,9 @@ class MemoryPlan:
     ways: PredictedWays | None
     """How long a step is predicted to take in both ways; None for one device, or while the node's speed has not been
     measured."""
+    device_range: DeviceRange | None
+    """The numbers of devices that the job may compute on; None where it wants one number. num_devices is what was
+    planned, or is used."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -282,6 +285,21 @@ class MemoryPlan:
 
     def _repr_html_(self) -> str:
         return notebook.memory_html(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRange:
+    """Between which numbers of devices a job may change, as far as the node has them, and what is kept for it so that
+    any of them can continue in its memory."""
+
+    least: int
+    """The fewest."""
+    most: int
+    """The most."""
+    host_bytes: int
+    """Host memory that is kept: that of the number that takes the most."""
+    device_bytes: int
+    """Memory of each device that is kept: that of the number that takes the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -880,6 +898,8 @@ class NodeCondition:
     """Begin of the maintenance window, in which the node is drained; None for none."""
     window_end_time: datetime | None
     """End of the maintenance window; set together with its begin."""
+    withdrawn: tuple[str, ...]
+    """Names of devices that are out of service: jobs leave them, and none uses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -936,6 +956,8 @@ class DeviceStatus:
     """Resident jobs that share it."""
     holder_name: str
     """The name of the job whose turn it is; empty where the caller may not see it."""
+    out_of_service: str
+    """Why no job uses it: an admin has withdrawn it, or it has failed; empty while it is in service."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,6 +136,9 @@ def _memory_page(plan: MemoryPlan) -> str:
         where += f" in {clean(plan.compute_dtype)}"
     if plan.num_devices > 1:
         where += f" by {plan.num_devices} devices in {plan.lanes} lanes{_division_text(plan)}"
+    if span := plan.device_range:
+        where += f", planned for {plan.num_devices} of {span.least} to {span.most} devices"
+        where += f" ({bytes_text(span.host_bytes)} of host memory are kept for any number of them)"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
     parameters = f"{plan.num_parameters:,} parameters"
     if 0 < plan.num_trained_parameters < plan.num_parameters:

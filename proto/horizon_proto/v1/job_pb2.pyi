@@ -590,6 +590,7 @@ class JobSpec(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     REPORT_TO_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
+    MAX_GPUS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -617,7 +618,11 @@ class JobSpec(google.protobuf.message.Message):
     trains adapters, the name of a pushed adapter; default none.
     """
     gpus: builtins.int
-    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into; from 1 to 64; default 1."""
+    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into; from 1 to 64; default 1.
+    With max_gpus, the fewest of them.
+    """
+    max_gpus: builtins.int
+    """The most devices of a job that takes what is free; at least gpus. Unset: gpus exactly."""
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -688,15 +693,18 @@ class JobSpec(google.protobuf.message.Message):
         policy: global___PolicySpec | None = ...,
         report_to: collections.abc.Iterable[builtins.str] | None = ...,
         gpus: builtins.int | None = ...,
+        max_gpus: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_fraction", b"_eval_fraction"]) -> typing.Literal["eval_fraction"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gpus", b"_gpus"]) -> typing.Literal["gpus"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_gpus", b"_max_gpus"]) -> typing.Literal["max_gpus"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
@@ -1620,6 +1628,7 @@ class MemoryPlan(google.protobuf.message.Message):
     LANES_FIELD_NUMBER: builtins.int
     PARALLEL_FIELD_NUMBER: builtins.int
     WAYS_FIELD_NUMBER: builtins.int
+    DEVICE_RANGE_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1684,6 +1693,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def ways(self) -> global___PredictedWays:
         """How long a step is predicted to take in both ways; unset for one device, or while the node's speed has not been measured."""
 
+    @property
+    def device_range(self) -> global___DeviceRange:
+        """The numbers of devices that the job may compute on; unset where it wants one number. num_devices is what was planned, or is used."""
+
     def __init__(
         self,
         *,
@@ -1710,12 +1723,45 @@ class MemoryPlan(google.protobuf.message.Message):
         lanes: builtins.int = ...,
         parallel: builtins.str = ...,
         ways: global___PredictedWays | None = ...,
+        device_range: global___DeviceRange | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "device_range", b"device_range", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class DeviceRange(google.protobuf.message.Message):
+    """DeviceRange is between which numbers of devices a job may change, as far as the node has them, and what is kept for it so that any of
+    them can continue in its memory.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEAST_FIELD_NUMBER: builtins.int
+    MOST_FIELD_NUMBER: builtins.int
+    HOST_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    least: builtins.int
+    """The fewest."""
+    most: builtins.int
+    """The most."""
+    host_bytes: builtins.int
+    """Host memory that is kept: that of the number that takes the most."""
+    device_bytes: builtins.int
+    """Memory of each device that is kept: that of the number that takes the most."""
+    def __init__(
+        self,
+        *,
+        least: builtins.int = ...,
+        most: builtins.int = ...,
+        host_bytes: builtins.int = ...,
+        device_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_bytes", b"device_bytes", "host_bytes", b"host_bytes", "least", b"least", "most", b"most"]) -> None: ...
+
+global___DeviceRange = DeviceRange
 
 @typing.final
 class PredictedWays(google.protobuf.message.Message):

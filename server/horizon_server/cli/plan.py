@@ -66,6 +66,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     job_plan = asyncio.run(_planned(planner, spec, model))
     mapping: dict[str, Any] = {"model": str(model)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
+    mapping["device_range"] = None if job_plan.device_range is None else dataclasses.asdict(job_plan.device_range)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
     mapping["ways"] = None if job_plan.ways is None else dataclasses.asdict(job_plan.ways)
     mapping["references"] = None if job_plan.references is None else dataclasses.asdict(job_plan.references)

@@ -20,7 +20,7 @@ from horizon_server.children.child import ChildTask, Limits
 from horizon_server.codec import from_json, from_plain, to_json
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
-from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
+from horizon_server.errors import BadSetting, FieldViolation, HorizonError, OutOfMemory, WorkerDied, WorkerFailed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.store.cpus import available_cpus
@@ -182,6 +182,22 @@ async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str,
     ordered = tuple(by_uuid[uuid] for uuid in uuids if uuid in by_uuid)
     # Parts of a GPU (MIG) have UUIDs of their own, which the driver's list does not hold.
     return ordered or tuple(found if uuids else ())
+
+
+async def why_broken(gpu: Accelerator, environment: Mapping[str, str]) -> str:
+    """Return why a child cannot compute on a GPU; nothing where it can."""
+    task = ChildTask(
+        module=_MEASURE_MODULE,
+        who="the trial of a GPU",
+        environment=worker_environment(environment, "cuda", (gpu,)),
+        limits=Limits(wall_s=_SEARCH_TIMEOUT_S),
+    )
+    try:
+        return "" if await task.run({"computes": True}) else "its matrix product was wrong"
+    except HorizonError as error:
+        # A GPU whose memory other jobs have answers; and a child that was killed says nothing of the GPU.
+        says_nothing = isinstance(error, OutOfMemory | WorkerDied) or "out of memory" in error.message
+        return "" if says_nothing else error.message.strip().splitlines()[0][:200]
 
 
 def worker_environment(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.data_size import DataSize
@@ -25,7 +26,7 @@ from horizon_server.planning.machine import (
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
-from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle
+from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
 from horizon_server.planning.spec_warnings import spec_warnings
 from horizon_server.planning.step_time import predict_forward
 from horizon_server.planning.trainable import open_for_training
@@ -38,7 +39,8 @@ from horizon_server.records.execution import (
 )
 from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import JobSpec
+from horizon_server.spec import Gpus, JobSpec
+from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
 
@@ -62,6 +64,7 @@ class Planner:
         rates: returns how fast each device is, where that is known.
         layer_memory: returns what a model's layers keep, where no formula says it.
         has_bf16: whether the CPU has instructions for bf16.
+        free_devices: returns the names of the devices that no job is on; without it, all are free.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Planner:
         rates: Callable[[], RatesByDevice] = dict,
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
+        free_devices: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -82,10 +86,18 @@ class Planner:
         self._rates = rates
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
+        self._free_devices = free_devices
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
 
     @classmethod
-    def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
+    def of_node(
+        cls,
+        settings: Settings,
+        book: RateBook,
+        accelerators: Sequence[Accelerator],
+        *,
+        free_devices: Callable[[], Collection[str]] | None = None,
+    ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
             settings,
@@ -95,17 +107,19 @@ class Planner:
             rates=book.read,
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
+            free_devices=free_devices,
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
-        """Plan a job against the node's limit, whatever else is running; `data` is what its pass before the first step
-        goes over, and the steps of its epochs.
+        """Plan a job against the node's limit, whatever else is running, and on the devices that it would start on
+        now; `data` is what its pass before the first step goes over, and the steps of its epochs.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._planned(spec, folder, self._execution(spec), self.host_limit_bytes, data=data)
+        free = None if self._free_devices is None else self._free_devices()
+        return self._planned_here(spec, folder, self._execution(spec, free=free), self.host_limit_bytes, data=data)
 
     def plan_elsewhere(
         self, spec: JobSpec, folder: Path, machine: PlannedMachine, *, data: DataSize | None = None
@@ -132,7 +146,7 @@ class Planner:
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
-            num_ranks=spec.gpus,
+            num_ranks=spec.gpus.most,
             lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
@@ -155,6 +169,7 @@ class Planner:
         longest_document: int | None = None,
         data: DataSize | None = None,
         other_bytes: int = 0,
+        num_devices: int | None = None,
         gpus: Sequence[Accelerator] = (),
     ) -> Plan:
         """Plan a job against what is free now.
@@ -163,12 +178,33 @@ class Planner:
             longest_document: that of the data, once prepared.
             data: all its documents, which the pass before the first step goes over, and the steps that they make.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
-            gpus: those that the job is to use, in the order of its ranks; without, the first ones.
+            num_devices: that the job is to use; without, as many as it may use of the node's.
+            gpus: those, in the order of its ranks; without, the first ones.
         """
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        execution = self._execution(spec, gpus)
-        return self._planned(spec, folder, execution, limit, data=data, longest_document=longest_document)
+        execution = self._execution(spec, num_devices, gpus)
+        return self._planned_here(spec, folder, execution, limit, data=data, longest_document=longest_document)
+
+    def plan_to_continue(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        before: Plan,
+        *,
+        longest_document: int,
+        data: DataSize,
+        num_devices: int,
+        gpus: Sequence[Accelerator],
+    ) -> Plan:
+        """Plan a job on another number of devices, in the memory that the plan `before` keeps for it."""
+        execution = self._execution(spec, num_devices, gpus)
+        plan = self._planned_here(
+            spec, folder, execution, before.host_limit_bytes, data=data, longest_document=longest_document
+        )
+        assert plan.plane_bytes == before.plane_bytes, "planes are as large for every number of devices"
+        plan = plan if before.num_steps is None else plan.with_steps(before.num_steps)
+        return plan.with_references_done(1.0)
 
     def plan_evaluation(self, spec: JobSpec, path: Path) -> tuple[Execution, Ledger]:
         """Return how a checkpoint of a job is evaluated besides the job, on the host, and the memory that takes: as the
@@ -178,7 +214,7 @@ class Planner:
         """
         # By one process, in the job's lanes: sums of losses are in their order.
         lanes = _lanes(spec)
-        spec, folder = spec.model_copy(update={"device": "host", "gpus": 1}), evaluated_folder(path, spec.train)
+        spec, folder = spec.model_copy(update={"device": "host", "gpus": Gpus()}), evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
         execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together, lanes=lanes)
         case = Case(
@@ -192,6 +228,10 @@ class Planner:
         )
         return execution, case.ledger(execution)
 
+    def _planned_here(self, spec: JobSpec, path: Path, execution: Execution, limit_bytes: int, **known: Any) -> Plan:
+        num_on_node = self._num_devices(execution.device_kind)
+        return self._planned(spec, path, execution, limit_bytes, num_on_node=num_on_node, **known)
+
     def _planned(
         self,
         spec: JobSpec,
@@ -202,7 +242,9 @@ class Planner:
         rates: DeviceRates | None = None,
         data: DataSize | None = None,
         longest_document: int | None = None,
+        num_on_node: int = MAX_LANES,
     ) -> Plan:
+        """`num_on_node` are the devices of the kind that the node has; without, there are enough."""
         folder = open_for_training(path, spec.train)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
@@ -220,7 +262,11 @@ class Planner:
             longest_document=longest_document,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
-        settled = settle(case, dataclasses.replace(execution, micro_batch_tokens=together))
+        asked, device_range = dataclasses.replace(execution, micro_batch_tokens=together), None
+        if spec.gpus.is_range:
+            settled, device_range = settle_range(case, asked, spec.gpus.within(num_on_node))
+        else:
+            settled = settle(case, asked)
         execution, prediction = settled.execution, settled.prediction
         plan = Plan(
             **vars(settled.ledger),
@@ -231,6 +277,7 @@ class Planner:
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,
             message=settled.message,
+            device_range=device_range,
             warnings=tuple(self._warnings(case, execution)),
             prediction=prediction,
             ways=settled.ways,
@@ -241,9 +288,19 @@ class Planner:
             plan = plan.with_steps(num_steps, estimated=case.is_estimated and num_steps != spec.most_steps)
         return plan
 
-    def _execution(self, spec: JobSpec, gpus: Sequence[Accelerator] = ()) -> Execution:
+    def _num_devices(self, kind: DeviceKind) -> int:
+        return len(self._accelerators) if kind == "cuda" else self._settings.host_devices
+
+    def _execution(
+        self,
+        spec: JobSpec,
+        num_devices: int | None = None,
+        gpus: Sequence[Accelerator] = (),
+        *,
+        free: Collection[str] | None = None,
+    ) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
-        model."""
+        model. Without a number of devices, on as many as it may use, of those that are `free` where that is given."""
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: "
@@ -254,15 +311,22 @@ class Planner:
         on_gpu = spec.device == "cuda" or (spec.device == "auto" and bool(self._accelerators) and asked != "float32")
         device_kind: DeviceKind = "cuda" if on_gpu else "host"
         self._check_devices(spec.gpus, device_kind)
+        most = min(spec.gpus.most, self._num_devices(device_kind))
+        num_ranks = num_devices or most
+        if free is not None:
+            num_free = sum(name.partition(":")[0] == device_kind for name in free)
+            num_ranks = max(spec.gpus.least, min(most, num_free))
         limit_bytes, num_threads, differ = self._arena_limit_bytes, self._num_threads, False
         if device_kind == "cuda":
-            chosen = gpus or self._accelerators[: spec.gpus]
-            _check_names(chosen)
-            limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in chosen))
-            num_threads = max(1, num_threads // spec.gpus)
-            differ = len({gpu.name for gpu in chosen}) > 1
+            # Of a range the largest, so that what is planned for one number of them holds for the others.
+            _check_names(spec.gpus, self._accelerators[:most])
+            chosen = gpus or self._accelerators[:num_ranks]
+            within = self._accelerators if spec.gpus.is_range else chosen
+            limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in within))
+            num_updating, num_threads = max(1, num_threads // num_ranks), max(1, num_threads // most)
+            differ = len({gpu.name for gpu in within}) > 1
         else:
-            num_threads = max(1, num_threads // self._settings.host_devices)
+            num_updating = num_threads = max(1, num_threads // self._settings.host_devices)
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run
         # on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
@@ -283,25 +347,25 @@ class Planner:
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
-            num_ranks=spec.gpus,
+            num_ranks=num_ranks,
             lanes=_lanes(spec),
             deals_lanes=differ,
             num_threads=num_threads,
-            optimizer_threads=update_threads(num_threads, device_kind=device_kind),
+            optimizer_threads=update_threads(num_updating, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
 
-    def _check_devices(self, num_devices: int, kind: DeviceKind) -> None:
+    def _check_devices(self, gpus: Gpus, kind: DeviceKind) -> None:
         """Raises InvalidSpec where a job asks for more devices of the kind than this node has."""
-        if kind == "cuda" and num_devices > (num := len(self._accelerators)):
+        if gpus.least <= (num := self._num_devices(kind)):
+            return
+        if kind == "cuda":
             what = f"this node has {num} GPU{'' if num == 1 else 's'} that a worker's torch can use; use gpus: {num}"
-        elif kind == "host" and num_devices > (num := self._settings.host_devices):
+        else:
             divided = "one device" if num == 1 else f"divided into {num} devices"
             what = f"this node's processors are {divided}; use gpus: {num}, or ask an admin to set host_devices"
-        else:
-            return
-        raise InvalidSpec.of("gpus", f"gpus is {num_devices} and {what}")
+        raise InvalidSpec.of("gpus", f"gpus is {gpus.plain} and {what}")
 
     def _warnings(self, case: Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
@@ -331,14 +395,15 @@ class Planner:
 
 
 def _lanes(spec: JobSpec) -> int:
-    """The parts that a step is divided into. Raises InvalidSpec where a device would have none."""
-    lanes, least = spec.train.lanes, 1 << (spec.gpus - 1).bit_length()
+    """The parts that a step is divided into, on whatever number of devices. Raises InvalidSpec where one would have
+    none."""
+    lanes, gpus, least = spec.train.lanes, spec.gpus, 1 << (spec.gpus.most - 1).bit_length()
     if lanes is None:
-        return 1 if spec.gpus == 1 else max(_DEFAULT_LANES, least)
-    if lanes < spec.gpus:
+        return 1 if gpus.most == 1 else max(_DEFAULT_LANES, least)
+    if lanes < gpus.most:
         what = (
-            f"train.lanes is {lanes} and gpus is {spec.gpus}, and each device computes one lane at least; use "
-            f"train.lanes: {least} or gpus: {lanes}"
+            f"train.lanes is {lanes} and gpus is {gpus.plain}, and each device computes one lane at least; use "
+            f"train.lanes: {least} or gpus: {gpus.at_most(lanes).plain}"
         )
         raise InvalidSpec.of("train.lanes", what)
     return lanes
@@ -364,11 +429,11 @@ def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
     return []
 
 
-def _check_names(gpus: Sequence[Accelerator]) -> None:
+def _check_names(asked: Gpus, gpus: Sequence[Accelerator]) -> None:
     """Raises InvalidSpec where the ranks of a job could not be told which of these GPUs is whose."""
     if len(gpus) > 1 and not gpu_uuids(gpus):
         what = (
-            f"gpus is {len(gpus)}, and the driver does not name a UUID of each of these GPUs, as with parts of a GPU "
+            f"gpus is {asked.plain}, and the driver does not name a UUID of each of these GPUs, as with parts of a GPU "
             "(MIG): all processes would compute on the first one; use gpus: 1"
         )
         raise InvalidSpec.of("gpus", what)

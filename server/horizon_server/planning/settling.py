@@ -21,8 +21,8 @@ from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Execution, Residency
-from horizon_server.records.plan import Ledger, PredictedWays, StepPrediction
-from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec
+from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
+from horizon_server.spec import EVERYTHING, LORA, METHODS, Gpus, JobSpec
 from horizon_server.texts import size_text
 
 MAX_PLAN_BYTES = 1 << 60
@@ -103,16 +103,16 @@ class Settled:
     ways: PredictedWays | None = None
 
 
-def settle(case: Case, execution: Execution) -> Settled:
+def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Settled:
     """Settle what `execution`, of these devices, leaves open. Several devices divide a step as the spec says, else as
-    is predicted to be faster of what fits.
+    is predicted to be faster of what fits. Without `uses_spare`, nothing stays on a device that has memory to spare.
 
     Raises:
         InvalidModel: no machine has as much memory.
         InvalidSpec: the spec says `layers`, and that is not possible.
     """
-    by_rows = taken = _Way.of(case, execution)
-    by_layers = _by_layers(case, execution) if execution.num_ranks > 1 else None
+    by_rows = taken = _Way.of(case, execution, uses_spare=uses_spare)
+    by_layers = _by_layers(case, execution, uses_spare=uses_spare) if execution.num_ranks > 1 else None
     if by_layers is not None and (case.spec.train.parallel == "layers" or _is_better(case, by_layers, by_rows)):
         taken = by_layers
     ways = None
@@ -128,6 +128,32 @@ def settle(case: Case, execution: Execution) -> Settled:
     )
 
 
+def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tuple[Settled, DeviceRange]:
+    """Settle a job that may continue on each of these `numbers` of devices, the smallest first: how it runs on as many
+    as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
+    settled = settle(case, execution)
+    # The search for what stays on a device takes the most time, and takes only what is to spare.
+    each = {
+        number: settled
+        if number == execution.num_ranks
+        else settle(case, dataclasses.replace(execution, num_ranks=number), uses_spare=False)
+        for number in numbers
+    }
+    kept = DeviceRange(
+        least=numbers[0],
+        most=numbers[-1],
+        host_bytes=max(one.ledger.host_total_bytes for one in each.values()),
+        device_bytes=max(one.ledger.device_total_bytes for one in each.values()),
+    )
+    message = ""
+    if refused := [number for number in numbers if each[number].message]:
+        message = f"on {refused[0]} of gpus: {case.spec.gpus.plain}, {each[refused[0]].message}"
+        if fitting := [number for number in numbers if not each[number].message]:
+            first = next(number for number in fitting if set(range(number, fitting[-1])) <= set(fitting))
+            message += f"; or use gpus: {Gpus(least=first, most=fitting[-1]).plain}, which fits"
+    return dataclasses.replace(settled, message=message), kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Way:
     """One of the ways in which devices may divide a step, with everything else settled for it."""
@@ -138,7 +164,7 @@ class _Way:
     fits: bool
 
     @classmethod
-    def of(cls, case: Case, execution: Execution) -> _Way:
+    def of(cls, case: Case, execution: Execution, *, uses_spare: bool) -> _Way:
         """Placement and residency of a way."""
         execution = _placed(case, execution)
         ledger, prediction = case.ledger(execution), case.prediction(execution)
@@ -148,7 +174,8 @@ class _Way:
                 "heads or experts"
             )
         fits = case.fits(ledger, execution)
-        if prediction is not None and (residency := _residency(case, execution, ledger)) is not None:
+        residency = None if prediction is None or not uses_spare else _residency(case, execution, ledger)
+        if residency is not None:
             execution = dataclasses.replace(execution, residency=residency)
             ledger, prediction = case.ledger(execution), case.prediction(execution)
         return cls(execution=execution, ledger=ledger, prediction=prediction, fits=fits)
@@ -168,7 +195,7 @@ def _is_better(case: Case, by_layers: _Way, by_rows: _Way) -> bool:
     return by_layers.step_s < by_rows.step_s
 
 
-def _by_layers(case: Case, execution: Execution) -> _Way | None:
+def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | None:
     """The way in which the layers go round the devices; None where that is not possible. Raises InvalidSpec where it is
     asked for all the same."""
     num_layers, problem = case.folder.shape.num_hidden_layers, ""
@@ -178,12 +205,13 @@ def _by_layers(case: Case, execution: Execution) -> _Way | None:
             "stored; set train.max_grad_norm (a large one never clips) or use train.parallel: rows"
         )
     elif num_layers < execution.num_ranks:
+        gpus = case.spec.gpus
         problem = (
-            f"train.parallel is layers, gpus is {execution.num_ranks} and the model has {num_layers} "
-            f"layer{'' if num_layers == 1 else 's'}; use gpus: {num_layers} or train.parallel: rows"
+            f"train.parallel is layers, gpus is {gpus.plain} and the model has {num_layers} "
+            f"layer{'' if num_layers == 1 else 's'}; use gpus: {gpus.at_most(num_layers).plain} or train.parallel: rows"
         )
     if not problem:
-        return _Way.of(case, dataclasses.replace(execution, parallel="layers"))
+        return _Way.of(case, dataclasses.replace(execution, parallel="layers"), uses_spare=uses_spare)
     if case.spec.train.parallel == "layers":
         raise InvalidSpec.of("train.parallel", problem)
     return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from horizon_client.cli.job_views import data_text, event_line, plan_page
-from horizon_client.resources import MemoryPlan, MessageEvent, PredictedWays, PrepareEvent
+from horizon_client.resources import DeviceRange, MemoryPlan, MessageEvent, PredictedWays, PrepareEvent
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
 
@@ -57,6 +59,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         fits=True,
         message="",
         num_parameters=10,
+        device_range=None,
         device="cuda",
         prediction=None,
         compute_dtype="bfloat16",
@@ -73,3 +76,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         ways=ways,
     )
     assert f"computed on cuda in bfloat16 by 2 devices in 8 lanes{wanted}\n" in plan_page(plan)
+    span = DeviceRange(least=1, most=4, host_bytes=3 << 30, device_bytes=0)
+    kept = ", planned for 2 of 1 to 4 devices (3.0 GiB of host memory are kept for any number of them): it fits"
+    page = plan_page(dataclasses.replace(plan, device_range=span))
+    assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page
