@@ -385,6 +385,33 @@ class TransferFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectiveFigures:
+    """The exchanges of one kind between the devices of a job over a step, of one of them."""
+
+    kind: str
+    """What is exchanged: weights, rows (of the embedding), gradients or numbers."""
+    bytes: int
+    """Bytes that it got from the others."""
+    busy_s: float
+    """Seconds it was in them."""
+    exposed_s: float
+    """Seconds its compute queue stood idle waiting for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one of the devices of a job did with the others over a step."""
+
+    path: str
+    """The library that carries what they exchange: gloo or nccl."""
+    collectives: tuple[CollectiveFigures, ...]
+    """Those of each kind."""
+    wait_s: float
+    """Seconds its compute queue stood idle for exchanges, or for what others had to do first. The device that others
+    wait for has the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent:
     """One finished optimizer step."""
 
@@ -443,6 +470,8 @@ class StepEvent:
     """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
     launching_s: float
     """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
+    ranks: tuple[RankFigures, ...]
+    """Of a job of several devices, each of them in the order of the plan; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ CollectiveKind = Literal["weights", "rows", "gradients", "numbers"]
 class CollectiveFigures:
     """What one rank did in the exchanges of one kind over a period; `exposed_s` is compute idle, waiting for them."""
 
+    kind: CollectiveKind
     bytes: Annotated[
         int, Metric("horizon_collective_bytes_total", "Bytes that a device got from others of its job.", _COLLECTIVE)
     ] = 0
@@ -82,17 +83,17 @@ class CollectiveFigures:
 class RankFigures:
     """What one of the ranks of a job did with the others over a period.
 
-    `path` is the library that carries their exchanges. `wait_s` are the seconds in which it was in one or waited for
-    others otherwise: a rank that others wait for has the least.
+    `path` is the library that carries their exchanges. `wait_s` are the seconds in which its compute stood idle for
+    one, or for what others had to do first: a rank that others wait for has the least.
     """
 
     path: Literal["gloo", "nccl"]
-    collectives: dict[CollectiveKind, CollectiveFigures] = field(default_factory=dict)
+    collectives: tuple[CollectiveFigures, ...] = ()
     wait_s: Annotated[
         float,
         Metric(
             "horizon_rank_wait_seconds_total",
-            "Seconds in which a rank exchanged tensors with the others of its job, or waited for them.",
+            "Seconds in which a rank stood idle for exchanges with the others of its job, or for their work.",
             ("job_id", "rank"),
         ),
     ] = 0.0
@@ -135,7 +136,7 @@ class QueueFigures:
 class DeviceFigures(QueueFigures):
     """With what the device's rank did with the others, as in `RankFigures`."""
 
-    collectives: dict[CollectiveKind, CollectiveFigures] = field(default_factory=dict)
+    collectives: tuple[CollectiveFigures, ...] = ()
     ranks_wait_s: float = 0.0
 
     @property

@@ -267,9 +267,11 @@ def test_a_step_says_what_the_ranks_sent_each_other(parallel: Parallel, engine: 
     _, *layers, head = model.template.layout.units
     # Each rank has one sum of each unit, of which the other one gets its part; of layers that go round, nobody does.
     exchanged = [*layers, head] if parallel == "rows" else [head]
-    assert sum(rank.collectives["gradients"].bytes for rank in found) == 4 * sum(u.trained_elements for u in exchanged)
-    assert {kind for rank in found for kind in rank.collectives} == {"rows", "gradients", "numbers"}
-    assert all(one.exposed_s <= one.busy_s for rank in found for one in rank.collectives.values())
+    collectives = [one for rank in found for one in rank.collectives]
+    num_bytes = sum(one.bytes for one in collectives if one.kind == "gradients")
+    assert num_bytes == 4 * sum(unit.trained_elements for unit in exchanged)
+    assert {one.kind for one in collectives} == {"rows", "gradients", "numbers"}
+    assert all(one.exposed_s <= one.busy_s for one in collectives)
     alone = trained(SharedStore(model), work, num_ranks=1, lanes=LANES, **STEP)
     assert alone.ranks == ()
 

@@ -455,7 +455,7 @@ _RANKS = (
     ),
     Chart(
         title="Waiting for other devices",
-        text="Share of the time that each device of a job exchanged tensors with the others, or waited for them.",
+        text="Share of the time that each device of a job stood idle for exchanges with the others, or for their work.",
         good="About equal for all of a job. The one that waits least is the one that the others wait for.",
         unit="percentunit",
         width=6,

@@ -1964,6 +1964,64 @@ class TransferFigures(google.protobuf.message.Message):
 global___TransferFigures = TransferFigures
 
 @typing.final
+class CollectiveFigures(google.protobuf.message.Message):
+    """CollectiveFigures are the exchanges of one kind between the devices of a job over a step, of one of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    BUSY_S_FIELD_NUMBER: builtins.int
+    EXPOSED_S_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """What is exchanged: weights, rows (of the embedding), gradients or numbers."""
+    bytes: builtins.int
+    """Bytes that it got from the others."""
+    busy_s: builtins.float
+    """Seconds it was in them."""
+    exposed_s: builtins.float
+    """Seconds its compute queue stood idle waiting for them."""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        bytes: builtins.int = ...,
+        busy_s: builtins.float = ...,
+        exposed_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "kind", b"kind"]) -> None: ...
+
+global___CollectiveFigures = CollectiveFigures
+
+@typing.final
+class RankFigures(google.protobuf.message.Message):
+    """RankFigures are what one of the devices of a job did with the others over a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    COLLECTIVES_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """The library that carries what they exchange: gloo or nccl."""
+    wait_s: builtins.float
+    """Seconds its compute queue stood idle for exchanges, or for what others had to do first. The device that others wait for has the least."""
+    @property
+    def collectives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CollectiveFigures]:
+        """Those of each kind."""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        collectives: collections.abc.Iterable[global___CollectiveFigures] | None = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["collectives", b"collectives", "path", b"path", "wait_s", b"wait_s"]) -> None: ...
+
+global___RankFigures = RankFigures
+
+@typing.final
 class StepEvent(google.protobuf.message.Message):
     """StepEvent is one finished optimizer step."""
 
@@ -2041,6 +2099,7 @@ class StepEvent(google.protobuf.message.Message):
     NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
     LAUNCHING_S_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -2103,6 +2162,10 @@ class StepEvent(google.protobuf.message.Message):
     def method_figures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
 
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFigures]:
+        """Of a job of several devices, each of them in the order of the plan; else empty."""
+
     def __init__(
         self,
         *,
@@ -2130,9 +2193,10 @@ class StepEvent(google.protobuf.message.Message):
         noise_scale_tokens: builtins.float | None = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         launching_s: builtins.float = ...,
+        ranks: collections.abc.Iterable[global___RankFigures] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "ranks", b"ranks", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent

@@ -27,6 +27,7 @@ from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.step_pass import Chunk, StepPass, charged
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
+from horizon_server.figures import CollectiveKind
 
 WriteGradient = Callable[[Tensor, Tensor], None]
 """Writes the gradient of a chunk's logits: from the logits, to the second tensor, which may be the first."""
@@ -104,7 +105,10 @@ class HeadPass:
         write = cross_entropy
         if current.runs_twice:
             self._enqueue_log_probabilities(current, flat)
-            compute.submit(ask, label="objective")
+            sizes, rank = current.logprobs_of_ranks, self._ranks.rank
+            num_bytes = (sum(sizes) - sizes[rank]) * torch.float32.itemsize
+            collective: CollectiveKind | None = None if self._ranks.is_alone else "numbers"
+            compute.submit(ask, num_bytes=num_bytes, label="objective", collective=collective)
             write = weighted
         for lane, numbers in enumerate(tokens.lanes):
             gradients = None if unit is None else unit.lanes[lane]

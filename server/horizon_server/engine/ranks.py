@@ -81,6 +81,7 @@ class Ranks:
         self.is_broken = False
         """Whether a rank has died: nothing is sent or waited for any more."""
         self._groups = groups or {}
+        self._met_s = 0.0
         self.path: Literal["gloo", "nccl"] = "gloo"
         """The library that carries what goes between devices."""
 
@@ -199,25 +200,28 @@ class Ranks:
         own = torch.tensor([0.0, *numbers], dtype=torch.float64)
         if self.is_alone or self.is_broken:
             return own[None, 1:]
-        out = torch.empty(self.num_ranks * own.numel(), dtype=torch.float64)
+        out, start_s = torch.empty(self.num_ranks * own.numel(), dtype=torch.float64), time.perf_counter()
         _all_gather(out, own, group=self._groups["calls"])
+        self._met_s += time.perf_counter() - start_s
         return out.view(self.num_ranks, -1)[:, 1:]
 
     def figures(self, use: DeviceFigures) -> tuple[RankFigures, ...]:
         """What each rank did with the others, of which this one has brought its own part; nothing where it is alone."""
         if self.is_alone:
             return ()
-        own = [use.collectives.get(kind, CollectiveFigures()) for kind in _COLLECTIVES]
-        numbers = [number for one in own for number in (one.bytes, one.busy_s, one.exposed_s)]
+        own = {one.kind: (one.bytes, one.busy_s, one.exposed_s) for one in use.collectives}
+        numbers = [number for kind in _COLLECTIVES for number in own.get(kind, (0, 0.0, 0.0))]
+        # Since it was asked last: compute is idle while ranks meet.
+        met_s, self._met_s = self._met_s, 0.0
         found = []
-        for wait_s, *of_kinds in self.meet([use.ranks_wait_s, *numbers]).tolist():
+        for wait_s, *of_kinds in self.meet([use.ranks_wait_s + met_s, *numbers]).tolist():
             by_kind = zip(_COLLECTIVES, of_kinds[0::3], of_kinds[1::3], of_kinds[2::3], strict=True)
-            collectives = {
-                kind: CollectiveFigures(bytes=int(num_bytes), busy_s=busy_s, exposed_s=exposed_s)
+            collectives = [
+                CollectiveFigures(kind=kind, bytes=int(num_bytes), busy_s=busy_s, exposed_s=exposed_s)
                 for kind, num_bytes, busy_s, exposed_s in by_kind
                 if busy_s
-            }
-            found.append(RankFigures(path=self.path, collectives=collectives, wait_s=wait_s))
+            ]
+            found.append(RankFigures(path=self.path, collectives=tuple(collectives), wait_s=wait_s))
         return tuple(found)
 
 

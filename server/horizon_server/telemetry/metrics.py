@@ -392,8 +392,8 @@ class Metrics:
         devices = () if job.plan is None else job.plan.devices
         for rank, (device, figures) in enumerate(zip(devices, step.ranks, strict=False)):
             self._take(figures, {**own, "rank": str(rank)})
-            for kind, collective in figures.collectives.items():
-                self._take(collective, {"device": device, "kind": kind, "path": figures.path})
+            for collective in figures.collectives:
+                self._take(collective, {"device": device, "kind": collective.kind, "path": figures.path})
 
     def _show_sets(self, job: JobRecord, done: EvalDone) -> None:
         for figures in done.sets:

@@ -159,7 +159,7 @@ def test_what_the_devices_of_a_job_do_with_each_other_is_counted_by_device_and_r
     ranks = tuple(
         RankFigures(
             path="gloo",
-            collectives={"gradients": CollectiveFigures(bytes=100 * (1 + rank), busy_s=0.5, exposed_s=0.25)},
+            collectives=(CollectiveFigures(kind="gradients", bytes=100 * (1 + rank), busy_s=0.5, exposed_s=0.25),),
             wait_s=0.5 + rank,
         )
         for rank in range(2)

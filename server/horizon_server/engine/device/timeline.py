@@ -121,8 +121,25 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     """
     compute_work, compute_waits = compute.take()
     collectives: dict[CollectiveKind, CollectiveFigures] = {}
-    ranks_wait_s = sum(wait.end_s - wait.start_s for wait in compute_waits if wait.waits_for == RANKS)
+    ranks_wait_s = 0.0
     host_work = [span for timeline in host_queues for span in timeline.take()[0]]
+
+    def note_collectives(work: Sequence[Span], exposed: Sequence[Interval]) -> None:
+        nonlocal ranks_wait_s
+        for kind in dict.fromkeys(span.collective for span in work if span.collective):
+            spans = [span for span in work if span.collective == kind]
+            exposed_s = overlap_s(exposed, [(span.start_s, span.end_s) for span in spans])
+            before = collectives.get(kind, CollectiveFigures(kind=kind))
+            collectives[kind] = CollectiveFigures(
+                kind=kind,
+                bytes=before.bytes + sum(span.num_bytes for span in spans),
+                busy_s=before.busy_s + _length_s(spans),
+                exposed_s=before.exposed_s + exposed_s,
+            )
+            ranks_wait_s += exposed_s
+
+    # What compute itself does with the others, nothing hides.
+    note_collectives(compute_work, [(span.start_s, span.end_s) for span in compute_work])
 
     def transfer(name: str, timeline: Timeline) -> tuple[TransferFigures, float]:
         nonlocal ranks_wait_s
@@ -134,19 +151,11 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
             return overlap_s(exposed, [(w.start_s, w.end_s) for w in found if (w.waits_for == RANKS) == by_ranks])
 
         # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
-        held_s = held(by_ranks=False)
-        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s - held(by_ranks=True)
+        held_s, held_by_ranks_s = held(by_ranks=False), held(by_ranks=True)
+        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s - held_by_ranks_s
         num_bytes = sum(span.num_bytes for span in work if not span.collective)
-        for kind in dict.fromkeys(span.collective for span in work if span.collective):
-            spans = [span for span in work if span.collective == kind]
-            before, busy_s = collectives.get(kind, CollectiveFigures()), _length_s(spans)
-            collectives[kind] = CollectiveFigures(
-                bytes=before.bytes + sum(span.num_bytes for span in spans),
-                busy_s=before.busy_s + busy_s,
-                exposed_s=before.exposed_s + overlap_s(exposed, [(span.start_s, span.end_s) for span in spans]),
-            )
-            ranks_wait_s += busy_s
-        ranks_wait_s += sum(wait.end_s - wait.start_s for wait in waits if wait.waits_for == RANKS)
+        note_collectives(work, exposed)
+        ranks_wait_s += held_by_ranks_s
         return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
 
     (up, up_held_s), (down, down_held_s) = transfer("h2d", h2d), transfer("d2h", d2h)
@@ -157,7 +166,7 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
         launching_s=sum(span.launching_s for span in compute_work),
         optimizer_s=_length_s(host_work),
         optimizer_exposed_s=up_held_s + down_held_s,
-        collectives=collectives,
+        collectives=tuple(collectives.values()),
         ranks_wait_s=ranks_wait_s,
     )
 
