@@ -4,9 +4,10 @@
 * `threads`: two ranks of one thread against one rank of two, the same step in 8 lanes.
 * `uneven`: two such devices as below, one of half the speed, in 8 and in 16 lanes that are dealt by speed; possible
   is the sum of the two.
-* `compute`, `link`: devices whose compute is a wait, so that a few cores stand for many devices. A micro-batch of a
-  layer takes `--wait-ms` whatever the processors do; in `link`, copies take as long as on a slow link, which each
-  device has for itself.
+* `compute`, `layers`, `link`, `few`: devices whose compute is a wait, so that a few cores stand for many devices. A
+  micro-batch of a layer takes `--wait-ms` whatever the processors do, in a step that is divided by rows or by layers.
+  In `link` and `few`, copies take as long as on a slow link, which each device has for itself: in `link` the devices
+  complete layers among themselves, in `few` they have no other way than the host, so the step is divided by layers.
 
 Ranks are joined by gloo over the loopback, which is the peers' way here.
 """
@@ -26,6 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from bench.models import qwen3_config, random_rows
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.protocol import Event, Work
@@ -33,14 +36,29 @@ from horizon_server.engine.device.queued_device import HostQueue
 from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
+from horizon_server.figures import CollectiveKind
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
 from horizon_server.settings import child_environment
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.planes import lent_memory
+from horizon_server.store.planes import create_memory_file, lent_memory
 
 LANES, MOST_LANES = 8, 16
+REAL: dict[str, Any] = {
+    "shape": "36m",
+    "rows": 16,
+    "row_tokens": 256,
+    "micro_batch_tokens": 1024,
+    "threads": 1,
+    "lanes": LANES,
+    "num_ranks": 1,
+    "gathers": False,
+    "parallel": "rows",
+    "deals": False,
+    "wait_s": 0.0,
+    "link_bytes_per_s": None,
+}
 _WARM_STEPS = 6
 """Until lanes are dealt by speed."""
 
@@ -52,7 +70,9 @@ class WaitingQueue:
         self._queue, self._wait_s = queue, wait_s
         self.name, self.timeline = queue.name, queue.timeline
 
-    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+    def submit(
+        self, work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
+    ) -> None:
         """As a queue's; work of a layer waits."""
 
         def waited() -> None:
@@ -61,7 +81,7 @@ class WaitingQueue:
             time.sleep(max(0.0, end_s - time.perf_counter()))
 
         is_layer = label.startswith(("forward", "backward", "head"))
-        self._queue.submit(waited if is_layer else work, num_bytes=num_bytes, label=label)
+        self._queue.submit(waited if is_layer else work, num_bytes=num_bytes, label=label, collective=collective)
 
     def wait(self, event: Event) -> None:
         """As a queue's."""
@@ -90,6 +110,7 @@ def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Ite
     execution = Execution(
         num_ranks=ranks.num_ranks,
         lanes=job["lanes"],
+        parallel=job["parallel"],
         deals_lanes=job["deals"],
         num_threads=job["threads"],
         optimizer_threads=job["threads"],
@@ -112,7 +133,8 @@ def joined(job: dict[str, Any], rank: int) -> Ranks:
     """The ranks of a job, met."""
     if job["num_ranks"] == 1:
         return ALONE
-    ranks = Ranks.join(rank, job["num_ranks"], Path(job["meeting"]), device_kind="host")
+    execution = Execution(num_ranks=job["num_ranks"], lanes=job["lanes"], parallel=job["parallel"])
+    ranks = Ranks.join(rank, Path(job["meeting"]), execution, shared_fd=job["shared_fd"])
     ranks.gathers = job["gathers"]
     return ranks
 
@@ -148,12 +170,18 @@ def begun(job: dict[str, Any]) -> Iterator[Trainer]:
         store.plane("hi").normal_(std=0.02)
         store.generations.reset()
         store.generations.share(job["num_ranks"])
+        job["shared_fd"] = create_memory_file("ranks", 0)
+        stack.callback(os.close, job["shared_fd"])
         asked = json.dumps({**job, "planes": planes})
         for rank in range(1, job["num_ranks"]):
             command = [sys.executable, "-m", "bench.ranks", "--rank", str(rank), "--job", asked]
-            process = subprocess.Popen(command, pass_fds=tuple(planes.values()), env=child_environment())
+            process = subprocess.Popen(command, pass_fds=(*planes.values(), job["shared_fd"]), env=child_environment())
             stack.callback(process.wait)
-        yield stack.enter_context(trainer_of(job, planes, joined(job, 0)))
+        ranks = joined(job, 0)
+        if not ranks.is_alone:
+            # Or the next job's ranks could not meet.
+            stack.callback(dist.destroy_process_group)
+        yield stack.enter_context(trainer_of(job, planes, ranks))
 
 
 def line(what: str, reference: list[float], other: list[float], *, times: float = 1.0) -> None:
@@ -165,7 +193,9 @@ def line(what: str, reference: list[float], other: list[float], *, times: float 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["lanes", "threads", "uneven", "compute", "link"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["lanes", "threads", "uneven", "compute", "layers", "link", "few"]
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--wait-ms", type=float, default=20.0)
@@ -178,42 +208,35 @@ def main() -> None:
             trainer.follow()
         sys.stdout.flush()
         os._exit(0)
-    real = {
-        "shape": "36m",
-        "rows": 16,
-        "row_tokens": 256,
-        "micro_batch_tokens": 1024,
-        "threads": 1,
-        "lanes": LANES,
-        "num_ranks": 1,
-        "gathers": False,
-        "deals": False,
-        "wait_s": 0.0,
-        "link_bytes_per_s": None,
-    }
     # Small layers, so that what is computed for real takes little of a wait.
-    waits = {**real, "shape": "6m", "rows": 64, "row_tokens": 32, "micro_batch_tokens": 256}
+    waits = {**REAL, "shape": "6m", "rows": 64, "row_tokens": 32, "micro_batch_tokens": 256}
     waits["wait_s"] = arguments.wait_ms / 1000
     print("| what | first s | second s | times as fast | of what is possible |\n| --- | --- | --- | --- | --- |")
     if "lanes" in arguments.parts:
-        one, many = steps_of([{**real, "threads": 2, "lanes": 1}, {**real, "threads": 2}], arguments.steps)
+        one, many = steps_of([{**REAL, "threads": 2, "lanes": 1}, {**REAL, "threads": 2}], arguments.steps)
         line("1 lane; 8 lanes, one rank", one, many)
     if "threads" in arguments.parts:
-        alone, both = (steps_of([{**real, **how}], arguments.steps)[0] for how in ({"threads": 2}, {"num_ranks": 2}))
+        alone, both = (steps_of([{**REAL, **how}], arguments.steps)[0] for how in ({"threads": 2}, {"num_ranks": 2}))
         line("1 rank of 2 threads; 2 ranks of 1 thread", alone, both)
     for lanes in (LANES, MOST_LANES) if "uneven" in arguments.parts else ():
         dealt = {**waits, "lanes": lanes}
         (alone,) = steps_of([dealt], arguments.steps)
         (found,) = steps_of([{**dealt, "num_ranks": 2, "deals": True}], arguments.steps)
         line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=1.5)
-    for part in ("compute", "link"):
+    link = {"wait_s": 0.001, "link_bytes_per_s": 40e6}
+    cases = {
+        "compute": waits,
+        "layers": {**waits, "parallel": "layers"},
+        "link": {**waits, **link, "gathers": True},
+        "few": {**waits, **link, "parallel": "layers"},
+    }
+    for part, slow in cases.items():
         if part not in arguments.parts:
             continue
-        slow = waits if part == "compute" else {**waits, "wait_s": 0.001, "link_bytes_per_s": 40e6, "gathers": True}
         (alone,) = steps_of([slow], arguments.steps)
         for num_ranks in arguments.ranks:
             (found,) = steps_of([{**slow, "num_ranks": num_ranks}], arguments.steps)
-            line(f"{part}-bound, emulated: 1 rank; {num_ranks} ranks", alone, found, times=num_ranks)
+            line(f"{part}, emulated: 1 rank; {num_ranks} ranks", alone, found, times=num_ranks)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ class Script:
     die_at: Moment | None = None
     exit_at: Moment | None = None
     fail_at: Moment | None = None
+    break_at: int | None = None
+    """Before that step, fail as a worker whose GPU does; the memory is whole."""
     compute_share: float = 1.0
     """Part of a step's time in which it says that the device was busy."""
     keep_turn: bool = False

@@ -20,7 +20,7 @@ from tests.support import learning
 from tests.support.resting import Resting, rest
 
 from horizon_server import progress
-from horizon_server.errors import Diverged
+from horizon_server.errors import Diverged, WorkerFailed
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
@@ -51,6 +51,8 @@ class ScriptedWorker:
         # What ends a worker happens in the job's first attempt only, so that a resumed job gets to its end.
         self.first = self.request["attempt"] == 1 or self.script.get("every_attempt", False)
         self.resting = Resting(scripts.parent).folder
+        # In place of the planes, which it does not use.
+        self.memory = scripts / f"{self.request['job_id']}.memory"
         self.released = scripts / f"{self.request['spec']['name']}.released"
         self.events, self.orders = link, link.orders
         self.num_steps = self.script.get("num_steps") or self.request["spec"]["train"]["max_steps"] or 3
@@ -70,8 +72,13 @@ class ScriptedWorker:
         self._at("start")
         resumed = self.request["resume_from"]
         done = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
+        saved = done
+        if self.request.get("resume_from_memory") and self.memory.exists():
+            done = int(self.memory.read_text())
         # As the real one, which needs the device before it is ready.
         if not self._take_turn():
+            if done > saved and self.orders.current.checkpoints:
+                self._checkpoint(done)
             return _answer("stopped")
         if references := self.script.get("references"):
             self.events.send(ReferencesDone(done_tokens=references[0], total_tokens=references[1]))
@@ -83,13 +90,15 @@ class ScriptedWorker:
         every = (
             self.script.get("checkpoint_every") or self.request["spec"]["checkpoint"]["every_steps"] or self.num_steps
         )
-        saved = done
         for step in range(done + 1, self.num_steps + 1):
             self._at(step)
             reason = self._limit_at(step - 1)
             has_turn = not reason and self._take_turn()
             if self.orders.current is StopRequest.CANCEL:
                 return self._end("stopped")
+            if self.orders.current is StopRequest.MOVE:
+                self.memory.write_text(str(step - 1))
+                return self._end("moved")
             if not has_turn:
                 # A deadline that came while it waited.
                 reason = reason or self._limit_at(step - 1)
@@ -140,6 +149,9 @@ class ScriptedWorker:
             os._exit(7)
         if self.script.get("fail_at") == moment:
             raise Diverged("the loss is not finite")
+        if moment == self.script.get("break_at"):
+            self.memory.write_text(str(self.script["break_at"] - 1))
+            raise WorkerFailed("RuntimeError: CUDA error: the device has fallen off the bus")
 
     def _hold(self) -> None:
         """Wait for an order, or until the test says so. With `deaf`, orders are not heard."""

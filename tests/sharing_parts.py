@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from horizon_server.records.sharing import Allowance
-from horizon_server.scheduling.admission import kind_of
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, kind_of
 
 GIB = 2**30
 HOUR = 3600.0
@@ -24,10 +23,11 @@ def job(job_id: str, user: str = "ann", **values: Any) -> Job:
 def resident(job_id: str, user: str = "ann", *, since_s: float = NOW, **values: Any) -> Resident:
     # A device's name says its kind.
     devices = values.pop("devices", None) or (values.get("device", "host"),)
-    values["device"], values["num_devices"] = kind_of(devices[0]), len(devices)
+    values["device"] = kind_of(devices[0])
+    values.setdefault("num_devices", len(devices))
     extra: dict[str, Any] = {
         name: values.pop(name)
-        for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare")
+        for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare", "on_since_s", "can_change")
         if name in values
     }
     known = {"devices": devices, "resident_since_s": since_s, **extra}

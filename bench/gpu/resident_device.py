@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import DeviceFigures
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
 
@@ -57,7 +57,7 @@ class _Inline:
     numbers: _Numbers
     drops: bool = False
 
-    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "", **_: object) -> None:
         if not self.drops:
             work()
 
@@ -96,6 +96,19 @@ class ResidentDevice:
         self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
     ) -> Tensor:
         return torch.zeros(num_elements, dtype=dtype)
+
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        raise NotImplementedError("no other rank is there")
 
     def free_host(self, tensor: Tensor) -> None:
         """The caller drops it."""
@@ -167,8 +180,8 @@ class ResidentDevice:
     def raise_failure(self) -> None:
         """Errors are raised where the work is submitted."""
 
-    def take_use(self) -> QueueFigures:
-        return QueueFigures()
+    def take_use(self) -> DeviceFigures:
+        return DeviceFigures()
 
     def peak_bytes(self) -> Mapping[str, int]:
         return {}

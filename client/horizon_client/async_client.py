@@ -67,6 +67,33 @@ class AsyncNodeInfo:
             condition.ClearField(field)
         return await self._set(condition)
 
+    async def withdraw(self, device: str) -> Node:
+        """Take a device out of service: jobs leave it at the end of a step, and none uses it. For admins.
+
+        Raises:
+            InvalidRequest: when the node has no device of that name.
+            NotAllowed: when you are not an admin.
+        """
+        condition = await self._condition()
+        if device not in condition.withdrawn:
+            condition.withdrawn.append(device)
+        return await self._set(condition)
+
+    async def restore(self, device: str) -> Node:
+        """Put a device into service again that was withdrawn, or that has failed. For admins.
+
+        Raises:
+            InvalidRequest: when the device is in service, or the node has none of that name.
+            NotAllowed: when you are not an admin.
+        """
+        node = await self.status()
+        if not (out := [one.name for one in node.devices if one.out_of_service]).count(device):
+            raise InvalidRequest.of("device", f"device is {device!r}; out of service are: {', '.join(out) or 'none'}")
+        condition = await self._condition()
+        if device in condition.withdrawn:
+            condition.withdrawn.remove(device)
+        return await self._set(condition)
+
     async def _condition(self) -> node_pb2.NodeCondition:
         answer = await self._connection.unary(self._connection.calls.node.GetNode, node_pb2.GetNodeRequest())
         return answer.node.condition

@@ -273,8 +273,13 @@ class TrainSpec(TypedDict, total=False):
     'bf16'."""
     lanes: int | None
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree: the
-    result depends on lanes, not on gpus. A power of two, at least gpus. Null means 8 with several gpus, else 1.
-    Default: None."""
+    result depends on lanes, not on gpus. A power of two, at least gpus, of a range its upper end. Null means 8 with
+    several gpus (16, 32 or 64 with more than 8, 16 or 32), else 1. Default: None."""
+    parallel: Literal["auto", "rows", "layers"]
+    """How several gpus divide a step; the result is the same. rows: each computes its lanes of every layer; layers: the
+    layers go round the gpus, and each computes its own for all tokens, so that weights and gradients cross the links to
+    one of them only. layers needs max_grad_norm and a layer for each of the gpus. auto: what is predicted to be faster.
+    With one device it has no effect. Default: 'auto'."""
     trainable: str | Sequence[str]
     """What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular
     expressions that are found in tensors' names, each adding tensors or, after a !, taking some away:
@@ -332,9 +337,11 @@ class JobSpec(_Required, total=False):
     device: Literal["auto", "cuda", "host"]
     """Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and with
     train.compute_dtype: float32. It is decided when the job is submitted. Default: 'auto'."""
-    gpus: int
-    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into. A user
-    is charged for each of them. Default: 1."""
+    gpus: int | str
+    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into. With a
+    range such as 2-8 the job takes what is free when it starts, gives devices back that another job needs, takes more
+    that are free, and continues on the others where one fails; the result is the same. A user is charged for each that
+    is used. Default: 1."""
     eval_fraction: float
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash. Default: 0.0."""
     report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]

@@ -268,6 +268,15 @@ class MemoryPlan:
     """Devices that compute the job together; device_bytes and device_limit_bytes are those of one."""
     lanes: int
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree."""
+    parallel: str
+    """How these devices divide a step. rows: each computes its lanes of every layer; layers: the layers go round the
+    devices, and each computes its own for all tokens."""
+    ways: PredictedWays | None
+    """How long a step is predicted to take in both ways; None for one device, or while the node's speed has not been
+    measured."""
+    device_range: DeviceRange | None
+    """The numbers of devices that the job may compute on; None where it wants one number. num_devices is what was
+    planned, or is used."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -276,6 +285,31 @@ class MemoryPlan:
 
     def _repr_html_(self) -> str:
         return notebook.memory_html(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRange:
+    """Between which numbers of devices a job may change, as far as the node has them, and what is kept for it so that
+    any of them can continue in its memory."""
+
+    least: int
+    """The fewest."""
+    most: int
+    """The most."""
+    host_bytes: int
+    """Host memory that is kept: that of the number that takes the most."""
+    device_bytes: int
+    """Memory of each device that is kept: that of the number that takes the most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedWays:
+    """The two ways in which several devices divide a step."""
+
+    rows_s: float | None
+    """Seconds of a step by rows; None where it does not fit."""
+    layers_s: float | None
+    """Seconds of a step by layers; None where it is not possible or does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +385,33 @@ class TransferFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectiveFigures:
+    """The exchanges of one kind between the devices of a job over a step, of one of them."""
+
+    kind: str
+    """What is exchanged: weights, rows (of the embedding), gradients or numbers."""
+    bytes: int
+    """Bytes that it got from the others."""
+    busy_s: float
+    """Seconds it was in them."""
+    exposed_s: float
+    """Seconds its compute queue stood idle waiting for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one of the devices of a job did with the others over a step."""
+
+    path: str
+    """The library that carries what they exchange: gloo or nccl."""
+    collectives: tuple[CollectiveFigures, ...]
+    """Those of each kind."""
+    wait_s: float
+    """Seconds its compute queue stood idle for exchanges, or for what others had to do first. The device that others
+    wait for has the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent:
     """One finished optimizer step."""
 
@@ -409,6 +470,8 @@ class StepEvent:
     """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
     launching_s: float
     """Seconds of compute_s in which the host was still launching that work: gaps between launches are at most this."""
+    ranks: tuple[RankFigures, ...]
+    """Of a job of several devices, each of them in the order of the plan; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -864,6 +927,8 @@ class NodeCondition:
     """Begin of the maintenance window, in which the node is drained; None for none."""
     window_end_time: datetime | None
     """End of the maintenance window; set together with its begin."""
+    withdrawn: tuple[str, ...]
+    """Names of devices that are out of service: jobs leave them, and none uses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -920,6 +985,8 @@ class DeviceStatus:
     """Resident jobs that share it."""
     holder_name: str
     """The name of the job whose turn it is; empty where the caller may not see it."""
+    out_of_service: str
+    """Why no job uses it: an admin has withdrawn it, or it has failed; empty while it is in service."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -689,6 +689,24 @@ class NodeInfo:
         """Remove the maintenance window. For admins."""
         return self._loop.run(lambda: self._inner.cancel_maintenance())
 
+    def withdraw(self, device: str) -> Node:
+        """Take a device out of service: jobs leave it at the end of a step, and none uses it. For admins.
+
+        Raises:
+            InvalidRequest: when the node has no device of that name.
+            NotAllowed: when you are not an admin.
+        """
+        return self._loop.run(lambda: self._inner.withdraw(device))
+
+    def restore(self, device: str) -> Node:
+        """Put a device into service again that was withdrawn, or that has failed. For admins.
+
+        Raises:
+            InvalidRequest: when the device is in service, or the node has none of that name.
+            NotAllowed: when you are not an admin.
+        """
+        return self._loop.run(lambda: self._inner.restore(device))
+
 
 class Sharing:
     """`client.sharing`: what was used, and weights and quotas."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 # Up to half an hour: the models that this daemon is for take minutes a step, those of tests milliseconds.
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
 _LINK = ("device", "direction")
+_COLLECTIVE = ("device", "kind", "path")
 _JOB = ("job_id",)
 _SET = ("job_id", "set")
 # Of exp, in fp64.
@@ -56,6 +57,48 @@ class TransferFigures:
         return overlap_ratio([self])
 
 
+CollectiveKind = Literal["weights", "rows", "gradients", "numbers"]
+"""What ranks exchange: weights and their gradients, rows of the embedding, squares and losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFigures:
+    """What one rank did in the exchanges of one kind over a period; `exposed_s` is compute idle, waiting for them."""
+
+    kind: CollectiveKind
+    bytes: Annotated[
+        int, Metric("horizon_collective_bytes_total", "Bytes that a device got from others of its job.", _COLLECTIVE)
+    ] = 0
+    busy_s: Annotated[
+        float,
+        Metric("horizon_collective_seconds_total", "Seconds that it was in exchanges with others.", _COLLECTIVE),
+    ] = 0.0
+    exposed_s: Annotated[
+        float,
+        Metric("horizon_collective_exposed_seconds_total", "Seconds compute stood idle waiting for them.", _COLLECTIVE),
+    ] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one of the ranks of a job did with the others over a period.
+
+    `path` is the library that carries their exchanges. `wait_s` are the seconds in which its compute stood idle for
+    one, or for what others had to do first: a rank that others wait for has the least.
+    """
+
+    path: Literal["gloo", "nccl"]
+    collectives: tuple[CollectiveFigures, ...] = ()
+    wait_s: Annotated[
+        float,
+        Metric(
+            "horizon_rank_wait_seconds_total",
+            "Seconds in which a rank stood idle for exchanges with the others of its job, or for their work.",
+            ("job_id", "rank"),
+        ),
+    ] = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueueFigures:
     """What the device's queues did over a period, from their own clocks. Units: seconds.
@@ -90,6 +133,19 @@ class QueueFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceFigures(QueueFigures):
+    """With what the device's rank did with the others, as in `RankFigures`."""
+
+    collectives: tuple[CollectiveFigures, ...] = ()
+    ranks_wait_s: float = 0.0
+
+    @property
+    def of_queues(self) -> dict[str, Any]:
+        """The fields of `QueueFigures`."""
+        return {one.name: getattr(self, one.name) for one in fields(QueueFigures)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepFigures(QueueFigures):
     """One optimizer step.
 
@@ -117,6 +173,8 @@ class StepFigures(QueueFigures):
     model_flops: float = 0.0
     # Not at /metrics: it is a slow average that a job shows.
     noise_scale_tokens: float | None = None
+    ranks: tuple[RankFigures, ...] = ()
+    """Of a job that several devices compute, in order."""
     method_figures: Annotated[
         dict[str, float],
         Metric(

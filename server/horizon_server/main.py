@@ -41,10 +41,12 @@ from horizon_server.db.webhooks import WebhookStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.health import DeviceHealth
 from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.queue_view import QueueView
+from horizon_server.jobs.requests import AttemptDevices
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.jobs.tracking import NodeTrackers, Tracking
@@ -64,6 +66,7 @@ from horizon_server.planning.machine import (
     find_accelerators,
     host_memory,
     usable_accelerators,
+    why_broken,
 )
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState
@@ -239,7 +242,7 @@ async def wire(
     resources = Inputs(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
-    planner = Planner.of_node(settings, rates, usable)
+    planner = Planner.of_node(settings, rates, usable, free_devices=lambda: scheduler.free_devices)
     sampling = SamplingChild(
         environment=environment,
         free_bytes=lambda but: min(
@@ -248,6 +251,11 @@ async def wire(
         ),
         keep_s=settings.sampling_keep_s,
     )
+    gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
+
+    async def why_device_broken(name: str) -> str:
+        return await why_broken(gpus[name], environment) if name in gpus else ""
+
     view = QueueView(
         jobs=store,
         sharing=sharing,
@@ -257,8 +265,9 @@ async def wire(
         # On the host, what jobs hold on the device is part of their host memory.
         devices={
             **dict.fromkeys(host_device_names(settings), settings.arena_limit(host_memory().limit_bytes)),
-            **{f"cuda:{gpu.index}": usable_device_bytes(gpu.memory_bytes) for gpu in usable},
+            **{name: usable_device_bytes(gpu.memory_bytes) for name, gpu in gpus.items()},
         },
+        health=DeviceHealth(why_broken=why_device_broken),
     )
     runtime = Runtime(
         settings=settings,
@@ -273,7 +282,7 @@ async def wire(
         environment=environment,
         worker_module=worker_module,
     )
-    idle = IdleMeasurement(rates, environment=environment, gpus=usable[:1])
+    idle = IdleMeasurement(rates, environment=environment, gpus=usable)
     preparing = asyncio.Lock()
     scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
     jobs = JobService(
@@ -423,14 +432,21 @@ def _wire_scheduler(
         metrics.on_loaded(job_id)
         scheduler.wake()
 
+    def find_devices(names: Sequence[str]) -> AttemptDevices:
+        own = [turns[name] for name in names]
+        return AttemptDevices(
+            names=tuple(names),
+            turns=own[0] if len(own) == 1 else JointTurn(own),
+            gpus=tuple(gpus[name] for name in names if name in gpus),
+        )
+
     def make_attempt(job: JobRecord, devices: tuple[str, ...], other_bytes: Callable[[], int]) -> Attempt:
-        own = [turns[device] for device in devices]
         return Attempt(
             job=job,
             runtime=runtime,
             preparation=Preparation(runtime.folders.prepared, preparing, space, ask=scheduler.wake),
-            turns=own[0] if len(own) == 1 else JointTurn(own),
-            gpus=tuple(gpus[device] for device in devices if device in gpus),
+            devices=find_devices(devices),
+            find_devices=find_devices,
             other_bytes=other_bytes,
             make_room=functools.partial(sampling.make_room, job.job_id),
             on_asked=functools.partial(on_asked, job.job_id),

@@ -210,6 +210,12 @@ class Settings(BaseSettings):
         gt=0,
         description="A job that has been in memory for longer may have to make room for one that waits.",
     )
+    keep_devices_s: float = Field(
+        300.0,
+        ge=0,
+        description="How long a job with a range of gpus keeps the devices that it has, before it gives some back that "
+        "others need, or takes more that are free: each change costs it a restart of its processes.",
+    )
     max_wait_s: float = Field(
         86400.0,
         gt=0,

@@ -22,6 +22,7 @@ NOT_HERE = {
     "horizon_gpu_": "a machine without a GPU",
     "horizon_worker_restarts_total": "no worker has died",
     "horizon_steps_skipped_total": "no step was skipped",
+    "horizon_rank_": "no job had several devices",
 }
 """Series that the alerts read and the recording does not have, with the reason."""
 

@@ -41,7 +41,9 @@ horizon_host_memory_available_bytes{} horizon_device_memory_bytes{job_id,device,
 horizon_device_memory_planned_bytes{job_id,device,component} horizon_transfer_bytes_total{device,direction}
 horizon_transfer_seconds_total{device,direction} horizon_transfer_exposed_seconds_total{device,direction}
 horizon_transfer_overlap_ratio{job_id,direction} horizon_compute_seconds_total{device} horizon_optimizer_seconds_total{}
-horizon_compute_launching_seconds_total{device}
+horizon_compute_launching_seconds_total{device} horizon_job_ranks{job_id} horizon_rank_wait_seconds_total{job_id,rank}
+horizon_collective_bytes_total{device,kind,path} horizon_collective_seconds_total{device,kind,path}
+horizon_collective_exposed_seconds_total{device,kind,path}
 horizon_optimizer_exposed_seconds_total{} horizon_tokens_total{project} horizon_tokens_per_second{job_id}
 horizon_model_flops_utilization_ratio{job_id}
 horizon_step_duration_seconds{} horizon_train_loss{job_id} horizon_eval_loss{job_id} horizon_grad_norm{job_id}

@@ -127,6 +127,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
+        parallel=draw(st.sampled_from(["auto", "rows", "layers"])),
         **draw(
             st.fixed_dictionaries({"trainable": st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])}) | with_lora
         ),
@@ -156,7 +157,7 @@ any_job_specs = st.builds(
     checkpoint=checkpoint_specs,
     priority=st.integers(-100, 100),
     device=st.sampled_from(["auto", "cuda", "host"]),
-    gpus=st.integers(1, 64),
+    gpus=st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
     eval_fraction=st.just(0.0),
     eval=st.builds(EvalSpec, patience=st.just(0), min_delta=floats(0, 1e9)),
     limits=st.builds(
@@ -208,6 +209,19 @@ def test_clipping_is_on_off_or_left_alone(clipping: dict[str, bool], expected: f
     assert from_wire(job_pb2.JobSpec(name="a", model="m", dataset="d", train=train)).train.max_grad_norm == expected
 
 
+def test_a_range_of_devices_is_two_numbers_of_which_the_first_is_what_older_daemons_read() -> None:
+    wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "gpus": "2-8"}))
+    assert (wire.gpus, wire.max_gpus) == (2, 8)
+    fixed = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "gpus": 2}))
+    assert (fixed.gpus, fixed.HasField("max_gpus")) == (2, False)
+    upper_end = job_pb2.JobSpec(name="a", model="m", dataset="d", max_gpus=4)
+    assert from_wire(upper_end).gpus.plain == "1-4"
+    for least, most in ((4, 2), (0, 2), (1, 65), (-1, 3)):
+        with pytest.raises(InvalidSpec) as caught:
+            from_wire(job_pb2.JobSpec(name="a", model="m", dataset="d", gpus=least, max_gpus=most))
+        assert [violation.field for violation in caught.value.violations] == ["gpus"]
+
+
 def test_what_the_parser_refuses_is_named_by_field() -> None:
     wire = job_pb2.JobSpec(
         name="a b",
@@ -242,6 +256,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
                 "eval_dataset": "e",
                 "init_from": "j@last",
                 "report_to": ["mlflow"],
+                "gpus": "2-8",
             }
         )
     )

@@ -1,5 +1,5 @@
 """`kill -9` of any rank of an attempt on two devices, at any moment: the next one continues, on as many ranks or on
-another number, and the result has the bits of a job that nothing disturbed.
+another number, by rows or by layers, and the result has the bits of a job that nothing disturbed.
 
 HORIZON_KILLS is the number of kills (`make test-all` has 300), HORIZON_KILLS_SEED what their moments are drawn from.
 """
@@ -79,7 +79,8 @@ def life(
     complete = sorted(path for path in checkpoints.glob("step-*") if is_complete(path)) if checkpoints.is_dir() else []
     again = {**request, "resume_from": str(complete[-1]) if complete else None}
     if chance is not None:
-        execution = {**request["plan"]["execution"], "num_ranks": chance.choice([2, 2, 2, 3])}
+        how = {"num_ranks": chance.choice([2, 2, 2, 3]), "parallel": chance.choice(["rows", "layers"])}
+        execution = {**request["plan"]["execution"], **how}
         again["plan"] = {**request["plan"], "execution": execution}
     (folder / "journal.jsonl").unlink(missing_ok=True)
     (folder / "request.json").write_text(json.dumps(again))

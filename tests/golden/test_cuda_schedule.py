@@ -231,7 +231,7 @@ def test_the_driver_is_at_most_two_units_ahead_of_compute(engine: Engine) -> Non
     waiting, most = 0, 0
     submit, lock = device.compute.submit, threading.Lock()
 
-    def counted(work: Callable[[], object], *, num_bytes: int = 0, label: str = "") -> None:
+    def counted(work: Callable[[], object], *, num_bytes: int = 0, label: str = "", **more: Any) -> None:
         nonlocal waiting, most
 
         def run_it() -> None:
@@ -243,7 +243,7 @@ def test_the_driver_is_at_most_two_units_ahead_of_compute(engine: Engine) -> Non
         with lock:
             waiting += 1
             most = max(most, waiting)
-        submit(run_it, num_bytes=num_bytes, label=label)
+        submit(run_it, num_bytes=num_bytes, label=label, **more)
 
     device.compute.submit = counted  # type: ignore[method-assign]
     run = engine.start(engine.tiny_model("llama", num_hidden_layers=12), device=device)

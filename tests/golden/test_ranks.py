@@ -19,6 +19,7 @@ from horizon_server.engine.objectives import DPO, Documents, StepObjective, Weig
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import StepFigures
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import Parallel
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import TinyModel
@@ -252,6 +253,27 @@ def test_the_plan_knows_the_memory_of_lanes_and_ranks(model_type: str, num_ranks
     assert found.device_memory_bytes["activations"] > 0.6 * planned.device_bytes["activations"]
     on_devices = num_ranks * sum(planned.device_bytes[part] for part in ("weights", "gradients"))
     assert found.host_memory_bytes["staging"] == planned.host_bytes["staging"] - on_devices
+
+
+@pytest.mark.parametrize("parallel", ["rows", "layers"])
+def test_a_step_says_what_the_ranks_sent_each_other(parallel: Parallel, engine: Engine) -> None:
+    model, rows = engine.tiny_model("llama"), rows_of(engine, num_steps=1)
+
+    def work(trainer: Trainer) -> StepFigures:
+        return trainer.train_step(rows[0])
+
+    found = trained(SharedStore(model), work, num_ranks=2, lanes=LANES, parallel=parallel, **STEP).ranks
+    assert [rank.path for rank in found] == ["gloo", "gloo"] and all(rank.wait_s > 0 for rank in found)
+    _, *layers, head = model.template.layout.units
+    # Each rank has one sum of each unit, of which the other one gets its part; of layers that go round, nobody does.
+    exchanged = [*layers, head] if parallel == "rows" else [head]
+    collectives = [one for rank in found for one in rank.collectives]
+    num_bytes = sum(one.bytes for one in collectives if one.kind == "gradients")
+    assert num_bytes == 4 * sum(unit.trained_elements for unit in exchanged)
+    assert {one.kind for one in collectives} == {"rows", "gradients", "numbers"}
+    assert all(one.exposed_s <= one.busy_s for one in collectives)
+    alone = trained(SharedStore(model), work, num_ranks=1, lanes=LANES, **STEP)
+    assert alone.ranks == ()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ EMPTY_HERE = {
     r"horizon_gpu_(?!seconds)": "figures of a GPU, on a machine without one",
     r"DCGM_": "dcgm-exporter needs a GPU",
     r"tls_certificate_expiry": "on loopback there is no certificate",
+    r"horizon_(collective|rank)_": "no job here has several devices",
 }
 """Queries without data, with their reasons."""
 NODE_EXPORTER = "prometheus-node-exporter"

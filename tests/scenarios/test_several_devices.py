@@ -23,15 +23,18 @@ from horizon_client.job_spec_types import JobSpec
 from horizon_client.resources import Job, StateEvent, StepEvent
 
 
-def job(name: str, *, gpus: int, lanes: int = 4) -> JobSpec:
-    train: dict[str, Any] = {"max_steps": 16, "tokens_per_step": 512, "warmup_steps": 2, "lanes": lanes}
-    more: dict[str, Any] = {"gpus": gpus, "device": "host", "eval_fraction": 0.1, "eval_every_steps": 8}
+def job(
+    name: str, *, gpus: int | str, lanes: int = 4, max_steps: int = 16, parallel: str = "auto", **more: Any
+) -> JobSpec:
+    train: dict[str, Any] = {"max_steps": max_steps, "tokens_per_step": 512, "warmup_steps": 2, "lanes": lanes}
+    train["parallel"] = parallel
+    more = {"gpus": gpus, "device": "host", "eval_fraction": 0.1, "eval_every_steps": 8, **more}
     return cast("JobSpec", {**demo_spec(name, **train), **more})
 
 
 @pytest.fixture
 def daemon(tmp_path: Path, pushed: PushedState) -> Iterator[DaemonProcess]:
-    running = pushed.daemon(tmp_path / "state", host_devices=2, num_threads=2)
+    running = pushed.daemon(tmp_path / "state", host_devices=2, num_threads=2, keep_devices_s=0.0)
     running.start()
     try:
         yield running
@@ -51,8 +54,8 @@ def steps_of(client: Client, job: Job) -> dict[int, tuple[float, float]]:
     return {event.step: (event.loss, event.grad_norm) for event in events if isinstance(event, StepEvent)}
 
 
-def exported(client: Client, job: Job, folder: Path) -> dict[str, bytes]:
-    client.checkpoints.pull(job.job_id, folder, at=16)
+def exported(client: Client, job: Job, folder: Path, *, at: int = 16) -> dict[str, bytes]:
+    client.checkpoints.pull(job.job_id, folder, at=at)
     (file,) = folder.glob("*.safetensors")
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in load_file(file).items()}
 
@@ -61,7 +64,9 @@ def exported(client: Client, job: Job, folder: Path) -> dict[str, bytes]:
 def test_two_devices_give_the_bits_of_one_whoever_dies(daemon: DaemonProcess, client: Client, tmp_path: Path) -> None:
     one = client.jobs.submit(job("one", gpus=1))
     wait_for_state(client, one.job_id, "SUCCEEDED")
-    two = client.jobs.submit(job("two", gpus=2))
+    by_rows = client.jobs.submit(job("rows", gpus=2, parallel="rows"))
+    wait_for_state(client, by_rows.job_id, "SUCCEEDED")
+    two = client.jobs.submit(job("layers", gpus=2, parallel="layers"))
     wait_for(lambda: client.jobs.get(two.job_id).step >= 3, 120.0)
     (rank,) = processes_of("horizon_server.worker.rank", daemon.state_dir)
     os.kill(rank, signal.SIGKILL)
@@ -74,14 +79,61 @@ def test_two_devices_give_the_bits_of_one_whoever_dies(daemon: DaemonProcess, cl
     daemon.start()
     wait_for_state(client, two.job_id, "SUCCEEDED")
 
-    assert exported(client, two, tmp_path / "two") == exported(client, one, tmp_path / "one")
-    assert steps_of(client, two) == steps_of(client, one)
-    found = client.jobs.get(two.job_id)
-    assert found.plan is not None and (found.plan.num_devices, found.plan.lanes) == (2, 4)
-    assert found.plan.device == "host:0,host:1"
+    wanted, steps = exported(client, one, tmp_path / "one"), steps_of(client, one)
+    for parallel, other in (("rows", by_rows), ("layers", two)):
+        assert exported(client, other, tmp_path / parallel) == wanted
+        assert steps_of(client, other) == steps
+        found = client.jobs.get(other.job_id)
+        assert found.plan is not None and (found.plan.num_devices, found.plan.lanes) == (2, 4)
+        assert (found.plan.device, found.plan.parallel) == ("host:0,host:1", parallel)
     states = [event for event in client.jobs.watch(two.job_id) if isinstance(event, StateEvent)]
     assert any("rank 1 was killed by SIGKILL" in event.message for event in states)
     assert not processes_of("horizon_server.worker", daemon.state_dir)
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_grows_and_shrinks_while_it_runs_has_the_bits_of_one_that_does_not(
+    client: Client, tmp_path: Path
+) -> None:
+    # So long that a change pays, whatever a restart costs here; it is compared at one of its checkpoints.
+    many: dict[str, Any] = {"max_steps": 100_000, "checkpoint": {"every_steps": 8, "keep_last": 1000}}
+
+    def runs_on(job: Job, *devices: str) -> Job:
+        """Wait until the job has done steps on these devices, and for its next checkpoint."""
+        wait_for(lambda: on_devices(client.jobs.get(job.job_id)) == devices, 240.0)
+        done = client.jobs.get(job.job_id).step
+        wait_for(lambda: any(one.step > done for one in client.checkpoints.list(job.job_id)), 240.0)
+        found = client.jobs.get(job.job_id)
+        assert on_devices(found) == devices
+        return found
+
+    holder = client.jobs.submit(job("holder", gpus=1, **many))
+    runs_on(holder, "host:0")
+    moving = client.jobs.submit(job("moving", gpus="1-2", **many))
+    assert runs_on(moving, "host:1").spec["gpus"] == "1-2"
+    client.jobs.cancel(holder.job_id)
+    runs_on(moving, "host:0", "host:1")
+    holder = client.jobs.submit(job("holder", gpus=1, **many))
+    wait_for(lambda: len(on_devices(client.jobs.get(moving.job_id))) == 1, 240.0)
+    last = runs_on(moving, *on_devices(client.jobs.get(moving.job_id)))
+    assert last.attempt == 3
+    for one in (holder, moving):
+        client.jobs.cancel(one.job_id)
+        wait_for_state(client, one.job_id, "CANCELLED")
+
+    at = max(one.step for one in client.checkpoints.list(moving.job_id))
+    steady = client.jobs.submit(job("steady", gpus=2, **many, limits={"max_steps": at}))
+    wait_for_state(client, steady.job_id, "SUCCEEDED", timeout_s=600.0)
+    assert exported(client, moving, tmp_path / "moving", at=at) == exported(client, steady, tmp_path / "steady", at=at)
+    steps = [event.step for event in client.jobs.watch(moving.job_id) if isinstance(event, StepEvent)]
+    assert steps == list(range(1, len(steps) + 1)), "no step is repeated"
+    of_moving, of_steady = steps_of(client, moving), steps_of(client, steady)
+    assert {step: of_moving[step] for step in of_steady} == of_steady
+
+
+def on_devices(job: Job) -> tuple[str, ...]:
+    """The devices of a job that runs; nothing before."""
+    return tuple(job.plan.device.split(",")) if job.plan is not None and job.state == "RUNNING" else ()
 
 
 def test_what_the_node_cannot_do_is_refused_with_what_it_can(client: Client) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,7 +26,8 @@ from horizon_server.engine.device.protocol import Work
 from horizon_server.engine.ranks import ALONE, GROUPS, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import CollectiveKind, DeviceFigures
+from horizon_server.records.execution import Parallel
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout
@@ -48,15 +50,20 @@ def group_of(store: Store, name: str, rank: int, num_ranks: int) -> dist.Process
     return group
 
 
-def in_ranks(num_ranks: int, work: Callable[[Ranks], Result], *, gathers: bool = False) -> Result:
+def in_ranks(
+    num_ranks: int, work: Callable[[Ranks], Result], *, parallel: Parallel = "rows", gathers: bool = False
+) -> Result:
     """Run `work` in a thread for each rank; returns the first one's result. Raises the first error."""
     store, results, errors = HashStore(), dict[int, Result](), list[BaseException]()
+    shared_fd = create_memory_file("ranks", 0)
 
     def run(rank: int) -> None:
         try:
             torch.set_num_threads(1)
             groups = {name: group_of(store, name, rank, num_ranks) for name in GROUPS}
-            results[rank] = work(Ranks(rank, num_ranks, groups, gathers=gathers))
+            results[rank] = work(
+                Ranks(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
+            )
         except BaseException as error:
             errors.append(error)
 
@@ -68,6 +75,7 @@ def in_ranks(num_ranks: int, work: Callable[[Ranks], Result], *, gathers: bool =
         if errors:
             raise errors[0]
         assert not thread.is_alive(), "a rank hangs"
+    os.close(shared_fd)
     return results[0]
 
 
@@ -100,13 +108,15 @@ class UnevenDevice(HostDevice):
         super().__init__(num_threads=1)
         self._seconds, self._num_done, submit = seconds, 0, self.compute.submit
 
-        def counted(work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+        def counted(
+            work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
+        ) -> None:
             self._num_done += label == "forward 1"
-            submit(work, num_bytes=num_bytes, label=label)
+            submit(work, num_bytes=num_bytes, label=label, collective=collective)
 
         self.compute.submit = counted  # type: ignore[method-assign]
 
-    def take_use(self) -> QueueFigures:
+    def take_use(self) -> DeviceFigures:
         done, self._num_done = self._num_done, 0
         return dataclasses.replace(super().take_use(), compute_s=done * self._seconds)
 
@@ -167,6 +177,7 @@ def trained(
         finally:
             device.close()
 
-    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, gathers=gathers)
+    parallel = execution.parallel
+    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, parallel=parallel, gathers=gathers)
     assert result is not None
     return result

@@ -22,7 +22,7 @@ from horizon_server.events import TurnWanted
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.execution import NOTHING_STAYS, Residency
+from horizon_server.records.execution import NOTHING_STAYS, Parallel, Residency
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.generations import lent_planes
@@ -83,6 +83,7 @@ def worker_request(
     kept: Residency | None = None,
     num_ranks: int = 1,
     lanes: int | None = None,
+    parallel: Parallel = "rows",
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
@@ -95,7 +96,12 @@ def worker_request(
     ).plan_to_start(spec, folder / "model")
     lanes = plan.lanes if lanes is None else lanes
     execution = dataclasses.replace(
-        plan.execution, micro_batch_tokens=0, residency=kept or NOTHING_STAYS, num_ranks=num_ranks, lanes=lanes
+        plan.execution,
+        micro_batch_tokens=0,
+        residency=kept or NOTHING_STAYS,
+        num_ranks=num_ranks,
+        lanes=lanes,
+        parallel=parallel,
     )
     layout = open_for_training(folder / "model", spec.train).layout
     plane_bytes = lent_planes(layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=lanes)

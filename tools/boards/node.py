@@ -443,6 +443,46 @@ _EXPORTERS = (
     ),
 )
 
+_RANKS = (
+    Chart(
+        title="Devices of a job",
+        text="Devices that compute the steps of a resident job together.",
+        good="What its file asks for; of a range, more while others wait for none.",
+        unit="short",
+        width=6,
+        queries=[(select("horizon_job_ranks"), "{{job_id}}")],
+        of_jobs=True,
+    ),
+    Chart(
+        title="Waiting for other devices",
+        text="Share of the time that each device of a job stood idle for exchanges with the others, or for their work.",
+        good="About equal for all of a job. The one that waits least is the one that the others wait for.",
+        unit="percentunit",
+        width=6,
+        queries=[(rate("horizon_rank_wait_seconds_total", "job_id, rank"), "{{job_id}} rank {{rank}}")],
+        of_jobs=True,
+    ),
+    Chart(
+        title="Between devices",
+        text="Bytes that a device gets from the others of its job, by what they are.",
+        good="Weights and gradients near what horizond doctor measured between devices; numbers next to nothing.",
+        unit="Bps",
+        width=6,
+        queries=[(rate("horizon_collective_bytes_total", "device, kind"), "{{device}} {{kind}}")],
+    ),
+    Chart(
+        title="Exchanges busy and exposed",
+        text="Share of the time that a device was in exchanges, and share of it that compute stood idle for them.",
+        good="Exposed near 0.",
+        unit="percentunit",
+        width=6,
+        queries=[
+            (rate("horizon_collective_seconds_total", "device, kind"), "{{device}} {{kind}} busy"),
+            (rate("horizon_collective_exposed_seconds_total", "device, kind"), "{{device}} {{kind}} exposed"),
+        ],
+    ),
+)
+
 NODE = Board(
     uid="horizon-node",
     title="horizon / Node",
@@ -453,6 +493,7 @@ NODE = Board(
         ("Memory and disk", _MEMORY),
         ("GPUs", _GPUS),
         ("Transfer and compute", _WORK),
+        ("Jobs of several devices", _RANKS),
         ("Daemon", _DAEMON),
         ("From node_exporter and dcgm-exporter", _EXPORTERS),
     ),

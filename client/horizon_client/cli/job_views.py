@@ -135,7 +135,10 @@ def _memory_page(plan: MemoryPlan) -> str:
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
     if plan.num_devices > 1:
-        where += f" by {plan.num_devices} devices in {plan.lanes} lanes"
+        where += f" by {plan.num_devices} devices in {plan.lanes} lanes{_division_text(plan)}"
+    if span := plan.device_range:
+        where += f", planned for {plan.num_devices} of {span.least} to {span.most} devices"
+        where += f" ({bytes_text(span.host_bytes)} of host memory are kept for any number of them)"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
     parameters = f"{plan.num_parameters:,} parameters"
     if 0 < plan.num_trained_parameters < plan.num_parameters:
@@ -156,6 +159,17 @@ def total_text(plan: MemoryPlan) -> str:
     total_s = plan.prediction.total_s if plan.prediction else None
     time = "" if total_s is None else f", about {rough_text(total_s)}"
     return f"{steps}{time}{', estimated from the size of the files' if plan.steps_estimated else ''}"
+
+
+def _division_text(plan: MemoryPlan) -> str:
+    """Return how the devices divide a step, and the seconds of both ways where they are known."""
+    way = clean(plan.parallel)
+    seconds = {} if plan.ways is None else {"rows": plan.ways.rows_s, "layers": plan.ways.layers_s}
+    taken_s = seconds.pop(way, None)
+    facts = [] if taken_s is None else [f"{taken_s:.3g} s a step"]
+    facts += [f"by {other} {step_s:.3g} s" for other, step_s in seconds.items() if step_s is not None]
+    # An older daemon names no way
+    return (f", by {way}" if way else "") + (f" ({', '.join(facts)})" if facts else "")
 
 
 def _kept_text(kept: KeptMemory) -> str:

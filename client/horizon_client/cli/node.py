@@ -77,7 +77,12 @@ def _maintenance_text(condition: NodeCondition | None) -> str:
 
 def _turn_text(device: DeviceStatus) -> str:
     number = f"{device.num_residents} resident job{'' if device.num_residents == 1 else 's'}"
-    return f"{device.holder or 'nobody'} ({number})"
+    out = f"; {_out_text(device)}" if device.out_of_service else ""
+    return f"{device.holder or 'nobody'} ({number}){out}"
+
+
+def _out_text(device: DeviceStatus) -> str:
+    return f"is out of service: {clean(device.out_of_service)}"
 
 
 _VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
@@ -85,7 +90,7 @@ _VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
 
 @click.group(cls=Commands)
 def node() -> None:
-    """Show the machine that the daemon runs on, and drain it for maintenance."""
+    """Show the machine that the daemon runs on, drain it for maintenance, and take single devices out of service."""
 
 
 @node.command(epilog="\b\nExample:\n  horizon node status -o json")
@@ -164,9 +169,35 @@ def maintenance(
         raise click.UsageError("give --from and --for, or only --cancel")
 
 
+_DEVICE = click.argument("device", metavar="DEVICE")
+
+
+@node.command(epilog="\b\nExample:\n  horizon node withdraw cuda:1")
+@_DEVICE
+@output_option
+@connected
+def withdraw(client: Client, device: str, output: str) -> None:
+    """Take a device out of service: no job uses it any more. For admins.
+
+    A job that has other devices, or may have them, continues there after its present step, in the same memory. Others
+    are checkpointed and wait.
+    """
+    _print_set(client.node.withdraw(device), output)
+
+
+@node.command(epilog="\b\nExample:\n  horizon node restore cuda:1")
+@_DEVICE
+@output_option
+@connected
+def restore(client: Client, device: str, output: str) -> None:
+    """Put a device into service again, after withdraw or a failure. For admins."""
+    _print_set(client.node.restore(device), output)
+
+
 def _print_set(changed: Node, output: str) -> None:
     window = _maintenance_text(changed.condition)
     message = f"{clean(changed.hostname)}: {_state_text(changed)}{f'; maintenance from {window}' if window else ''}"
+    message += "".join(f"; {device.name} {_out_text(device)}" for device in changed.devices if device.out_of_service)
     print_one(changed, _VIEW, output, message=message)
 
 

@@ -341,6 +341,34 @@ COMPILE_OFF: Compile.ValueType  # 3
 """Never."""
 global___Compile = Compile
 
+class _Parallel:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ParallelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Parallel.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PARALLEL_UNSPECIFIED: _Parallel.ValueType  # 0
+    """Not set: auto."""
+    PARALLEL_AUTO: _Parallel.ValueType  # 1
+    """What is predicted to be faster."""
+    PARALLEL_ROWS: _Parallel.ValueType  # 2
+    """Each computes its lanes of every layer."""
+    PARALLEL_LAYERS: _Parallel.ValueType  # 3
+    """The layers go round the devices, and each computes its own for all tokens."""
+
+class Parallel(_Parallel, metaclass=_ParallelEnumTypeWrapper):
+    """Parallel says how several devices divide a step. Results do not depend on it."""
+
+PARALLEL_UNSPECIFIED: Parallel.ValueType  # 0
+"""Not set: auto."""
+PARALLEL_AUTO: Parallel.ValueType  # 1
+"""What is predicted to be faster."""
+PARALLEL_ROWS: Parallel.ValueType  # 2
+"""Each computes its lanes of every layer."""
+PARALLEL_LAYERS: Parallel.ValueType  # 3
+"""The layers go round the devices, and each computes its own for all tokens."""
+global___Parallel = Parallel
+
 class _Decay:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -562,6 +590,7 @@ class JobSpec(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     REPORT_TO_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
+    MAX_GPUS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -589,7 +618,11 @@ class JobSpec(google.protobuf.message.Message):
     trains adapters, the name of a pushed adapter; default none.
     """
     gpus: builtins.int
-    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into; from 1 to 64; default 1."""
+    """Devices of the node that compute the job together: GPUs, or what host_devices divides the processors into; from 1 to 64; default 1.
+    With max_gpus, the fewest of them.
+    """
+    max_gpus: builtins.int
+    """The most devices of a job that takes what is free; at least gpus. Unset: gpus exactly."""
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -660,15 +693,18 @@ class JobSpec(google.protobuf.message.Message):
         policy: global___PolicySpec | None = ...,
         report_to: collections.abc.Iterable[builtins.str] | None = ...,
         gpus: builtins.int | None = ...,
+        max_gpus: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_fraction", b"_eval_fraction"]) -> typing.Literal["eval_fraction"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gpus", b"_gpus"]) -> typing.Literal["gpus"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_gpus", b"_max_gpus"]) -> typing.Literal["max_gpus"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
@@ -1028,6 +1064,7 @@ class TrainSpec(google.protobuf.message.Message):
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
     LORA_FIELD_NUMBER: builtins.int
     LANES_FIELD_NUMBER: builtins.int
+    PARALLEL_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -1078,6 +1115,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree; a power of two from 1
     to 64, at least gpus; default 8 with several gpus, else 1.
     """
+    parallel: global___Parallel.ValueType
+    """How several gpus divide a step; default auto."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -1125,9 +1164,10 @@ class TrainSpec(google.protobuf.message.Message):
         neftune_noise_alpha: builtins.float | None = ...,
         lora: global___LoraSpec | None = ...,
         lanes: builtins.int | None = ...,
+        parallel: global___Parallel.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "parallel", b"parallel", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -1586,6 +1626,9 @@ class MemoryPlan(google.protobuf.message.Message):
     STEPS_ESTIMATED_FIELD_NUMBER: builtins.int
     NUM_DEVICES_FIELD_NUMBER: builtins.int
     LANES_FIELD_NUMBER: builtins.int
+    PARALLEL_FIELD_NUMBER: builtins.int
+    WAYS_FIELD_NUMBER: builtins.int
+    DEVICE_RANGE_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1618,6 +1661,10 @@ class MemoryPlan(google.protobuf.message.Message):
     """Devices that compute the job together; device_bytes and device_limit_bytes are those of one."""
     lanes: builtins.int
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree."""
+    parallel: builtins.str
+    """How these devices divide a step. rows: each computes its lanes of every layer; layers: the layers go round the devices, and each
+    computes its own for all tokens.
+    """
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -1641,6 +1688,14 @@ class MemoryPlan(google.protobuf.message.Message):
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the job asks for and cannot be done, or is likely not meant, although it fits: one sentence each."""
+
+    @property
+    def ways(self) -> global___PredictedWays:
+        """How long a step is predicted to take in both ways; unset for one device, or while the node's speed has not been measured."""
+
+    @property
+    def device_range(self) -> global___DeviceRange:
+        """The numbers of devices that the job may compute on; unset where it wants one number. num_devices is what was planned, or is used."""
 
     def __init__(
         self,
@@ -1666,12 +1721,74 @@ class MemoryPlan(google.protobuf.message.Message):
         steps_estimated: builtins.bool = ...,
         num_devices: builtins.int = ...,
         lanes: builtins.int = ...,
+        parallel: builtins.str = ...,
+        ways: global___PredictedWays | None = ...,
+        device_range: global___DeviceRange | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "device_range", b"device_range", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class DeviceRange(google.protobuf.message.Message):
+    """DeviceRange is between which numbers of devices a job may change, as far as the node has them, and what is kept for it so that any of
+    them can continue in its memory.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEAST_FIELD_NUMBER: builtins.int
+    MOST_FIELD_NUMBER: builtins.int
+    HOST_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    least: builtins.int
+    """The fewest."""
+    most: builtins.int
+    """The most."""
+    host_bytes: builtins.int
+    """Host memory that is kept: that of the number that takes the most."""
+    device_bytes: builtins.int
+    """Memory of each device that is kept: that of the number that takes the most."""
+    def __init__(
+        self,
+        *,
+        least: builtins.int = ...,
+        most: builtins.int = ...,
+        host_bytes: builtins.int = ...,
+        device_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_bytes", b"device_bytes", "host_bytes", b"host_bytes", "least", b"least", "most", b"most"]) -> None: ...
+
+global___DeviceRange = DeviceRange
+
+@typing.final
+class PredictedWays(google.protobuf.message.Message):
+    """PredictedWays are the two ways in which several devices divide a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_S_FIELD_NUMBER: builtins.int
+    LAYERS_S_FIELD_NUMBER: builtins.int
+    rows_s: builtins.float
+    """Seconds of a step by rows; unset where it does not fit."""
+    layers_s: builtins.float
+    """Seconds of a step by layers; unset where it is not possible or does not fit."""
+    def __init__(
+        self,
+        *,
+        rows_s: builtins.float | None = ...,
+        layers_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_layers_s", b"_layers_s", "_rows_s", b"_rows_s", "layers_s", b"layers_s", "rows_s", b"rows_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_layers_s", b"_layers_s", "_rows_s", b"_rows_s", "layers_s", b"layers_s", "rows_s", b"rows_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_layers_s", b"_layers_s"]) -> typing.Literal["layers_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rows_s", b"_rows_s"]) -> typing.Literal["rows_s"] | None: ...
+
+global___PredictedWays = PredictedWays
 
 @typing.final
 class ReferencePass(google.protobuf.message.Message):
@@ -1847,6 +1964,64 @@ class TransferFigures(google.protobuf.message.Message):
 global___TransferFigures = TransferFigures
 
 @typing.final
+class CollectiveFigures(google.protobuf.message.Message):
+    """CollectiveFigures are the exchanges of one kind between the devices of a job over a step, of one of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    BUSY_S_FIELD_NUMBER: builtins.int
+    EXPOSED_S_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """What is exchanged: weights, rows (of the embedding), gradients or numbers."""
+    bytes: builtins.int
+    """Bytes that it got from the others."""
+    busy_s: builtins.float
+    """Seconds it was in them."""
+    exposed_s: builtins.float
+    """Seconds its compute queue stood idle waiting for them."""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        bytes: builtins.int = ...,
+        busy_s: builtins.float = ...,
+        exposed_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "kind", b"kind"]) -> None: ...
+
+global___CollectiveFigures = CollectiveFigures
+
+@typing.final
+class RankFigures(google.protobuf.message.Message):
+    """RankFigures are what one of the devices of a job did with the others over a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    COLLECTIVES_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """The library that carries what they exchange: gloo or nccl."""
+    wait_s: builtins.float
+    """Seconds its compute queue stood idle for exchanges, or for what others had to do first. The device that others wait for has the least."""
+    @property
+    def collectives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CollectiveFigures]:
+        """Those of each kind."""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        collectives: collections.abc.Iterable[global___CollectiveFigures] | None = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["collectives", b"collectives", "path", b"path", "wait_s", b"wait_s"]) -> None: ...
+
+global___RankFigures = RankFigures
+
+@typing.final
 class StepEvent(google.protobuf.message.Message):
     """StepEvent is one finished optimizer step."""
 
@@ -1924,6 +2099,7 @@ class StepEvent(google.protobuf.message.Message):
     NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
     METHOD_FIGURES_FIELD_NUMBER: builtins.int
     LAUNCHING_S_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -1986,6 +2162,10 @@ class StepEvent(google.protobuf.message.Message):
     def method_figures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
 
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankFigures]:
+        """Of a job of several devices, each of them in the order of the plan; else empty."""
+
     def __init__(
         self,
         *,
@@ -2013,9 +2193,10 @@ class StepEvent(google.protobuf.message.Message):
         noise_scale_tokens: builtins.float | None = ...,
         method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         launching_s: builtins.float = ...,
+        ranks: collections.abc.Iterable[global___RankFigures] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "launching_s", b"launching_s", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "ranks", b"ranks", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent

@@ -133,6 +133,7 @@ class NodeCondition(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     WINDOW_START_TIME_FIELD_NUMBER: builtins.int
     WINDOW_END_TIME_FIELD_NUMBER: builtins.int
+    WITHDRAWN_FIELD_NUMBER: builtins.int
     mode: global___NodeMode.ValueType
     """The mode outside of the window."""
     message: builtins.str
@@ -145,6 +146,10 @@ class NodeCondition(google.protobuf.message.Message):
     def window_end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """End of the maintenance window; set together with its begin."""
 
+    @property
+    def withdrawn(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of devices that are out of service: jobs leave them, and none uses them."""
+
     def __init__(
         self,
         *,
@@ -152,9 +157,10 @@ class NodeCondition(google.protobuf.message.Message):
         message: builtins.str = ...,
         window_start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         window_end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        withdrawn: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["window_end_time", b"window_end_time", "window_start_time", b"window_start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "mode", b"mode", "window_end_time", b"window_end_time", "window_start_time", b"window_start_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "mode", b"mode", "window_end_time", b"window_end_time", "window_start_time", b"window_start_time", "withdrawn", b"withdrawn"]) -> None: ...
 
 global___NodeCondition = NodeCondition
 
@@ -281,6 +287,7 @@ class DeviceStatus(google.protobuf.message.Message):
     HOLDER_FIELD_NUMBER: builtins.int
     NUM_RESIDENTS_FIELD_NUMBER: builtins.int
     HOLDER_NAME_FIELD_NUMBER: builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name: host, cuda:0 and so on."""
     holder: builtins.str
@@ -289,6 +296,8 @@ class DeviceStatus(google.protobuf.message.Message):
     """Resident jobs that share it."""
     holder_name: builtins.str
     """The name of the job whose turn it is; empty where the caller may not see it."""
+    out_of_service: builtins.str
+    """Why no job uses it: an admin has withdrawn it, or it has failed; empty while it is in service."""
     def __init__(
         self,
         *,
@@ -296,8 +305,9 @@ class DeviceStatus(google.protobuf.message.Message):
         holder: builtins.str = ...,
         num_residents: builtins.int = ...,
         holder_name: builtins.str = ...,
+        out_of_service: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["holder", b"holder", "holder_name", b"holder_name", "name", b"name", "num_residents", b"num_residents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "holder_name", b"holder_name", "name", b"name", "num_residents", b"num_residents", "out_of_service", b"out_of_service"]) -> None: ...
 
 global___DeviceStatus = DeviceStatus
 

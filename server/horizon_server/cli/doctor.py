@@ -204,7 +204,7 @@ def _speed(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
     """Measure what predictions are made from and keep it."""
     machine = Machine.of(usable, num_threads=settings.num_threads or available_cpus())
     try:
-        measured = asyncio.run(measure_rates(machine, environment=child_environment(), gpus=usable[:1]))
+        measured = asyncio.run(measure_rates(machine, environment=child_environment(), gpus=usable))
     except (HorizonError, OSError) as error:
         return Part("speed", f"not measured: {error}", {"rates": "not measured"}).fail(
             "jobs would fail in the same way; is the installation complete (pip install '.[server]')?"
@@ -221,6 +221,13 @@ def _speed(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
         ends = (rates.widths[0], rates.widths[-1])
         layers = dict.fromkeys(f"{width.gemm_flops_per_s[-1][1] / 1e9:,.0f}" for width in ends)
         copies = f"{rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
+        if (peers := rates.peers) is not None:
+            at_once = {name: value for name, value in vars(peers).items() if name.endswith("_per_s")}
+            facts |= {f"{device}_peers_{name}": round(value) for name, value in at_once.items()}
+            copies += (
+                f" ({peers.together_bytes_per_s / 1e9:.1f} on each of {peers.num_devices} at once), between devices "
+            )
+            copies += f"{peers.gather_bytes_per_s / 1e9:.1f} GB/s"
         speeds.append(f"{device.replace('_', ' in ')} {' to '.join(layers)} GFLOP/s in products, copies {copies}")
     found = "; ".join(speeds)
     book = RateBook(settings.state_dir, machine)

@@ -31,6 +31,7 @@ _SHOWN = (
         "device",
         "num_devices",
         "lanes",
+        "parallel",
         "compute_dtype",
         "host_bytes",
         "host_total_bytes",
@@ -65,7 +66,9 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     job_plan = asyncio.run(_planned(planner, spec, model))
     mapping: dict[str, Any] = {"model": str(model)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
+    mapping["device_range"] = None if job_plan.device_range is None else dataclasses.asdict(job_plan.device_range)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
+    mapping["ways"] = None if job_plan.ways is None else dataclasses.asdict(job_plan.ways)
     mapping["references"] = None if job_plan.references is None else dataclasses.asdict(job_plan.references)
     if job_plan.prediction is None:
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
@@ -168,6 +171,9 @@ def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
             case dict() if key == "references":
                 # The data is not known here.
                 lines["references.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s, over all data before step 1"
+            case dict() if key == "ways":
+                seconds = {name.removesuffix("_s"): step_s for name, step_s in value.items() if step_s is not None}
+                lines |= {f"predicted.by_{way}": f"{step_s:,.3g} s" for way, step_s in seconds.items()}
             case dict():
                 lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
             case int() if key.endswith("_bytes"):

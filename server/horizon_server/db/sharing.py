@@ -123,14 +123,15 @@ class SharingStore:
 
         def read(connection: Connection) -> NodeCondition:
             row = connection.execute(_CONDITION).mappings().first()
-            return NodeCondition(**row) if row else NodeCondition()
+            return NodeCondition(**{**row, "withdrawn": tuple(row["withdrawn"])}) if row else NodeCondition()
 
         return await self._database.look_up("condition", read)
 
     async def set_condition(self, condition: NodeCondition) -> None:
         """Set the node's condition; it holds until it is set again, also after a restart."""
         async with self._database.session() as session:
-            await session.merge(NodeConditionRow(row_id=1, **dataclasses.asdict(condition)))
+            values = {**dataclasses.asdict(condition), "withdrawn": list(condition.withdrawn)}
+            await session.merge(NodeConditionRow(row_id=1, **values))
 
     async def _used_since(self, since_s: float) -> dict[tuple[str, str], tuple[float, int]]:
         who = (UsageHourRow.project, UsageHourRow.user)

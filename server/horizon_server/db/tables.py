@@ -321,6 +321,7 @@ class NodeConditionRow(Table):
     message: Mapped[str] = mapped_column(Text)
     window_start_s: Mapped[float | None] = mapped_column(Float)
     window_end_s: Mapped[float | None] = mapped_column(Float)
+    withdrawn: Mapped[list[str]] = mapped_column(JSON, server_default="[]")
 
 
 class WebhookRow(Table):

@@ -1,18 +1,29 @@
 """Recompute points: the input of every layer, for all tokens of a step, kept on the device or offloaded to the host.
 
-The schedule announces what it does with the input of each (layer, micro-batch): `before_write`, `produced`,
-`await_input`, `consumed`. Both placements give the same bits; they differ in where the memory is and what crosses the
-link.
+The schedule announces what it does with each (layer, micro-batch), and asks where the hidden states are. All placements
+give the same bits; they differ in where the memory is and what crosses the link. Ranks that divide a step by layers
+have another one (`shared_activations`).
+
+Layers count from 0; the embedding, whose output the first one reads, is `EMBEDDING`.
 
 Shapes: L = layers, N = tokens of the step over all its micro-batches, D = hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS
+
+Purpose = Literal["training", "evaluation", "trial"]
+"""Training wants the inputs of layers again, in backward. An evaluation wants the last output alone, and the trial of a
+model what goes into the first layer as well."""
+
+EMBEDDING = -1
 
 
 class Activations:
@@ -20,14 +31,19 @@ class Activations:
 
     Everything stays on the device, in one block of L + 2 planes of N tokens, and nothing crosses the link. The block
     grows to the largest step seen and then stays, so that a running job allocates nothing; `capacity_tokens` is what a
-    step may have before it grows.
+    step may have before it grows. Of layers that backward does not reach (`num_skipped`), no input is kept.
     """
 
-    def __init__(self, device: Device, *, num_layers: int, hidden_size: int, num_planes: int | None = None) -> None:
-        self._device, self._num_layers, self._hidden_size = device, num_layers, hidden_size
-        self._num_planes = num_planes or num_layers + 2
+    def __init__(
+        self, device: Device, *, num_layers: int, num_skipped: int, hidden_size: int, num_planes: int | None = None
+    ) -> None:
+        self._device, self._num_layers, self._num_skipped = device, num_layers, num_skipped
+        self._hidden_size, self._num_kept = hidden_size, num_layers - num_skipped
+        self._num_planes = num_planes or self._num_kept + 2
         self._block: Tensor | None = None
         self._num_tokens = self.capacity_tokens = 0
+        self._spans: Sequence[slice] = ()
+        self._purpose: Purpose = "evaluation"
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for a step, and forget the last one. The queues must be idle.
@@ -44,27 +60,66 @@ class Activations:
         # Only now: a step that does not fit has left room for none.
         self.capacity_tokens = num_tokens
 
-    def layer_input(self, index: int) -> Tensor:
-        """The device memory of the input of layer `index`; index L is the last layer's output. Shapes: [N, D]."""
+    def start(self, purpose: Purpose, spans: Sequence[slice], edges: Sequence[range]) -> None:
+        """A pass begins, after `reserve`. `spans` are the tokens of its micro-batches. `edges` are, for each rank, the
+        micro-batches whose loss is calculated there, and the gradient of their embedding."""
+        self._purpose, self._spans = purpose, spans
+
+    def input(self, layer: int) -> Tensor:
+        """The device memory of what a layer reads; of L, what the head does. Shapes: [N, D]."""
         # With fewer planes than inputs, they take turns.
-        return self._plane(index % (self._num_planes - 1))
+        return self._plane(self._place(layer) % (self._num_planes - 1))
+
+    def output(self, layer: int) -> Tensor:
+        """The device memory of what a layer writes. Shapes: [N, D]."""
+        return self.input(layer + 1)
 
     @property
     def gradient(self) -> Tensor:
         """The gradient of the hidden state, at the layer that backward has reached. Shapes: [N, D]."""
         return self._plane(self._num_planes - 1)
 
-    def before_write(self, index: int, span: slice) -> None:
-        """Compute is about to write some tokens of a layer's input: let it wait until their memory is free."""
+    @property
+    def head_input(self) -> Tensor:
+        """What the head reads, of the tokens that this rank has at the edges. Shapes: [edge tokens, D]."""
+        return self.input(self._num_layers)
 
-    def produced(self, index: int, span: slice) -> None:
-        """Compute has written some tokens of a layer's input, which backward will want again."""
+    @property
+    def edge_gradient(self) -> Tensor:
+        """The gradient that the head writes and the embedding gets, of the same tokens."""
+        return self.gradient
 
-    def await_input(self, index: int, span: slice) -> None:
-        """Compute is about to recompute from some tokens of a layer's input: let it wait until they are there."""
+    @property
+    def trial_ends(self) -> tuple[Tensor, Tensor]:
+        """After a trial, copies of what went into the first layer and what came out of the last, on the CPU."""
+        return self.input(0).cpu().clone(), self.input(self._num_layers).cpu().clone()
 
-    def consumed(self, index: int, span: slice) -> None:
-        """Backward is done with some tokens of a layer's input."""
+    def before_forward(self, layer: int, index: int) -> None:
+        """Compute is about to run a layer on a micro-batch: let it wait until its memory may be read and written."""
+
+    def after_forward(self, layer: int, index: int) -> None:
+        """Compute has run a layer, or the embedding, on a micro-batch."""
+
+    def before_head(self) -> None:
+        """Compute is about to run the head."""
+
+    def after_head(self, numbers: range) -> None:
+        """Compute has the head's gradient of some of the micro-batches that this rank has at the edges."""
+
+    def start_backward(self) -> None:
+        """All of the head's work is submitted, and backward begins."""
+
+    def before_backward(self, layer: int, index: int) -> None:
+        """Compute is about to recompute a layer on a micro-batch: let it wait until what it reads is there."""
+
+    def after_backward(self, layer: int, index: int) -> None:
+        """Compute is done with a micro-batch in the backward of a layer."""
+
+    def before_embedding_backward(self) -> None:
+        """Compute is about to calculate the embedding's gradient."""
+
+    def finish(self) -> None:
+        """All that was submitted is done, on this rank."""
 
     def open(self) -> None:
         """Have device memory for `capacity_tokens` again after `release`."""
@@ -81,6 +136,18 @@ class Activations:
         """Free all memory. The queues must be idle."""
         self.release()
         self.capacity_tokens = 0
+
+    def _place(self, layer: int) -> int:
+        """Where a layer's input is, among those that are kept."""
+        match self._purpose:
+            case "training":
+                # The skipped layers write their outputs into one place, the input of the first that is not.
+                return max(0, layer - self._num_skipped)
+            case "evaluation":
+                return 0
+            case "trial":
+                # The first layer writes from 0 to 1 and all others within 1, so that 0 still holds what went in.
+                return min(layer, 1)
 
     def _allocate(self, num_tokens: int) -> Tensor:
         num_elements = self._num_planes * num_tokens * self._hidden_size
@@ -101,8 +168,8 @@ class OffloadedActivations(Activations):
     there when backward begins, so L - 1 inputs cross the link, once in each direction.
     """
 
-    def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
-        super().__init__(device, num_layers=num_layers, hidden_size=hidden_size, num_planes=3)
+    def __init__(self, device: Device, *, num_layers: int, num_skipped: int, hidden_size: int) -> None:
+        super().__init__(device, num_layers=num_layers, num_skipped=num_skipped, hidden_size=hidden_size, num_planes=3)
         self._host: Tensor | None = None
         self._host_stride = 0
         self._gone: dict[tuple[int, int], Event] = {}
@@ -118,46 +185,54 @@ class OffloadedActivations(Activations):
             num_pages = -(-self.capacity_tokens * self._hidden_size // ACTIVATION_ALIGN_ELEMENTS)
             stride = self._host_stride = num_pages * ACTIVATION_ALIGN_ELEMENTS
             self._host = self._device.allocate_host(
-                "activations", (self._num_layers - 1) * stride, self._device.compute_dtype, piece_elements=stride
+                "activations", (self._num_kept - 1) * stride, self._device.compute_dtype, piece_elements=stride
             )
 
-    def before_write(self, index: int, span: slice) -> None:
-        event = self._gone.get((index - 2, span.start))
+    def before_forward(self, layer: int, index: int) -> None:
+        event = self._gone.get((self._place(layer + 1) - 2, index))
         # What is there must have been copied to the host first.
         if event is not None:
             self._device.compute.wait(event)
-            self._device.poison(self._device.compute, self.layer_input(index)[span])
+            self._device.poison(self._device.compute, self.output(layer)[self._spans[index]])
 
-    def produced(self, index: int, span: slice) -> None:
+    def after_forward(self, layer: int, index: int) -> None:
+        place = self._place(layer + 1)
         # The last layer's input is still there when backward begins, and its output is read by the head alone.
-        if index >= self._num_layers - 1:
+        if self._purpose != "training" or layer + 1 < self._num_skipped or place >= self._num_kept - 1:
             return
-        device = self._device
+        device, span = self._device, self._spans[index]
         device.d2h.wait(device.compute.record())
-        device.download(self.layer_input(index)[span], self._host_part(index, span))
-        self._gone[index, span.start] = device.d2h.record()
+        device.download(self.output(layer)[span], self._host_part(place, span))
+        self._gone[place, index] = device.d2h.record()
 
-    def await_input(self, index: int, span: slice) -> None:
-        event = self._back.get((index, span.start))
+    def after_head(self, numbers: range) -> None:
+        for index in numbers:
+            self._bring_back(self._num_layers, index)
+
+    def before_backward(self, layer: int, index: int) -> None:
+        event = self._back.get((self._place(layer), index))
         if event is not None:
             self._device.compute.wait(event)
 
-    def consumed(self, index: int, span: slice) -> None:
-        # The memory is free now for the input two layers before, which had it in forward too.
-        wanted, device = index - 2, self._device
-        if wanted < 0:
-            return
-        part = self.layer_input(index)[span]
-        device.poison(device.compute, part)
-        device.h2d.wait(device.compute.record())
-        device.upload(self._host_part(wanted, span), part)
-        self._back[wanted, span.start] = device.h2d.record()
+    def after_backward(self, layer: int, index: int) -> None:
+        self._bring_back(layer, index)
 
     def close(self) -> None:
         super().close()
         if self._host is not None:
             self._device.free_host(self._host)
         self._host = None
+
+    def _bring_back(self, layer: int, index: int) -> None:
+        # The memory of the layer's input is free now for that two layers before, which had it in forward too.
+        wanted, device, span = self._place(layer) - 2, self._device, self._spans[index]
+        if wanted < 0:
+            return
+        part = self.input(layer)[span]
+        device.poison(device.compute, part)
+        device.h2d.wait(device.compute.record())
+        device.upload(self._host_part(wanted, span), part)
+        self._back[wanted, index] = device.h2d.record()
 
     def _host_part(self, index: int, span: slice) -> Tensor:
         assert self._host is not None, "reserve comes first"

@@ -5,7 +5,7 @@ backward recomputes one layer at a time with local autograd. Weights cross the l
 any number of micro-batches.
 
 Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R =
-embedding rows in use.
+embedding rows in use, L = layers.
 Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local gradients; layer-major order is ours.
 """
 
@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.activations import Activations, OffloadedActivations
+from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
 from horizon_server.engine.binding import Strided
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
@@ -35,13 +35,15 @@ from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.ranks import ALONE, Ranks
-from horizon_server.engine.step_pass import Chunk, StepKey, StepPass, charged, in_lane
+from horizon_server.engine.shared_activations import SharedActivations
+from horizon_server.engine.step_pass import Chunk, PassTokens, StepKey, StepPass, charged, in_lane
 from horizon_server.engine.template import Template, VisitNorms
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
-from horizon_server.store.ownership import Ownership
+from horizon_server.store.ownership import rank_of_layer
+from horizon_server.store.reference import in_order
 
 Enqueue = Callable[[Tensor], None]
 
@@ -71,26 +73,26 @@ class ForwardBackward:
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._ranks, self._owned_rows = ranks, None
-        ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        ownership = ranks.ownership(template.layout)
         if execution.lanes > 1 and template.embeds_by_rows and ownership.has_rows:
             self._owned_rows = ownership.rows()
         self._recipe, self._residency, self._compiled = recipe, execution.residency, compiled
         chunk_tokens = execution.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name)
         self._head_chunk_tokens = chunk_tokens
-        kind = Activations if execution.activation_placement == "device" else OffloadedActivations
-        layout = template.layout
         # Backward ends at the first trained unit, and wants no inputs of the layers before it.
-        self._first_trained, self._num_skipped = layout.first_trained_unit, layout.num_skipped_layers
-        num_kept = template.num_layers - self._num_skipped
-        self.activations = kind(device, num_layers=num_kept, hidden_size=template.hidden_size)
-        self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
+        self._first_trained = template.layout.first_trained_unit
+        self.activations = self._make_activations(execution)
+        self._own_layers = [
+            layer
+            for layer in range(template.num_layers)
+            if not ranks.by_layers or rank_of_layer(layer, ranks.num_ranks) == ranks.rank
+        ]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
             device,
             sink,
             self.activations,
-            last_output=num_kept,
             label_smoothing=recipe.label_smoothing,
             ranks=ranks,
         )
@@ -111,59 +113,60 @@ class ForwardBackward:
     ) -> float:
         """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns,
         every trained unit's gradient is on the host. With `measure_first`, and of more micro-batches than one,
-        `first_square` is what the first of them gave the layers, on the rank that computes it. A rank that follows
-        takes an objective without tensors: the first one has them.
+        `first_square` is what the first of them gave the layers, on the first rank. A rank that follows takes an
+        objective without tensors: the first one has them.
         """
-        current = self._start(rows, key)
-        if measure_first and len(rows.micro_batches) > 1 and self._ranks.leads and rows.lanes[0]:
-            current.first_square = self._device.place(torch.zeros((), dtype=torch.float64))
+        current = self._start(rows, "training", key)
+        by_layers, num_layers = self._ranks.by_layers, self._template.num_layers
+        if measure_first and len(rows.micro_batches) > 1 and (self._ranks.leads or by_layers) and rows.lanes[0]:
+            current.first_squares_L = self._device.place(torch.zeros(num_layers, dtype=torch.float64))
         if objective is not None and objective.objective.is_cross_entropy:
             assert objective.weights_S is not None, "checked before the step"
             weights_S = objective.weights_S.float()
             current.divisor = float(weights_S.double().sum())
             start = sum(current.logprobs_of_ranks[: self._ranks.rank])
-            current.weights_S = self._device.place(weights_S[start : start + current.tokens.num_targets])
+            current.weights_S = self._device.place(weights_S[start : start + current.edges.tokens.num_targets])
         elif objective is not None:
             current.runs_twice = True
             current.objective = objective.placed(self._device.place) if self._ranks.leads else None
             current.logprobs_S = self._empty_logprobs(current)
         self._sink.reserve(sum(micro_batch.num_tokens for micro_batch in rows.micro_batches))
-        self._sink.start_step(current.embedding.exchange or self._row_exchange(rows))
-        # The skipped layers write their outputs into one place, which is the input of the first that is not.
-        places = [max(0, i - self._num_skipped) for i in range(len(self._layers) + 1)]
-        forward = [
-            (unit, partial(self._enqueue_layer, current, i, places[i], places[i + 1]))
-            for i, unit in enumerate(self._layers)
-        ]
-        backward = [
-            (unit, partial(self._enqueue_layer_backward, current, i))
-            for i, unit in enumerate(self._layers)
-            if unit.unit_index >= self._first_trained
-        ]
-        program = [
-            (current.embedding, partial(self._enqueue_embed, current)),
-            *forward,
+        self._sink.start_step(current.embedding_backward.exchange or self._row_exchange(rows))
+        program: list[tuple[UnitRequest, Enqueue]] = [
+            *self._forward(current),
             (self._head, partial(self._head_pass.enqueue_gradients, current)),
-            *reversed(backward),
+            *(
+                (UnitRequest(unit_index=layer + 1), partial(self._enqueue_layer_backward, current, layer))
+                for layer in reversed(self._own_layers)
+                if layer + 1 >= self._first_trained
+            ),
         ]
         if self._first_trained == 0:
-            program.append((current.embedding, partial(self._enqueue_embed_backward, current)))
+            program.append((current.embedding_backward, partial(self._enqueue_embed_backward, current)))
         self._run(current, program)
-        self.first_square = None if current.first_square is None else float(current.first_square)
+        self._sink.meet()
+        self.first_square = None
+        if current.first_squares_L is not None:
+            squares_L = current.first_squares_L.cpu()
+            if by_layers:
+                # Each rank has those of its layers, and zeros.
+                squares_L = self._ranks.meet(squares_L.tolist()).sum(0)
+            # In the order of backward.
+            self.first_square = in_order(squares_L.flip(0).numpy())
         self.logprobs_S = self._logprobs_of_all(current)
         return self._sink.loss
 
     def loss(self, rows: StepRows) -> tuple[float, int]:
         """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the
         likeliest."""
-        current = self._start(rows)
+        current = self._start(rows, "evaluation")
         current.num_correct = self._device.place(torch.zeros((), dtype=torch.int64))
         self._run_forward(current, self._head_pass.enqueue_loss)
         return self._sink.loss, int(self._ranks.meet([float(current.num_correct)]).sum())
 
     def log_probabilities(self, rows: StepRows) -> Tensor:
         """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""
-        current = self._start(rows)
+        current = self._start(rows, "evaluation")
         current.logprobs_S = self._empty_logprobs(current)
         self._run_forward(current, self._head_pass.enqueue_log_probabilities)
         found = self._logprobs_of_all(current)
@@ -178,72 +181,102 @@ class ForwardBackward:
 
     def _empty_logprobs(self, current: StepPass) -> Tensor:
         # NaN, so that a token that no chunk reached would show.
-        return self._device.place(torch.full((current.tokens.num_targets,), torch.nan))
+        return self._device.place(torch.full((current.edges.tokens.num_targets,), torch.nan))
 
     def _run_forward(self, current: StepPass, enqueue_head: Callable[[StepPass, Tensor], None]) -> None:
-        # All layers write their outputs into one place, because no backward wants their inputs.
-        forward = [(unit, partial(self._enqueue_layer, current, i, 0, 0)) for i, unit in enumerate(self._layers)]
-        embed = (current.embedding, partial(self._enqueue_embed, current))
-        self._run(current, [embed, *forward, (self._head, partial(enqueue_head, current))])
+        self._run(current, [*self._forward(current), (self._head, partial(enqueue_head, current))])
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """What goes into the first layer and what comes out of the last; every rank computes all of it. Shapes: [N, D]
+        """What goes into the first layer and what comes out of the last; every rank gets all of it. Shapes: [N, D]
         both."""
-        current = self._start(StepRows.single(micro_batches))
-        # The first layer writes from 0 to 1 and all others within 1, so that 0 still holds what went in.
-        forward = [
-            (unit, partial(self._enqueue_layer, current, i, min(i, 1), 1)) for i, unit in enumerate(self._layers)
-        ]
-        self._run(current, [(current.embedding, partial(self._enqueue_embed, current)), *forward])
-        inputs, outputs = self.activations.layer_input(0), self.activations.layer_input(1)
-        return inputs.cpu().clone(), outputs.cpu().clone()
+        current = self._start(StepRows.single(micro_batches), "trial")
+        self._run(current, self._forward(current))
+        return self.activations.trial_ends
 
-    def _start(self, rows: StepRows, key: StepKey | None = None) -> StepPass:
-        by_rows = self._template.embeds_by_rows
+    def _forward(self, current: StepPass) -> list[tuple[UnitRequest, Enqueue]]:
+        """The part of a pass up to the last layer."""
+        return [
+            (current.embedding, partial(self._enqueue_embed, current)),
+            *(
+                (UnitRequest(unit_index=layer + 1), partial(self._enqueue_layer, current, layer))
+                for layer in self._own_layers
+            ),
+        ]
+
+    def _make_activations(self, execution: Execution) -> Activations:
+        template, layout = self._template, self._template.layout
+        sizes = {
+            "num_layers": template.num_layers,
+            "num_skipped": layout.num_skipped_layers,
+            "hidden_size": template.hidden_size,
+        }
+        if self._ranks.by_layers:
+            return SharedActivations(self._device, self._ranks, first_trained=self._first_trained - 1, **sizes)
+        kind = Activations if execution.activation_placement == "device" else OffloadedActivations
+        return kind(self._device, **sizes)
+
+    def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
+        by_rows, ranks = self._template.embeds_by_rows, self._ranks
         num_lanes = len(rows.lanes)
         # A pass of one lane is computed by all ranks.
-        of_ranks = [range(1)] * self._ranks.num_ranks if num_lanes == 1 else self._ranks.lanes(num_lanes)
-        lanes = of_ranks[self._ranks.rank]
-        micro_batches = rows.of(lanes)
+        of_ranks = [range(1)] * ranks.num_ranks if num_lanes == 1 else ranks.lanes(num_lanes)
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
+        lanes = range(num_lanes) if ranks.by_layers else of_ranks[ranks.rank]
         # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
-        self.activations.reserve(max(1, sum(micro_batch.num_tokens for micro_batch in micro_batches)))
-        tokens = StepTokens.of(
-            [rows.lanes[lane] for lane in lanes],
-            self._device,
-            num_rows=None if by_rows else self._template.vocab_size,
-        )
-        exchange = None if self._ranks.is_alone else self._row_exchange(rows)
-        if exchange is not None:
-            self._stream.reserve(exchange)
+        self.activations.reserve(max(1, sum(micro_batch.num_tokens for micro_batch in rows.of(lanes))))
+        layers = edges = self._pass_tokens(rows, lanes, key)
+        exchange = backward_exchange = None if ranks.is_alone else self._row_exchange(rows)
+        edges_of_ranks = [range(0)] * ranks.num_ranks
+        if ranks.by_layers:
+            edges = self._pass_tokens(rows, of_ranks[ranks.rank], key)
+            if self._owned_rows is not None:
+                exchange = RowExchange.between([rows.rows_in_use(lanes)] * ranks.num_ranks, ranks, self._owned_rows)
+            if purpose != "trial":
+                edges_of_ranks = [layers.micro_batches_of(of_rank) for of_rank in of_ranks]
+        for one in (exchange, backward_exchange):
+            if one is not None:
+                self._stream.reserve(one)
+        self.activations.start(purpose, layers.tokens.spans, edges_of_ranks)
         return StepPass(
-            tokens=tokens,
-            embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None, exchange=exchange),
+            layers=layers,
+            edges=edges,
+            embedding=UnitRequest(unit_index=0, rows_R=layers.tokens.rows_R if by_rows else None, exchange=exchange),
+            embedding_backward=UnitRequest(
+                unit_index=0, rows_R=edges.tokens.rows_R if by_rows else None, exchange=backward_exchange
+            ),
             # Of supervised tokens only: the head runs on no others.
-            chunks=self._chunks(tokens, lanes, num_lanes),
+            chunks=self._chunks(edges),
             # In fp64, because the losses of all chunks of a lane add up in it.
-            loss=self._device.place(torch.zeros(len(lanes), dtype=torch.float64)),
+            loss=self._device.place(torch.zeros(len(edges.lanes), dtype=torch.float64)),
             divisor=rows.num_targets,
             logprobs_of_ranks=tuple(sum(m.num_targets for m in rows.of(of_rank)) for of_rank in of_ranks),
-            step_lanes=lanes,
-            num_lanes=num_lanes,
             key=key,
             generator=self._device.generator if self._template.draws_random_numbers else None,
-            noise_N1=self._noise_magnitudes(micro_batches)
-            if key is not None and self._recipe.neftune_noise_alpha
-            else None,
         )
 
-    def _chunks(self, tokens: StepTokens, lanes: range, num_lanes: int) -> list[Chunk]:
+    def _pass_tokens(self, rows: StepRows, lanes: range, key: StepKey | None) -> PassTokens:
+        by_rows, has_noise = self._template.embeds_by_rows, key is not None and self._recipe.neftune_noise_alpha
+        return PassTokens(
+            tokens=StepTokens.of(
+                [rows.lanes[lane] for lane in lanes],
+                self._device,
+                num_rows=None if by_rows else self._template.vocab_size,
+            ),
+            lanes=lanes,
+            num_lanes=len(rows.lanes),
+            noise_N1=self._noise_magnitudes(rows.of(lanes)) if has_noise else None,
+        )
+
+    def _chunks(self, edges: PassTokens) -> list[Chunk]:
         size = self._head_chunk_tokens
         return [
             Chunk(
                 lane=index,
                 tokens=slice(start, min(start + size, targets.stop)),
-                name=in_lane(lane, start - targets.start, num_lanes),
+                name=in_lane(lane, start - targets.start, edges.num_lanes),
             )
-            for index, (lane, targets) in enumerate(zip(lanes, tokens.target_lanes, strict=True))
+            for index, (lane, targets) in enumerate(zip(edges.lanes, edges.tokens.target_lanes, strict=True))
             for start in range(targets.start, targets.stop, size)
         ]
 
@@ -264,19 +297,19 @@ class ForwardBackward:
         magnitudes = self._recipe.neftune_noise_alpha / (lengths * self._template.hidden_size).sqrt()
         return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
 
-    def _noise(self, current: StepPass, index: int, span: slice) -> Tensor | None:
+    def _noise(self, current: StepPass, part: PassTokens, index: int) -> Tensor | None:
         """The noise on the embeddings of a micro-batch, the same in forward and backward; None without. Shapes: [1, T,
         D].
 
         Source: NEFTune (arXiv 2310.05914). Each document has the noise that it would have alone, however rows are
         packed.
         """
-        if current.noise_N1 is None or current.key is None:
+        if part.noise_N1 is None or current.key is None:
             return None
-        magnitudes_T1 = current.noise_N1[span]
+        magnitudes_T1 = part.noise_N1[part.tokens.spans[index]]
         shape = (1, magnitudes_T1.shape[0], self._template.hidden_size)
         noise_1TD = torch.empty(shape, dtype=self._device.compute_dtype, device=magnitudes_T1.device)
-        self._device.generator.manual_seed(current.key.seed_of(NOISE, current.name_of(index)))
+        self._device.generator.manual_seed(current.key.seed_of(NOISE, part.name_of(index)))
         return noise_1TD.uniform_(-1.0, 1.0, generator=self._device.generator).mul_(magnitudes_T1)
 
     def _run(self, current: StepPass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
@@ -295,6 +328,7 @@ class ForwardBackward:
         # Only now, because after a failure the queues skip their work but let every event happen.
         try:
             self._device.raise_failure()
+            self.activations.finish()
         finally:
             self._device.charge("workspace", -current.call_bytes)
             # Of a pass that failed before backward took them.
@@ -302,18 +336,18 @@ class ForwardBackward:
             self._device.charge("activations", -current.product_bytes)
 
     def _enqueue_embed(self, current: StepPass, flat: Tensor) -> None:
-        template, tokens = self._template, current.tokens
+        template, part, tokens = self._template, current.layers, current.layers.tokens
 
         def embed(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
-            parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
-            noise_1TD = self._noise(current, index, span)
-            current.seed(0, index)
+            parameters[template.table_place.name] = self._table(tokens, flat, by_rows=template.embeds_by_rows)
+            noise_1TD = self._noise(current, part, index)
+            current.seed(0, part.name_of(index))
             with torch.no_grad(), charged(self._device, 0 if noise_1TD is None else noise_1TD.nbytes):
                 hidden_1TD, calls = template.embed(
                     parameters, tokens.row_ids_N[span], tokens.position_ids[index], tokens.boundaries[index], noise_1TD
                 )
-            self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
+            self.activations.output(EMBEDDING)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
             # All layers of a kind get the same masks and tables, which count once.
             storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
@@ -323,15 +357,16 @@ class ForwardBackward:
 
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(embed, index, span), label="forward 0")
+            self.activations.after_forward(EMBEDDING, index)
 
-    def _enqueue_layer(self, current: StepPass, layer: int, source: int, output: int, flat: Tensor) -> None:
-        template, activations = self._template, self.activations
+    def _enqueue_layer(self, current: StepPass, layer: int, flat: Tensor) -> None:
+        template, activations, part = self._template, self.activations, current.layers
         visit, norms = self._fp8_visit(layer, for_backward=False), VisitNorms(template, layer)
 
         def forward(index: int, span: slice) -> None:
             parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-            hidden_1TD = activations.layer_input(source)[span][None]
-            current.seed(layer + 1, index)
+            hidden_1TD = activations.input(layer)[span][None]
+            current.seed(layer + 1, part.name_of(index))
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 output_1TD = compiled.forward(parameters, hidden_1TD)
@@ -346,33 +381,27 @@ class ForwardBackward:
                     output_1TD = template.layer(layer, parameters, hidden_1TD, call)
                 if products is not None:
                     self._keep(current, layer, index, products)
-            activations.layer_input(output)[span].copy_(output_1TD[0])
+            activations.output(layer)[span].copy_(output_1TD[0])
 
-        # Only a training step has a backward, which wants the inputs again.
-        keeps = current.key is not None and layer >= self._num_skipped
-        has_backward = keeps and layer + 1 >= self._first_trained
+        # Only a training step has a backward.
+        has_backward = current.key is not None and layer + 1 >= self._first_trained
         keeps_products = has_backward and layer >= template.num_layers - self._residency.product_layers
-        for index, span in enumerate(current.tokens.spans):
-            if keeps:
-                # The embedding's output too, or the last skipped layer's, which is the first one's input.
-                if layer == self._num_skipped:
-                    activations.produced(0, span)
-                activations.before_write(output, span)
+        for index, span in enumerate(part.tokens.spans):
+            activations.before_forward(layer, index)
             self._device.compute.submit(partial(forward, index, span), label=f"forward {layer + 1}")
-            if keeps:
-                activations.produced(output, span)
+            activations.after_forward(layer, index)
 
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
-        template, activations = self._template, self.activations
+        template, activations, part = self._template, self.activations, current.layers
         unit = self._sink.open(layer + 1)
         visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)
-        kept_input, is_last = layer - self._num_skipped, layer + 1 == self._first_trained
+        is_last = layer + 1 == self._first_trained
 
         def backward(index: int, span: slice, gradients: UnitGradients | None) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for
             # a change here.
-            hidden_1TD = activations.layer_input(kept_input)[span][None].data
+            hidden_1TD = activations.input(layer)[span][None].data
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
@@ -381,7 +410,7 @@ class ForwardBackward:
             hidden_1TD.requires_grad_(not is_last)
             leaves, products = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
-            current.seed(layer + 1, index)
+            current.seed(layer + 1, part.name_of(index))
             kept = current.products.pop((layer, index), None)
             if kept is not None:
                 self._charge_products(current, -kept.num_bytes)
@@ -392,26 +421,29 @@ class ForwardBackward:
             if hidden_1TD.grad is not None:
                 gradient_TD.copy_(hidden_1TD.grad[0])
 
-        def measure(total: Tensor) -> None:
+        def measure(squares_L: Tensor) -> None:
             if unit is not None:
-                total.add_(unit.lanes[0].square_sum())
+                squares_L[layer] = unit.lanes[0].square_sum()
 
-        for lane, numbers in enumerate(current.tokens.lanes):
+        for lane, numbers in enumerate(part.tokens.lanes):
             gradients = None if unit is None else unit.lanes[lane]
             for index in numbers:
-                span = current.tokens.spans[index]
-                activations.await_input(kept_input, span)
-                self._device.compute.submit(partial(backward, index, span, gradients), label=f"backward {layer + 1}")
-                if index == 0 and current.first_square is not None:
-                    self._device.compute.submit(partial(measure, current.first_square), label=f"backward {layer + 1}")
+                work = partial(backward, index, part.tokens.spans[index], gradients)
+                activations.before_backward(layer, index)
+                self._device.compute.submit(work, label=f"backward {layer + 1}")
+                if index == 0 and current.first_squares_L is not None:
+                    self._device.compute.submit(
+                        partial(measure, current.first_squares_L), label=f"backward {layer + 1}"
+                    )
                 # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
-                activations.consumed(kept_input, span)
+                activations.after_backward(layer, index)
             if unit is not None:
                 unit.close(lane)
         self._sink.send(layer + 1)
 
     def _enqueue_embed_backward(self, current: StepPass, flat: Tensor) -> None:
-        template, sink, tokens, activations = self._template, self._sink, current.tokens, self.activations
+        template, sink, activations, part = self._template, self._sink, self.activations, current.edges
+        tokens = part.tokens
         padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
         # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
         padding_row = padding_rows[0][0] if padding_rows else -1
@@ -427,25 +459,29 @@ class ForwardBackward:
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the
             # rest of this.
-            weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
+            weight_TD = self._table(tokens, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
-            noise_1TD = self._noise(current, index, span)
-            current.seed(0, index)
+            noise_1TD = self._noise(current, part, index)
+            current.seed(0, part.name_of(index))
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
                 with products:
                     hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids[index], noise_1TD=noise_1TD)
-                torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
+                torch.autograd.backward(hidden_1TD, activations.edge_gradient[span][None])
             # Not by a hook: other parameters of the unit may still read what came in.
             if weight_TD.grad is not None:
-                activations.gradient[span].copy_(weight_TD.grad)
+                activations.edge_gradient[span].copy_(weight_TD.grad)
 
         def add_up(span: slice, table: Tensor) -> None:
             sink.reached.update(template.table_place.stored_names)
             # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds
             # in the same order every time on cuda too; index_add_ with repeated rows does not.
             gradient_RD = torch.ops.aten.embedding_dense_backward(
-                activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
+                activations.edge_gradient[span].float(),
+                tokens.row_ids_N[span],
+                tokens.rows_R.numel(),
+                padding_row,
+                False,
             )
             if by_rows or not template.embeds_by_rows:
                 table.add_(gradient_RD)
@@ -453,6 +489,7 @@ class ForwardBackward:
                 # Rows are distinct, so that no two additions meet and the result is the same in any order.
                 table.index_add_(0, tokens.placed_rows_R, gradient_RD)
 
+        activations.before_embedding_backward()
         for lane, numbers in enumerate(tokens.lanes):
             gradients = unit.lanes[lane]
             sink.start_table(gradients, rows_R)
@@ -460,7 +497,7 @@ class ForwardBackward:
                 work = partial(backward, index, tokens.spans[index], gradients)
                 self._device.compute.submit(work, label="backward 0")
             if has_table and numbers:
-                table = self._table(current, gradients.flat, by_rows=by_rows)
+                table = self._table(tokens, gradients.flat, by_rows=by_rows)
                 end = tokens.spans[numbers[-1]].stop
                 for start in range(tokens.spans[numbers[0]].start, end, EMBEDDING_GRADIENT_TOKENS):
                     span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, end))
@@ -488,9 +525,9 @@ class ForwardBackward:
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 
-    def _table(self, current: StepPass, flat: Tensor, *, by_rows: bool) -> Tensor:
-        """The embedding table in a flat buffer: the rows of this pass one after the other, or all."""
+    def _table(self, tokens: StepTokens, flat: Tensor, *, by_rows: bool) -> Tensor:
+        """The embedding table in a flat buffer: the rows of these tokens one after the other, or all."""
         if not by_rows:
             return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
-        return flat[: current.tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
+        return flat[: tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)

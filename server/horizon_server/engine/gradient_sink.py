@@ -7,6 +7,7 @@ Shapes: R = rows of the embedding in use, D = hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.adamw import RowGradient
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ownership import Ownership, length
+from horizon_server.store.ownership import length
 
 
 class GradientSink:
@@ -52,7 +53,7 @@ class GradientSink:
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes = ranks, num_lanes
         units = template.layout.units
-        ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        ownership = ranks.ownership(template.layout)
         # This rank's part of each unit's trained elements.
         self._owned = [ownership.trained(unit.index)[ranks.rank] for unit in units]
         # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at
@@ -79,7 +80,6 @@ class GradientSink:
                 device,
                 ranks,
                 num_lanes=num_lanes,
-                slot_elements=max(*(unit.trained_elements for unit in units), template.layout.head_gradient_elements),
                 numbers=self._lane_numbers,
             )
         self._landing: SlotRings | None = None
@@ -123,6 +123,11 @@ class GradientSink:
                 if unit.trained_elements:
                     self.reached |= self._lanes.reached(unit.index)
         return self.reached
+
+    def meet(self) -> None:
+        """Have what other ranks know of the gradients, once all of them are on the host."""
+        if self._lanes is not None:
+            self._lanes.meet()
 
     @property
     def loss(self) -> float:
@@ -185,13 +190,14 @@ class GradientSink:
         if rows_R is not None:
             # Not the whole slot: a table of many rows is far larger than what a step uses of it.
             flat, places = flat[: rows_R.numel() * template.hidden_size], []
-        flats, leaves = [flat], [Leaf()]
+        flats: Sequence[Tensor] = [flat]
+        leaves: Sequence[Leaf] = [Leaf()]
         if self._lanes is not None:
             if rows_R is None:
                 # So that no more is added up than what was computed.
                 is_head = unit.kind == "head"
                 flat = flat[: template.layout.head_gradient_elements if is_head else unit.trained_elements]
-            flats, leaves = self._lanes.buffers(flat), self._lanes.leaves
+            flats, leaves = self._lanes.buffers(unit_index, flat), self._lanes.leaves(unit_index)
         return LaneGradients(
             lanes=[UnitGradients(places, flats[leaf.buffer], unit, reached=self.reached) for leaf in leaves],
             leaves=leaves,
@@ -236,7 +242,13 @@ class GradientSink:
             of_lanes = [of_rank[range_.start : range_.stop] for of_rank, range_ in zip(of_ranks, lanes, strict=True)]
             total.copy_(sum_lanes(torch.cat(of_lanes)))
 
-        device.d2h.submit(add_up, label="loss")
+        num_others = ranks.num_ranks - 1
+        device.d2h.submit(
+            add_up,
+            num_bytes=num_others * self._num_lanes * loss.itemsize,
+            label="loss",
+            collective="numbers" if num_others else None,
+        )
         device.read_back(total, self._sets[self._set, 0])
 
     def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:
@@ -327,7 +339,7 @@ class GradientSink:
                 )
                 if landing is not None:
                     self._landing.release(landing, self._optimizer.queue)
-        lanes.sent_extras()
+        lanes.sent_extras(unit_index)
         self._rings.release(slot, device.d2h)
 
     def _has_gradient(self, unit_index: int) -> bool:

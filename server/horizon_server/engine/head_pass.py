@@ -27,14 +27,15 @@ from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.step_pass import Chunk, StepPass, charged
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
+from horizon_server.figures import CollectiveKind
 
 WriteGradient = Callable[[Tensor, Tensor], None]
 """Writes the gradient of a chunk's logits: from the logits, to the second tensor, which may be the first."""
 
 
 class HeadPass:
-    """Queues the head's work of a pass; the hidden states are in `activations`, those of a training step at
-    `last_output`; gradients and loss go to `sink`. `label_smoothing` is that of the cross-entropy of training steps.
+    """Queues the head's work of a pass on what the last layer wrote, which is in `activations`; gradients and loss go
+    to `sink`. `label_smoothing` is that of the cross-entropy of training steps.
     """
 
     def __init__(
@@ -44,39 +45,39 @@ class HeadPass:
         sink: GradientSink,
         activations: Activations,
         *,
-        last_output: int,
         label_smoothing: float,
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
         self._template, self._device, self._sink, self._activations = template, device, sink, activations
-        self._last_output, self._label_smoothing = last_output, label_smoothing
+        self._label_smoothing = label_smoothing
         self._unit_index = template.layout.units[-1].index
         self._has_backward = template.layout.first_trained_unit < self._unit_index
 
     def enqueue_loss(self, current: StepPass, flat: Tensor) -> None:
-        """The mean cross-entropy, without gradients; hidden states are those of a pass without backward."""
-        tokens = current.tokens
+        """The mean cross-entropy, without gradients."""
+        tokens = current.edges.tokens
 
         def head(chunk: Chunk) -> None:
-            logits_SV = self._logits(current, flat, self._activations.layer_input(0), chunk)
+            logits_SV = self._logits(current, flat, chunk)
             targets_S = tokens.targets_S[chunk.tokens]
             if current.num_correct is not None:
                 current.num_correct += num_correct(logits_SV, targets_S)
             current.loss[chunk.lane] += chunk_loss(logits_SV, targets_S, divisor=current.divisor)
 
+        self._activations.before_head()
         for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label="head loss")
         self._sink.send_loss(current.loss)
 
     def enqueue_log_probabilities(self, current: StepPass, flat: Tensor) -> None:
-        """Each supervised token's log-probability, into `logprobs_S`; hidden states are those of a pass without
-        backward."""
-        self._enqueue_log_probabilities(current, flat, layer_input=0)
+        """Each supervised token's log-probability, into `logprobs_S`."""
+        self._activations.before_head()
+        self._enqueue_log_probabilities(current, flat)
 
     def enqueue_gradients(self, current: StepPass, flat: Tensor) -> None:
         """Loss and gradients, of the cross-entropy or of the objective that the pass has."""
-        tokens, activations, compute = current.tokens, self._activations, self._device.compute
+        tokens, activations, compute = current.edges.tokens, self._activations, self._device.compute
         unit = self._sink.open(self._unit_index)
         coefficients_S = torch.empty(0)
 
@@ -98,25 +99,29 @@ class HeadPass:
             loss, coefficients_S = self._ask(current)
             current.loss[0] += loss
 
+        activations.before_head()
         # Tokens without a target get no gradient from the head, but backward reads theirs.
-        compute.submit(activations.gradient.zero_, label="zero hidden gradient")
+        compute.submit(activations.edge_gradient.zero_, label="zero hidden gradient")
         write = cross_entropy
         if current.runs_twice:
-            self._enqueue_log_probabilities(current, flat, layer_input=self._last_output)
-            compute.submit(ask, label="objective")
+            self._enqueue_log_probabilities(current, flat)
+            sizes, rank = current.logprobs_of_ranks, self._ranks.rank
+            num_bytes = (sum(sizes) - sizes[rank]) * torch.float32.itemsize
+            collective: CollectiveKind | None = None if self._ranks.is_alone else "numbers"
+            compute.submit(ask, num_bytes=num_bytes, label="objective", collective=collective)
             write = weighted
-        for lane in range(len(tokens.lanes)):
+        for lane, numbers in enumerate(tokens.lanes):
             gradients = None if unit is None else unit.lanes[lane]
             for chunk in (chunk for chunk in current.chunks if chunk.lane == lane):
                 work = partial(self._chunk_gradients, current, flat, gradients, chunk, partial(write, chunk))
                 compute.submit(work, label=f"backward {self._unit_index}")
+            activations.after_head(numbers)
             if unit is not None:
                 unit.close(lane)
         # First, because an update in backward looks at the loss as soon as the first gradient has landed.
         self._sink.send_loss(current.loss)
         self._sink.send(self._unit_index)
-        for span in tokens.spans:
-            activations.consumed(self._last_output, span)
+        activations.start_backward()
 
     def _ask(self, current: StepPass) -> tuple[Tensor, Tensor]:
         """The objective's loss, on the first rank, and its derivative by each log-probability of this rank. The first
@@ -140,23 +145,24 @@ class HeadPass:
         start = sum(sizes[: ranks.rank])
         return loss, found_S[start : start + sizes[ranks.rank]]
 
-    def _enqueue_log_probabilities(self, current: StepPass, flat: Tensor, *, layer_input: int) -> None:
+    def _enqueue_log_probabilities(self, current: StepPass, flat: Tensor) -> None:
         def head(chunk: Chunk) -> None:
             assert current.logprobs_S is not None
-            logits_SV = self._logits(current, flat, self._activations.layer_input(layer_input), chunk)
-            targets_S = current.tokens.targets_S[chunk.tokens]
+            logits_SV = self._logits(current, flat, chunk)
+            targets_S = current.edges.tokens.targets_S[chunk.tokens]
             current.logprobs_S[chunk.tokens] = log_probabilities(logits_SV, targets_S)
 
         for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label="head log-probabilities")
 
-    def _logits(self, current: StepPass, flat: Tensor, hidden_ND: Tensor, chunk: Chunk) -> Tensor:
+    def _logits(self, current: StepPass, flat: Tensor, chunk: Chunk) -> Tensor:
         """The logits of a chunk, without a graph. Shapes: [S, V]."""
         parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._unit_index]}
         # Outside training it draws nothing. In training the same as when the chunk runs again for its gradients.
-        current.seed_by(self._unit_index, chunk.name)
+        current.seed(self._unit_index, chunk.name)
+        hidden_SD = self._activations.head_input[current.edges.tokens.supervised_S[chunk.tokens]]
         with torch.no_grad():
-            return self._template.head(parameters, hidden_ND[current.tokens.supervised_S[chunk.tokens]][None])
+            return self._template.head(parameters, hidden_SD[None])
 
     def _chunk_gradients(
         self, current: StepPass, flat: Tensor, gradients: UnitGradients | None, chunk: Chunk, write: WriteGradient
@@ -164,10 +170,10 @@ class HeadPass:
         """The gradients of a chunk, for the hidden states and the head's weights, from that of the logits, which
         `write` writes."""
         template, activations = self._template, self._activations
-        supervised_S = current.tokens.supervised_S[chunk.tokens]
-        hidden_1SD = activations.layer_input(self._last_output)[supervised_S][None].requires_grad_(self._has_backward)
+        supervised_S = current.edges.tokens.supervised_S[chunk.tokens]
+        hidden_1SD = activations.head_input[supervised_S][None].requires_grad_(self._has_backward)
         leaves, products = unit_leaves(template.places[self._unit_index], flat, gradients)
-        current.seed_by(self._unit_index, chunk.name)
+        current.seed(self._unit_index, chunk.name)
         # Autograd does not keep the logits, so that they are not in what `workspace` counts.
         logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
         with charged(self._device, logits_bytes), self._device.workspace(("head", supervised_S.numel())):
@@ -182,4 +188,4 @@ class HeadPass:
             write(values_SV, gradient_SV)
             torch.autograd.backward(edge, gradient_SV)
         if hidden_1SD.grad is not None:
-            activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
+            activations.edge_gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])

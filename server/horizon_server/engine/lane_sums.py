@@ -4,7 +4,8 @@ of which each gets the sum of the parts that it owns.
 The lanes of a unit are computed one after the other. Each adds up in a buffer of its own, and is added to the one
 before as soon as both are the two halves of a subtree. So a few buffers serve any number of lanes, and the first one,
 the slot of the unit, ends with the sum. The subtrees that a rank can close by itself travel to the owners, who sum them
-in the same tree.
+in the same tree. Where ranks divide a step by layers, the owner of a layer computes all of its lanes, and nothing of it
+travels but its numbers, at the end of backward: in between, every rank would wait for the slowest at each layer.
 
 Shapes: R = rows of the embedding that this rank uses, U = those that all ranks use of the rows that this rank owns,
 D = hidden size.
@@ -26,7 +27,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.lane_tree import Stack, Subtree, num_buffers, num_sums, roots_of
 from horizon_server.store import reference
-from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, Ownership, length
+from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +144,11 @@ class LaneSums:
         ranks: Ranks,
         *,
         num_lanes: int,
-        slot_elements: int,
         numbers: Tensor,
     ) -> None:
-        """`slot_elements` are those of the largest gradient; `numbers` is host memory for the ownership's `num_numbers`
-        of two steps in turn."""
+        """`numbers` is host memory for the ownership's `num_numbers` of two steps in turn."""
         self._template, self.device, self._ranks = template, device, ranks
-        self.ownership = Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
-        self._slot_elements = slot_elements
+        self.ownership = ranks.ownership(template.layout)
         self._num_lanes = num_lanes
         self._plan()
         self._extras: list[Tensor] = []
@@ -160,6 +158,7 @@ class LaneSums:
         self._table: Tensor | None = None
         self._extras_free: Event | None = None
         self._found: dict[int, Tensor] = {}
+        self._of_layers: dict[int, tuple[float, set[str]]] = {}
         self._numbers = numbers.view(2, -1)
         self._set = 0
         self.rows: RowExchange | None = None
@@ -170,9 +169,9 @@ class LaneSums:
         """Work out where lanes add up, and which subtrees travel."""
         ranks = self._ranks
         of_ranks = ranks.lanes(self._num_lanes)
-        lanes = of_ranks[ranks.rank]
-        self.leaves = _leaves(lanes)
-        self._num_extra = num_buffers(lanes) - 1
+        self._edge_lanes = of_ranks[ranks.rank]
+        self._layer_lanes = range(self._num_lanes) if ranks.by_layers else self._edge_lanes
+        self._edge_leaves, self._layer_leaves = _leaves(self._edge_lanes), _leaves(self._layer_lanes)
         # The subtrees of all ranks, in the order in which they are received: first the first of each rank.
         roots = [roots_of(of_rank) for of_rank in of_ranks]
         self._num_roots = len(roots[ranks.rank])
@@ -192,13 +191,26 @@ class LaneSums:
     def open(self) -> None:
         """Take the memory on the device, also after `close`."""
         device, ownership = self.device, self.ownership
+        units, layout = self._template.layout.units, self._template.layout
+        layer_elements = max(unit.trained_elements for unit in units if unit.kind == "layer")
+        edge_elements = max(units[0].trained_elements, layout.head_gradient_elements, units[-1].trained_elements)
+        num_edge, num_layer = num_buffers(self._edge_lanes) - 1, num_buffers(self._layer_lanes) - 1
         self._extras = [
-            device.allocate("gradients", self._slot_elements, torch.float32) for _ in range(self._num_extra)
+            device.allocate(
+                "gradients",
+                max(edge_elements if index < num_edge else 0, layer_elements if index < num_layer else 0),
+                torch.float32,
+            )
+            for index in range(max(num_edge, num_layer))
         ]
         if self._template.layout.shares_gradient:
             self._table = device.allocate("gradients", length(ownership.trained(0)[self._ranks.rank]), torch.float32)
         if not self._ranks.is_alone:
-            owned = max(length(ownership.trained(unit.index)[self._ranks.rank]) for unit in self._template.layout.units)
+            owned = max(
+                length(ownership.trained(unit.index)[self._ranks.rank])
+                for unit in units
+                if not ownership.is_whole(unit.index)
+            )
             self._received = device.allocate("gradients", self._num_subtrees * owned, torch.float32)
             self._open_rows()
 
@@ -223,18 +235,24 @@ class LaneSums:
         """Forget the numbers of the step before last."""
         self._set = 1 - self._set
         self._numbers[self._set].fill_(torch.nan)
+        self._of_layers.clear()
         self.rows = rows
 
-    def buffers(self, slot: Tensor) -> list[Tensor]:
+    def leaves(self, unit_index: int) -> Sequence[Leaf]:
+        """Of the lanes of a unit that this rank computes."""
+        is_layer = self._template.layout.units[unit_index].kind == "layer"
+        return self._layer_leaves if is_layer else self._edge_leaves
+
+    def buffers(self, unit_index: int, slot: Tensor) -> list[Tensor]:
         """All buffers of a unit whose slot this is; compute waits until they are free."""
         if self._extras_free is not None:
             self.device.compute.wait(self._extras_free)
             self._extras_free = None
-        return self._stack(slot)
+        return self._stack(slot)[: 1 + max(leaf.buffer for leaf in self.leaves(unit_index))]
 
-    def sent_extras(self) -> None:
-        """What was submitted to d2h reads other buffers than the slot; they are free after it."""
-        if self._num_roots > 1:
+    def sent_extras(self, unit_index: int) -> None:
+        """What was submitted to d2h reads other buffers than the unit's slot; they are free after it."""
+        if self._num_roots > 1 and not self.ownership.is_whole(unit_index):
             self._extras_free = self.device.d2h.record()
 
     def keep_table(self, slot: Tensor, start: int) -> None:
@@ -248,7 +266,10 @@ class LaneSums:
     def sum_unit(self, unit_index: int, slot: Tensor, reached: set[str]) -> Tensor:
         """Submit the sum of a unit's gradient and its numbers; returns where this rank's part is then, fp32."""
         unit = self._template.layout.units[unit_index]
-        own = self._submit_sum(unit_index, self._roots(slot, 0, unit.trained_elements))
+        if self.ownership.is_whole(unit_index):
+            own = slot[: unit.trained_elements]
+        else:
+            own = self._submit_sum(unit_index, self._roots(slot, 0, unit.trained_elements))
         if unit_index == 0 and self._table is not None:
             self.device.d2h.submit(partial(own.add_, self._table), label="gradient of the table")
         self._submit_numbers(unit_index, own, NORM_BLOCK_ELEMENTS, reached)
@@ -264,7 +285,15 @@ class LaneSums:
         if not self._ranks.is_alone:
             assert self._row_sums is not None, "reserve comes first"
             own = self._row_sums[: rows.own_U.numel() * width]
-            self.device.d2h.submit(partial(self._sum_received_rows, roots, rows), label="gradient 0")
+            others = sum(
+                rows.sent[rank].numel() for of_round in self._rounds for rank, _ in of_round if rank != self._ranks.rank
+            )
+            self.device.d2h.submit(
+                partial(self._sum_received_rows, roots, rows),
+                num_bytes=others * width * own.itemsize,
+                label="gradient 0",
+                collective="rows",
+            )
         if (table := self._table) is not None:
             first = self.ownership.rows()[self._ranks.rank].start
             places_U = self.device.place(rows.own_U - first)
@@ -278,11 +307,34 @@ class LaneSums:
 
     def square_sum(self, unit_index: int) -> float:
         """Of a unit's gradient over all ranks, once d2h has passed it: block after block, in fp64."""
+        if unit_index in self._of_layers:
+            return self._of_layers[unit_index][0]
         return reference.in_order(self.numbers_of(unit_index).squares.numpy())
 
     def reached(self, unit_index: int) -> set[str]:
         """The tensors of a unit that got a gradient on any rank, once d2h has passed it."""
+        if unit_index in self._of_layers:
+            return self._of_layers[unit_index][1]
         return self.numbers_of(unit_index).reached()
+
+    def meet(self) -> None:
+        """Have the numbers of layers that other ranks compute, once d2h is through with the step."""
+        units = [u for u in self._template.layout.units if u.trained_elements and self.ownership.is_whole(u.index)]
+        if not units:
+            return
+        own: list[float] = []
+        for unit in units:
+            numbers = self.numbers_of(unit.index)
+            reached = numbers.reached() if self._owns(unit.index) else set()
+            square = reference.in_order(numbers.squares.numpy()) if self._owns(unit.index) else 0.0
+            own += [square, *(float(name in reached) for name in numbers.names)]
+        # One rank has them, the others have zeros.
+        found = self._ranks.meet(own).sum(0).tolist()
+        for unit in units:
+            names = self.numbers_of(unit.index).names
+            square, *flags = found[: 1 + len(names)]
+            del found[: 1 + len(names)]
+            self._of_layers[unit.index] = square, {name for name, flag in zip(names, flags, strict=True) if flag}
 
     def numbers_of(self, unit_index: int) -> UnitNumbers:
         """What d2h brings of a unit in this step."""
@@ -296,8 +348,14 @@ class LaneSums:
         assert self._received is not None, "open comes first"
         sizes = [length(part) for part in self.ownership.trained(unit_index)]
         received = self._received
-        self.device.d2h.submit(partial(self._sum_received, roots, sizes), label=f"exchange {unit_index}")
-        return received[: sizes[self._ranks.rank]]
+        own = sizes[self._ranks.rank]
+        self.device.d2h.submit(
+            partial(self._sum_received, roots, sizes),
+            num_bytes=(self._num_subtrees - self._num_roots) * own * received.itemsize,
+            label=f"exchange {unit_index}",
+            collective="gradients",
+        )
+        return received[:own]
 
     def _sum_received(self, roots: Sequence[Tensor], sizes: Sequence[int]) -> None:
         assert self._received is not None
@@ -354,6 +412,7 @@ class LaneSums:
         unit, target = self._template.layout.units[unit_index], self._numbers_at(unit_index)
         names = [tensor.name for tensor in unit.tensors if tensor.trained]
         num_blocks, num_most = own.numel() // block, target.shape[1] - len(names)
+        is_whole = self.ownership.is_whole(unit_index)
         # Made here, so that the copy to the host has a source while the work that fills it is queued; d2h reads one
         # step's before it fills the next one's.
         if unit_index not in self._found:
@@ -366,20 +425,31 @@ class LaneSums:
                 self.device.square_blocks(own, block, numbers[:num_blocks])
             flags = torch.tensor([float(name in reached) for name in names], dtype=torch.float64)
             numbers[num_most:].copy_(flags)
-            found.copy_(self._ranks.collect(numbers, "d2h"))
+            found.copy_(numbers[None] if is_whole else self._ranks.collect(numbers, "d2h"))
 
-        self.device.d2h.submit(work, label=f"norm {unit_index}")
+        num_others = 0 if is_whole else self._ranks.num_ranks - 1
+        self.device.d2h.submit(
+            work,
+            num_bytes=num_others * target[0].nbytes,
+            label=f"norm {unit_index}",
+            collective="numbers" if num_others else None,
+        )
         self.device.read_back(found, target)
 
     def _numbers_at(self, unit_index: int) -> Tensor:
-        """Of this step. Shapes: [ranks, blocks and flags]."""
-        return self._numbers[self._set, self.ownership.numbers(unit_index)].view(self._ranks.num_ranks, -1)
+        """Of this step. Shapes: [ranks, blocks and flags], of one rank where a unit is one rank's."""
+        num_finding = 1 if self.ownership.is_whole(unit_index) else self._ranks.num_ranks
+        return self._numbers[self._set, self.ownership.numbers(unit_index)].view(num_finding, -1)
 
     def _blocks(self, unit_index: int) -> list[int]:
         """How many blocks each rank has of a unit."""
         if unit_index == 0 and self.rows is not None and self._table is None:
             return list(self.rows.num_owned)
-        return [length(part) // NORM_BLOCK_ELEMENTS for part in self.ownership.trained(unit_index)]
+        blocks = [length(part) // NORM_BLOCK_ELEMENTS for part in self.ownership.trained(unit_index)]
+        return [max(blocks)] if self.ownership.is_whole(unit_index) else blocks
+
+    def _owns(self, unit_index: int) -> bool:
+        return length(self.ownership.trained(unit_index)[self._ranks.rank]) > 0
 
     def _stack(self, slot: Tensor) -> list[Tensor]:
         return [slot, *(extra[: slot.numel()] for extra in self._extras)]

@@ -23,7 +23,7 @@ from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.planning.residency import resident_units
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ownership import Ownership
+from horizon_server.store.ownership import length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LayerStream:
         ranks: Ranks = ALONE,
     ) -> None:
         assert num_slots >= 1
-        self._ranks, self._ownership = ranks, Ownership(layout=template.layout, num_ranks=ranks.num_ranks)
+        self._ranks, self._ownership = ranks, ranks.ownership(template.layout)
         self._sent_rows: Tensor | None = None
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._num_slots = num_slots
@@ -91,6 +91,8 @@ class LayerStream:
         for position, request in enumerate(requests):
             # As far ahead as slots are free: with two of them, the next unit is copied while this one computes.
             while order and self._rings.available(requests[order[0]].unit_index):
+                if order[0] > position and self._comes_last(requests, order[0]):
+                    break
                 fetched[order[0]] = self._fetch(requests, order[0])
                 del order[0]
             slot, ready = fetched.pop(position)
@@ -180,7 +182,13 @@ class LayerStream:
         device.upload_unit(self._store, index, flat, only_trained=only_trained, parts=parts)
         for division in divisions:
             if division[-1].stop > division[0].start:
-                device.h2d.submit(partial(ranks.complete, flat, division, "h2d"), label=f"gather unit {index}")
+                others = division[-1].stop - division[0].start - length(division[ranks.rank])
+                device.h2d.submit(
+                    partial(ranks.complete, flat, division, "h2d"),
+                    num_bytes=others * flat.itemsize,
+                    label=f"gather unit {index}",
+                    collective="weights",
+                )
 
     def _exchange_rows(self, rows: RowExchange, flat: Tensor) -> None:
         """Append the journey of embedding rows from the ranks that own them to those that use them."""
@@ -192,7 +200,14 @@ class LayerStream:
         received = flat[: rows.rows_R.numel() * width]
         sizes = [used.numel() * width for used in rows.sent]
         work = partial(self._ranks.exchange, received, sent, [count * width for count in rows.received], sizes, "h2d")
-        device.h2d.submit(work, label="exchange of rows")
+        others = rows.rows_R.numel() - rows.received[self._ranks.rank]
+        num_bytes = others * width * received.itemsize
+        device.h2d.submit(work, num_bytes=num_bytes, label="exchange of rows", collective="rows")
+
+    def _comes_last(self, requests: Sequence[UnitRequest], position: int) -> bool:
+        """Whether a request is fetched when it is asked for, and not before: rows for the end of backward, where ranks
+        divide a step by layers. All ranks take part in it, and hidden states behind it would wait for the slowest."""
+        return self._ranks.by_layers and position > 0 and requests[position].unit_index == 0
 
     def _stays(self, requests: Sequence[UnitRequest], position: int) -> bool:
         """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns

@@ -29,11 +29,10 @@ from torch import Tensor
 
 from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event, Queue, Work
-from horizon_server.engine.ranks import ALONE, Ranks
+from horizon_server.engine.ranks import ALONE, RankEvent, Ranks
 from horizon_server.recipe import Recipe
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ownership import Ownership
 
 IsFinite = Callable[[], bool]
 
@@ -60,7 +59,8 @@ class Optimizer:
         self, store: HostStore, device: Device, *, num_threads: int, table: str | None, ranks: Ranks = ALONE
     ) -> None:
         self._store, self._num_threads, self._table, self._ranks = store, num_threads, table, ranks
-        self._ownership = Ownership(layout=store.layout, num_ranks=ranks.num_ranks)
+        self._device = device
+        self._ownership = ranks.ownership(store.layout)
         self.queue = device.host_queue("optimizer")
         # Another queue, because the rows are known when the first one is full of layers already.
         self._rows_queue = device.host_queue("optimizer rows")
@@ -184,13 +184,10 @@ class Optimizer:
         """Let `queue` wait until all ranks have done the last update of a unit, where there is one."""
         # Not by a collective: the ranks share the store's memory, and its numbers say how far it is.
         generation = self._generation_of.get(unit_index)
-        if not self._ranks.is_alone and generation is not None:
-
-            def wait() -> None:
-                if not self._store.generations.wait_for(unit_index, generation, lambda: self._ranks.is_broken):
-                    raise RuntimeError("another rank has died")
-
-            queue.submit(wait, label=f"ranks update unit {unit_index}")
+        # What one rank owns as a whole, no other reads.
+        if not self._ranks.is_alone and generation is not None and not self._ownership.is_whole(unit_index):
+            done = partial(self._store.generations.has_reached, unit_index, generation)
+            queue.wait(RankEvent(done, self._ranks, self._device))
 
     def finish(self) -> Event:
         """An event after all that was submitted, the table's rows included."""

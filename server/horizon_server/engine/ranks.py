@@ -13,11 +13,12 @@ driving thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import safetensors.torch
 import torch
@@ -25,14 +26,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.timeline import RANKS
+from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, RankFigures
 from horizon_server.planning.lane_tree import lanes_of_rank, ranges_of
-from horizon_server.records.execution import DeviceKind
+from horizon_server.records.execution import DeviceKind, Execution, Parallel
+from horizon_server.store.layout import StoreLayout
+from horizon_server.store.ownership import Ownership
 
 QueueName = Literal["h2d", "compute", "d2h"]
 GROUPS = ("h2d", "compute", "d2h", "calls")
+_COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # A rank waits for the first one while that waits for its turn on the device. Who has died is seen otherwise.
 _PATIENCE = timedelta(days=365)
-_BACKENDS: Mapping[DeviceKind, str] = {"host": "gloo", "cuda": "nccl"}
+# Between two looks at what another rank has done.
+_POLL_S = 5e-5
+_BACKENDS: Mapping[DeviceKind, Literal["gloo", "nccl"]] = {"host": "gloo", "cuda": "nccl"}
 
 # Newer versions of torch have another name for it, and warn of this one.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -53,7 +62,7 @@ class Ranks:
     """This process's place among the ranks, and the ways between them. Without `groups` it is alone.
 
     With `gathers`, a unit's weights come from the parts of all ranks, over the ways between their devices; else each
-    rank reads all of them from the store.
+    rank reads all of them from the store. `shared_fd` is a memory file that all of them map, empty at first.
     """
 
     def __init__(
@@ -62,25 +71,36 @@ class Ranks:
         num_ranks: int = 1,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         *,
+        parallel: Parallel = "rows",
         gathers: bool = False,
+        shared_fd: int = -1,
     ) -> None:
-        self.rank, self.num_ranks, self.gathers = rank, num_ranks, gathers
+        self.rank, self.num_ranks, self.gathers, self.shared_fd = rank, num_ranks, gathers, shared_fd
+        self.parallel = parallel
         self._dealt: list[range] | None = None
         self.is_broken = False
         """Whether a rank has died: nothing is sent or waited for any more."""
         self._groups = groups or {}
+        self._met_s = 0.0
+        self.path: Literal["gloo", "nccl"] = "gloo"
+        """The library that carries what goes between devices."""
 
     @classmethod
-    def join(cls, rank: int, num_ranks: int, meeting_file: Path, *, device_kind: DeviceKind) -> Ranks:
+    def join(cls, rank: int, meeting_file: Path, execution: Execution, *, shared_fd: int) -> Ranks:
         """Meet the other ranks, which are given the same file, and return once all are there.
 
         CUDA: the process's current device is the rank's.
         """
+        num_ranks, device_kind, parallel = execution.num_ranks, execution.device_kind, execution.parallel
         store = FileStore(str(meeting_file), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_PATIENCE)
         backends = {name: "gloo" if name == "calls" else _BACKENDS[device_kind] for name in GROUPS}
         groups = {name: dist.new_group(backend=backend, timeout=_PATIENCE) for name, backend in backends.items()}
-        return cls(rank, num_ranks, groups, gathers=device_kind == "cuda")
+        # Whole layers come from the store, each over the link of its rank.
+        gathers = device_kind == "cuda" and parallel == "rows"
+        ranks = cls(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
+        ranks.path = _BACKENDS[device_kind]
+        return ranks
 
     @property
     def is_alone(self) -> bool:
@@ -91,6 +111,15 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is the first rank, which the others follow."""
         return self.rank == 0
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether each computes all lanes of its layers, and not its lanes of all layers."""
+        return self.parallel == "layers" and not self.is_alone
+
+    def ownership(self, layout: StoreLayout) -> Ownership:
+        """What each rank owns of a store."""
+        return Ownership(layout=layout, num_ranks=self.num_ranks, parallel=self.parallel)
 
     def lanes(self, num_lanes: int) -> list[range]:
         """The lanes of each rank: about as many for each, unless they were dealt otherwise."""
@@ -171,9 +200,29 @@ class Ranks:
         own = torch.tensor([0.0, *numbers], dtype=torch.float64)
         if self.is_alone or self.is_broken:
             return own[None, 1:]
-        out = torch.empty(self.num_ranks * own.numel(), dtype=torch.float64)
+        out, start_s = torch.empty(self.num_ranks * own.numel(), dtype=torch.float64), time.perf_counter()
         _all_gather(out, own, group=self._groups["calls"])
+        self._met_s += time.perf_counter() - start_s
         return out.view(self.num_ranks, -1)[:, 1:]
+
+    def figures(self, use: DeviceFigures) -> tuple[RankFigures, ...]:
+        """What each rank did with the others, of which this one has brought its own part; nothing where it is alone."""
+        if self.is_alone:
+            return ()
+        own = {one.kind: (one.bytes, one.busy_s, one.exposed_s) for one in use.collectives}
+        numbers = [number for kind in _COLLECTIVES for number in own.get(kind, (0, 0.0, 0.0))]
+        # Since it was asked last: compute is idle while ranks meet.
+        met_s, self._met_s = self._met_s, 0.0
+        found = []
+        for wait_s, *of_kinds in self.meet([use.ranks_wait_s + met_s, *numbers]).tolist():
+            by_kind = zip(_COLLECTIVES, of_kinds[0::3], of_kinds[1::3], of_kinds[2::3], strict=True)
+            collectives = [
+                CollectiveFigures(kind=kind, bytes=int(num_bytes), busy_s=busy_s, exposed_s=exposed_s)
+                for kind, num_bytes, busy_s, exposed_s in by_kind
+                if busy_s
+            ]
+            found.append(RankFigures(path=self.path, collectives=tuple(collectives), wait_s=wait_s))
+        return tuple(found)
 
 
 def _metadata(data: bytes) -> dict[str, str]:
@@ -181,6 +230,35 @@ def _metadata(data: bytes) -> dict[str, str]:
     length = int.from_bytes(data[:8], "little")
     found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
     return found
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """What other ranks have done, as an event that a queue of `device` waits for; `is_done` looks into memory that they
+    share."""
+
+    is_done: Callable[[], bool]
+    ranks: Ranks
+    device: Device
+    origin = RANKS
+
+    @property
+    def happened(self) -> bool:
+        """Whether it is done."""
+        return self.is_done()
+
+    def wait(self) -> None:
+        """Block until it is.
+
+        Raises:
+            RuntimeError: another rank has died; and what has failed on this one.
+        """
+        while not self.is_done():
+            if self.ranks.is_broken:
+                raise RuntimeError("another rank has died")
+            # What has failed here may be what the other one waits for.
+            self.device.raise_failure()
+            time.sleep(_POLL_S)
 
 
 ALONE = Ranks()

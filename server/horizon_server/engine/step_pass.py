@@ -1,6 +1,6 @@
 """What one pass over the units carries from the driver to compute, and what random numbers its work draws.
 
-Shapes: N = tokens of the step, S = its supervised tokens.
+Shapes: S = supervised tokens at the edges, L = layers.
 """
 
 from __future__ import annotations
@@ -54,6 +54,33 @@ def in_lane(lane: int, number: int, num_lanes: int) -> int | str:
     return number if num_lanes == 1 else f"{lane}.{number}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassTokens:
+    """Tokens of a step that a rank computes the same units of: those of some of its `num_lanes` lanes.
+
+    Shapes: N = these tokens.
+    """
+
+    tokens: StepTokens
+    """Lane by lane, in order."""
+    lanes: range
+    num_lanes: int
+    noise_N1: Tensor | None = None
+    """How far noise may move each element of a token's embedding; None without noise."""
+
+    def micro_batches_of(self, lanes: range) -> range:
+        """Those of some of these lanes, which are neighbours."""
+        first, last = lanes.start - self.lanes.start, lanes.stop - 1 - self.lanes.start
+        return range(self.tokens.lanes[first].start, self.tokens.lanes[last].stop)
+
+    def name_of(self, index: int) -> int | str:
+        """What names a micro-batch in its step, whichever rank computes it."""
+        for lane, numbers in zip(self.lanes, self.tokens.lanes, strict=True):
+            if index in numbers:
+                return in_lane(lane, index - numbers.start, self.num_lanes)
+        raise AssertionError("every micro-batch is in a lane")
+
+
 @dataclass
 class StepPass:
     """What one pass over the units carries along. `generator` is None where the model draws no random numbers.
@@ -61,16 +88,17 @@ class StepPass:
     Thread: after the driver built it, compute's own.
     """
 
-    tokens: StepTokens
+    layers: PassTokens
+    """Those that this rank computes layers of; it embeds them too."""
+    edges: PassTokens
+    """Those that it computes the head of, and the gradient of the embedding; of one rank, and of ranks that divide the
+    step by rows, the same."""
     embedding: UnitRequest
+    embedding_backward: UnitRequest
     chunks: Sequence[Chunk]
     loss: Tensor
-    """By lane."""
+    """By lane at the edges."""
     key: StepKey | None
-    step_lanes: range = range(1)
-    """The lanes of the step that this rank computes; `tokens` has them in this order."""
-    num_lanes: int = 1
-    """Of the whole step."""
     generator: torch.Generator | None = None
     objective: StepObjective | None = None
     """Placed on the device; None is cross-entropy, and on a rank that gets the coefficients from the first one."""
@@ -83,36 +111,22 @@ class StepPass:
     divisor: float = 0.0
     """By what the sum of the targets' cross-entropies is divided: their number, or the sum of their weights."""
     logprobs_S: Tensor | None = None
-    """Where the pass leaves its tokens' log-probabilities, if it is to."""
+    """Where the pass leaves the log-probabilities of the tokens at the edges, if it is to."""
     num_correct: Tensor | None = None
     """Where the supervised tokens add up that the model finds the likeliest, if they are counted."""
-    noise_N1: Tensor | None = None
-    """How far noise may move each element of a token's embedding; None without noise."""
-    first_square: Tensor | None = None
-    """Where the square sum of the layers' gradients of the first micro-batch adds up, if it is measured."""
+    first_squares_L: Tensor | None = None
+    """Where each layer's square sum of its gradients of the first micro-batch goes, if it is measured."""
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
     products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
     """By layer and micro-batch."""
     product_bytes: int = 0
 
-    def seed(self, unit_index: int, index: int) -> None:
-        """Have the work on a micro-batch that follows draw the numbers that are its own, the first time and when it is
-        recomputed."""
-        if self.generator is not None:
-            self.seed_by(unit_index, self.name_of(index))
-
-    def seed_by(self, unit_index: int, name: int | str) -> None:
-        """As `seed`, for other work than that on a micro-batch."""
+    def seed(self, unit_index: int, name: int | str) -> None:
+        """Have the work that follows, on the micro-batch or chunk of that name, draw the numbers that are its own, the
+        first time and when it is recomputed."""
         if self.key is not None and self.generator is not None:
             self.generator.manual_seed(self.key.seed_of(unit_index, name))
-
-    def name_of(self, index: int) -> int | str:
-        """What names a micro-batch in its step, whichever rank computes it."""
-        for lane, numbers in zip(self.step_lanes, self.tokens.lanes, strict=True):
-            if index in numbers:
-                return in_lane(lane, index - numbers.start, self.num_lanes)
-        raise AssertionError("every micro-batch is in a lane")
 
 
 @contextmanager

@@ -93,6 +93,7 @@ class Trainer:
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table, ranks=ranks)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or recipe.max_grad_norm is None, "clipping needs the store's grad plane"
+        assert not (self._updates_in_backward and ranks.by_layers), "the numbers of layers come at the end of a step"
         self._stream = LayerStream(
             template,
             store,
@@ -123,7 +124,7 @@ class Trainer:
         )
         self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
-        share = len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
+        share = 1.0 if ranks.by_layers else len(ranks.lanes(execution.lanes)[ranks.rank]) / execution.lanes
         self._forward_backward.activations.reserve(math.ceil(share * recipe.tokens_per_step))
         self._sink.reserve(recipe.tokens_per_step)
         self._flops = FlopsCount(
@@ -220,7 +221,8 @@ class Trainer:
         on_device, on_host = self._memory_bytes(use.compute_s, sum(part.num_tokens for part in self._own(parts)))
         return replace(
             figures,
-            **vars(use),
+            **use.of_queues,
+            ranks=self._ranks.figures(use),
             method_figures=method_figures,
             duration_s=time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
@@ -255,7 +257,7 @@ class Trainer:
                 num_targets, num_correct = num_targets + group_targets, num_correct + correct
         use = self._device.take_use()
         return EvalFigures(
-            **vars(use),
+            **use.of_queues,
             eval_loss=total / num_targets,
             num_tokens=sum(row.num_tokens for row in rows),
             num_targets=num_targets,
@@ -297,7 +299,7 @@ class Trainer:
         logprobs_S = torch.cat(parts)
         # They do not count in any step's figures.
         figures = EvalFigures(
-            **vars(self._device.take_use()),
+            **self._device.take_use().of_queues,
             eval_loss=-float(logprobs_S.mean(dtype=torch.float64)),
             num_tokens=sum(row.num_tokens for row in rows),
             num_targets=logprobs_S.numel(),

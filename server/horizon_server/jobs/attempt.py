@@ -10,10 +10,9 @@ import functools
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -34,22 +33,20 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
-from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.lines import Report
-from horizon_server.jobs.preparation import Preparation, PreparedJob
+from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
+from horizon_server.jobs.requests import MOVED, AttemptDevices, Move, first_request, request_on, text_of_broken
 from horizon_server.jobs.runtime import Runtime
-from horizon_server.jobs.turns import DeviceTurns, Participant
-from horizon_server.planning.machine import Accelerator, worker_environment
+from horizon_server.jobs.turns import Participant
+from horizon_server.planning.machine import worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
-from horizon_server.records.plan import Plan
-from horizon_server.store.adapter_files import is_adapter_folder
 from horizon_server.store.planes import lent_memory
 from horizon_server.worker_link.daemon_end import Worker, replay_journal
 from horizon_server.worker_link.orders import GIVE_UP, stop_order
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
-from horizon_server.worker_link.request import RunLimits, WorkerRequest
+from horizon_server.worker_link.request import WorkerRequest
 
 log = structlog.get_logger(__name__)
 
@@ -86,8 +83,9 @@ class Attempt:
     job: JobRecord
     runtime: Runtime
     preparation: Preparation
-    turns: DeviceTurns | JointTurn
-    """Those of its device, or of all its devices together."""
+    devices: AttemptDevices
+    find_devices: Callable[[Sequence[str]], AttemptDevices]
+    """Returns those of some names."""
     other_bytes: Callable[[], int]
     """Planned host memory of all other resident jobs."""
     make_room: Callable[[int], Awaitable[None]]
@@ -95,10 +93,16 @@ class Attempt:
     without."""
     on_asked: Callable[[], None]
     """Called when a worker has asked for its first turn, so that the next job may be loaded."""
-    gpus: tuple[Accelerator, ...] = ()
-    """Its devices where they are GPUs, in the order of its ranks."""
+    on_since_s: float = field(init=False, default_factory=time.time)
+    """Since when it is on its devices (Unix seconds)."""
     _reports: Reports = field(init=False)
     _worker: Worker | None = field(init=False, default=None)
+    _asked_for: WorkerRequest | None = field(init=False, default=None)
+    """That of its worker; None before one is started, and where it was written by another version."""
+    _move: Move | None = field(init=False, default=None)
+    """While it is to continue on other devices, until a worker does."""
+    _stays: bool = field(init=False, default=False)
+    """Whether it could not be planned for other devices."""
     _began_s: float | None = field(init=False, default=None)
     """Until the first worker is ready: since when the job is being loaded (monotonic); None where an earlier daemon
     began."""
@@ -117,7 +121,7 @@ class Attempt:
         return Reports(
             self.job,
             self._store,
-            turns=self.turns,
+            turns=self.devices.turns,
             meter=self.runtime.meter,
             journal=self.runtime.journal,
             reached=reached,
@@ -195,7 +199,39 @@ class Attempt:
     def set_priority(self, priority: int) -> None:
         """Order the job among those of its user from now on."""
         if self.participant is not None:
-            self.turns.set_priority(self.participant, priority)
+            self.devices.turns.set_priority(self.participant, priority)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that it is on, or is to continue on."""
+        return (self.devices if self._move is None else self._move.devices).names
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it can be told to continue on other devices: its worker trains, and no other order was given."""
+        trains = self.job.job_state is JobState.RUNNING and self._worker is not None and self._asked_for is not None
+        return trains and self._move is None and not self._stays and not self._wanted
+
+    async def move(self, names: Sequence[str], why: str) -> None:
+        """Have it continue on these devices, in the same memory, once its worker has ended the step that it is at."""
+        if not self.can_move or self._asked_for is None:
+            return
+        devices = self.find_devices(names)
+        try:
+            request = await self._request_on(devices, self._asked_for)
+        except (HorizonError, OSError) as error:
+            self._stays = True
+            text = f"it cannot continue on {' and '.join(names)}, and stays where it is: {error}"
+            await self.runtime.journal.append(self.job.job_id, Message(level="warning", text=text))
+            return
+        if request is not None and self.can_move and self._worker is not None:  # still
+            self._move = Move(devices=devices, request=request, why=why)
+            self._worker.send_order(stop_order(StopRequest.MOVE))
+
+    async def _request_on(self, devices: AttemptDevices, request: WorkerRequest) -> WorkerRequest | None:
+        return await request_on(
+            devices, request, job=self.job, runtime=self.runtime, preparation=self.preparation, log_file=self._log
+        )
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
@@ -243,7 +279,7 @@ class Attempt:
             await self._finish("stopped")
             return
         assert self.job.plan is not None, "no job is queued without a plan"
-        await self.make_room(self.job.plan.host_total_bytes)
+        await self.make_room(self.job.plan.kept_host_bytes)
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since
         # the submission. The kind of device may not: on another one, a job that has begun would compute in other
         # numbers.
@@ -254,7 +290,8 @@ class Attempt:
             longest_document=prepared.longest_document,
             data=prepared.size,
             other_bytes=self.other_bytes(),
-            gpus=self.gpus,
+            num_devices=len(self.devices.names),
+            gpus=self.devices.gpus,
         )
         if not plan.fits:
             if not self.other_bytes():
@@ -263,41 +300,16 @@ class Attempt:
             await self._finish("stopped", reason=WAITS_FOR_MEMORY, message=plan.message)
             return
         # Of the node's devices, those that it is on.
-        plan = dataclasses.replace(plan, device=self.turns.device)
+        plan = dataclasses.replace(plan, device=self.devices.turns.device)
         known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=plan.summary, **known):
             await self._finish("stopped")
             return
         with lent_memory(plan.plane_bytes) as planes:
-            await self._train(self._request(plan, model, prepared), planes)
-
-    def _request(self, plan: Plan, model: Path, prepared: PreparedJob) -> WorkerRequest:
-        """What this attempt's first worker is asked for, without the planes."""
-        job, folders, start = self.job, self.runtime.folders, self.runtime.folders.start(self.job.job_id)
-        checkpoints, max_hours = folders.checkpoints(job.job_id), job.spec.limits.max_hours
-        return WorkerRequest(
-            job_id=job.job_id,
-            attempt=job.attempt,
-            spec=job.spec,
-            plan=plan,
-            model=model,
-            prepared=prepared.folder,
-            evaluations=prepared.evaluations,
-            checkpoints=checkpoints.path,
-            min_free_bytes=folders.min_free_bytes,
-            adapter=start if is_adapter_folder(start) else None,
-            resume_from=checkpoints.newest(),
-            compiled=folders.compiled,
-            digests=folders.digests,
-            trace=self._log.with_name("trace.json") if self.runtime.settings.trace_workers else None,
-            turns=True,
-            yields_processors=bool(self.turns.participants),
-            device_locks=tuple(folders.device_lock(device) for device in plan.devices),
-            limits=RunLimits(
-                max_steps=job.spec.limits.max_steps,
-                deadline_s=None if max_hours is None else job.started_s + 3600.0 * max_hours,
-            ),
-        )
+            request = first_request(
+                self.devices, plan, model, prepared, job=self.job, runtime=self.runtime, log_file=self._log
+            )
+            await self._train(request, planes)
 
     async def _train(
         self, request: WorkerRequest | None, planes: dict[str, int], worker: Worker | None = None, *, after: int = 0
@@ -308,34 +320,65 @@ class Attempt:
         stored of its reports. `request` is None where it was written by another version.
         """
         answer: dict[str, Any]
+        self._asked_for = request
         while True:
             try:
                 if worker is None:
-                    assert request is not None, "only a worker that runs has none that can be read"
-                    asked, kind = (
-                        to_plain(dataclasses.replace(request, planes=planes)),
-                        request.plan.execution.device_kind,
-                    )
-                    worker = await Worker.start(
-                        self.runtime.worker_module,
-                        asked,
-                        folder=self._log.parent,
-                        environment=worker_environment(self.runtime.environment, kind, self.gpus),
-                        group=self._group(),
-                    )
-                    log.info("worker started", pid=worker.pid)
+                    assert self._asked_for is not None, "only a worker that runs has none that can be read"
+                    worker = await self._started(self._asked_for, planes)
                 async with self._held(worker):
                     answer = await self._serve(worker, planes, after=after)
-                break
             except OtherVersion:
                 answer = {"outcome": "stopped", **HAD_OTHER_VERSION}
                 break
             except HorizonError as error:
-                again = await self._again(request, error)
+                again = await self._again(self._asked_for, error)
                 if again is None:
                     return
-                request, worker, after = again, None, 0
+                self._asked_for = again
+            else:
+                if answer["outcome"] != "moved" or self._wanted is StopRequest.CANCEL or self._asked_for is None:
+                    break
+                self._asked_for = await self._moved(self._asked_for)
+            worker, after = None, 0
         await self._finish(**answer)
+
+    async def _started(self, request: WorkerRequest, planes: dict[str, int]) -> Worker:
+        kind, gpus = request.plan.execution.device_kind, self.devices.gpus
+        worker = await Worker.start(
+            self.runtime.worker_module,
+            to_plain(dataclasses.replace(request, planes=planes)),
+            folder=self._log.parent,
+            environment=worker_environment(self.runtime.environment, kind, gpus),
+            group=self._group(),
+        )
+        log.info("worker started", pid=worker.pid)
+        return worker
+
+    async def _moved(self, request: WorkerRequest) -> WorkerRequest:
+        """Return the request of the worker that continues in the memory of one that has ended for that: on the devices
+        that it is to move to, or, where it was asked to stop meanwhile, only to write the checkpoint for it."""
+        plan, why = self.job.plan, "continues on the same devices"
+        if self._move is not None and not self._wanted:
+            request, why, plan = self._move.request, self._move.why, self._move.request.plan
+            self.devices, self.on_since_s = self._move.devices, time.time()
+        self._next_worker()
+        known: dict[str, Any] = {"attempt": self._number, "journal_line": 0, "plan": plan}
+        if not await self._advance(JobState.STARTING, reason=MOVED, message=why, **known):
+            store = self.runtime.journal.store
+            self.job = await self.runtime.journal.retry_until_stored(lambda: store.set(self.job.job_id, **known))
+        return await self._continued(request, from_memory=True)
+
+    def _next_worker(self) -> None:
+        """Another worker comes: what it reports and logs is its own."""
+        self._number += 1
+        self._log = self.runtime.folders.log(self.job.job_id, self._number)
+        self._reports = self._new_reports()
+
+    async def _continued(self, request: WorkerRequest, *, from_memory: bool) -> WorkerRequest:
+        """The request of another worker, which continues where the one before it has ended."""
+        newest = await asyncio.to_thread(self.runtime.folders.checkpoints(self.job.job_id).newest)
+        return dataclasses.replace(request, attempt=self._number, resume_from=newest, resume_from_memory=from_memory)
 
     async def _again(self, request: WorkerRequest | None, error: HorizonError) -> WorkerRequest | None:
         """Return the request of the next worker, after a pause; None where the job was finished meanwhile.
@@ -350,20 +393,27 @@ class Attempt:
         if request is None or is_last:
             raise _Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
-        self._number += 1
-        self._log = self.runtime.folders.log(self.job.job_id, self._number)
-        self._reports = self._new_reports()
-        known = {**verdict.fields, "attempt": self._number, "journal_line": 0, "not_before_s": 0.0}
-        if await self._advance(JobState.STARTING, reason=verdict.reason, message=verdict.message, **known):
+        self._move, message = None, verdict.message  # its worker may have died before it heard of the move
+        known: dict[str, Any] = verdict.fields | {"journal_line": 0, "not_before_s": 0.0}
+        if broken := await self.runtime.view.health.try_devices(self.devices.names):
+            left = [name for name in self.devices.names if name not in broken]
+            text = text_of_broken(request, broken, left)
+            if len(left) < request.plan.least_devices:
+                await self._finish("stopped", reason="DEVICE_OUT_OF_SERVICE", message=text)
+                return None
+            message, devices = f"{message}; {text}", self.find_devices(left)
+            if (placed := await self._request_on(devices, request)) is not None:
+                request, self.devices, self.on_since_s, known["plan"] = placed, devices, time.time(), placed.plan
+        self._next_worker()
+        if await self._advance(
+            JobState.STARTING, reason=verdict.reason, message=message, attempt=self._number, **known
+        ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), verdict.pause_s)
         if self._wanted:
             await self._finish("stopped")
             return None
-        newest = await asyncio.to_thread(self.runtime.folders.checkpoints(self.job.job_id).newest)
-        return dataclasses.replace(
-            request, attempt=self._number, resume_from=newest, resume_from_memory=verdict.trusts_memory
-        )
+        return await self._continued(request, from_memory=verdict.trusts_memory)
 
     def _judge(self, error: Exception) -> Verdict:
         if isinstance(error, HorizonError):
@@ -374,7 +424,7 @@ class Attempt:
     def _group(self) -> WorkerGroup | None:
         """The control group of this attempt's worker, where the node allows one."""
         assert self.job.plan is not None, "STARTING sets it"
-        group, why = worker_group(f"{self.job.job_id}-{self._number}", self.job.plan.host_total_bytes)
+        group, why = worker_group(f"{self.job.job_id}-{self._number}", self.job.plan.kept_host_bytes)
         if group is None:
             log.debug("the worker has no control group of its own", why=why)
         return group
@@ -488,6 +538,9 @@ class Attempt:
                 if self._began_s is not None and not self.job.spec.needs_references:
                     self.runtime.view.on_loaded(self.job, time.monotonic() - self._began_s)
                 self._began_s = None
+                if self._move is not None:
+                    self.runtime.view.on_changed(self.job, time.monotonic() - self._move.asked_s)
+                    self._move = None
             case ReferencesDone():
                 assert self.job.plan is not None, "STARTING sets it"
                 known["plan"] = self.job.plan.with_references_done(line.done_tokens / line.total_tokens)
@@ -524,7 +577,7 @@ class Attempt:
     ) -> None:
         """Move the job to where this end leads, given what was asked of it.
 
-        `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed.
+        `outcome`: succeeded, stopped (checkpointed, may be resumed), moved (nobody has its memory), or failed.
         """
         async with self._moving:
             self._over = True
@@ -532,9 +585,9 @@ class Attempt:
             target = JobState.SUCCEEDED
         elif outcome == "failed" and self._wanted in (StopRequest.NOTHING, StopRequest.PAUSE):
             target = JobState.FAILED
-        elif self._wanted:
+        elif self._wanted or outcome == "moved":
             # Also where the worker failed: at the end of the drain's time it is killed.
-            target, reason, message = self._wanted.end(self.job.spec.name)
+            target, reason, message = (self._wanted or StopRequest.MOVE).end(self.job.spec.name)
         else:
             target = JobState.QUEUED
         # A displaced job makes room for those that have waited; at its old place it could be the next.

@@ -13,20 +13,24 @@ from types import MappingProxyType
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.events import CheckpointWritten
+from horizon_server.jobs.health import DeviceHealth
 from horizon_server.planning.gpus import PROCESS_BYTES
 from horizon_server.records.job import JobRecord
 from horizon_server.records.sharing import Allowance, Holder, NodeCondition, Outlook
-from horizon_server.scheduling.admission import kind_of
 from horizon_server.scheduling.loading import LoadTimes
 from horizon_server.scheduling.quotas import WEEK_S, why_not_resident, with_defaults
+from horizon_server.scheduling.ranges import on_number
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.simulation import outlooks
-from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, Window, kind_of
 from horizon_server.scheduling.texts import time_text
 
 # Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of
 # others.
 MOST_WAITING = 500
+
+UNKNOWN_CHANGE_S = 30.0
+"""What it is expected to cost to continue on other devices, while no job was loaded or has changed them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,10 @@ class Residence:
     since_s: float
     is_loading: bool = False
     waits_to_prepare: bool = False
+    on_since_s: float = 0.0
+    """Since when it is on these devices."""
+    can_change: bool = False
+    """Whether it can be told to continue on others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +92,7 @@ class QueueView:
     Args:
         host_bytes: what all resident jobs may have together.
         devices: usable memory of each device, by name.
+        health: which of them are out of service.
     """
 
     jobs: JobStore
@@ -92,12 +101,14 @@ class QueueView:
     rules: Rules
     host_bytes: Callable[[], int]
     devices: Mapping[str, int]
+    health: DeviceHealth
     clock: Callable[[], float] = time.time
     outlooks: Mapping[str, Outlook] = field(init=False, default_factory=dict)
     named: Mapping[str, JobRecord] = field(init=False, default_factory=dict)
     """By id, the jobs of the last look at the queue whose names are enough to tell them from the other ones there."""
     _disk_bytes_per_s: float | None = field(init=False, default=None)
     _load_times: LoadTimes = field(init=False, default_factory=LoadTimes)
+    _change_times: LoadTimes = field(init=False, default_factory=LoadTimes)
 
     def on_checkpoint(self, written: CheckpointWritten) -> None:
         """Learn from a checkpoint how fast jobs can be taken out of memory."""
@@ -107,6 +118,10 @@ class QueueView:
     def on_loaded(self, job: JobRecord, duration_s: float) -> None:
         """Learn from an attempt how long it took from its begin to its first turn."""
         self._load_times.add(_stored_bytes(job), duration_s)
+
+    def on_changed(self, job: JobRecord, duration_s: float) -> None:
+        """Learn how long a job took to continue on other devices, from the order to its first turn there."""
+        self._change_times.add(_stored_bytes(job), duration_s)
 
     async def situation(
         self, residences: Mapping[str, Residence], held_back: Mapping[str, float] = MappingProxyType({})
@@ -135,6 +150,7 @@ class QueueView:
                 host_bytes=self.host_bytes(),
                 devices=self.devices,
                 process_bytes=PROCESS_BYTES,
+                out={name: why for name, why in self.health.out(condition).items() if name in self.devices},
                 is_open=condition.at(now_s) == "open",
                 closed_why=_closed_why(condition, now_s),
                 window=_window(condition, now_s),
@@ -173,7 +189,9 @@ class QueueView:
     def _waiting(self, job: JobRecord) -> Job:
         plan, rate = job.plan, self._disk_bytes_per_s
         assert plan is not None, "no job is queued without a plan"
-        stored_bytes = _stored_bytes(job)
+        stored_bytes, num_devices = _stored_bytes(job), plan.execution.num_ranks
+        least, most = plan.least_devices, num_devices if plan.device_range is None else plan.device_range.most
+        load_s = self._load_times.expected_s(stored_bytes)
         return Job(
             job_id=job.job_id,
             user=job.owner,
@@ -182,20 +200,26 @@ class QueueView:
             order=job.queue_position,
             since_s=job.queued_s,
             device=kind_of(plan.device),
-            host_bytes=plan.host_total_bytes,
-            device_bytes=plan.device_total_bytes,
-            num_devices=plan.execution.num_ranks,
-            remaining_s=job.remaining_device_s,
+            host_bytes=plan.kept_host_bytes,
+            device_bytes=plan.kept_device_bytes,
+            num_devices=least,
+            more_devices=most - least,
+            remaining_s=on_number(job.remaining_device_s, num_devices, least),
             # Written once and read once.
             unload_s=None if rate is None else 2 * stored_bytes / rate,
-            load_s=self._load_times.expected_s(stored_bytes),
+            load_s=load_s,
+            # What it takes to be loaded is more, and known from the job itself.
+            change_s=self._change_times.expected_s(stored_bytes) or load_s or UNKNOWN_CHANGE_S,
         )
 
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
         waiting = self._waiting(job)
+        remaining_s = on_number(waiting.remaining_s, waiting.num_devices, len(residence.devices))
         return Resident(
-            **{**vars(waiting), "since_s": residence.since_s},
+            **{**vars(waiting), "since_s": residence.since_s, "remaining_s": remaining_s},
             devices=residence.devices,
+            on_since_s=residence.on_since_s,
+            can_change=residence.can_change,
             resident_since_s=residence.since_s,
             ready_s=residence.since_s + (waiting.load_s if residence.is_loading else 0.0),
             is_loading=residence.is_loading,

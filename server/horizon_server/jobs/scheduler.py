@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -64,6 +64,9 @@ class Scheduler:
     when_idle: Callable[[], Coroutine[Any, Any, None]]
     held_bytes: Callable[[], int] = lambda: 0
     look_every_s: float = LOOK_EVERY_S
+    free_devices: tuple[str, ...] = field(init=False)
+    """Those in service that no resident job is on, as of the last look at the queue. Replaced whole: any thread may
+    read it."""
     _running: dict[str, _Running] = field(init=False, default_factory=dict)
     _held_back: dict[str, float] = field(init=False, default_factory=dict)
     """Jobs whose memory was not free when it should have been: until when they are not tried again, while nothing else
@@ -73,6 +76,9 @@ class Scheduler:
     _showing: asyncio.Task[None] | None = field(init=False, default=None)
     _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _chore: asyncio.Task[None] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.free_devices = tuple(self.turns)
 
     def wake(self) -> None:
         """Look at the queue again."""
@@ -187,6 +193,8 @@ class Scheduler:
         situation, queued = await self.runtime.view.situation(self._residences(), self._held_back)
         if self.runtime.lifecycle.draining:
             return
+        used = {name for one in situation.residents for name in one.devices} | situation.node.out.keys()
+        self.free_devices = tuple(name for name in self.turns if name not in used)
         if not queued and not self._running:
             self._begin_chore()
         decision = decide(
@@ -248,6 +256,13 @@ class Scheduler:
         for job_id in attempts if is_drained else decision.displace:
             if job_id in attempts:
                 await attempts[job_id].stop(StopRequest.UNLOAD if is_drained else StopRequest.DISPLACE)
+        for job_id in decision.leave:
+            if job_id in attempts:
+                await attempts[job_id].stop(StopRequest.LEAVE)
+        for job_id, devices in decision.change:
+            if job_id in attempts:
+                why = _why_moved(attempts[job_id].device_names, devices, situation.node.out)
+                await attempts[job_id].move(devices, why)
         for job_id, devices in decision.start:
             await self._end_chore()
             if self.runtime.lifecycle.draining:  # meanwhile: the drain would not know of this job
@@ -288,7 +303,12 @@ class Scheduler:
     def _residences(self) -> dict[str, Residence]:
         return {
             job_id: replace(
-                one.residence, is_loading=one.attempt.is_loading, waits_to_prepare=one.attempt.preparation.waits
+                one.residence,
+                devices=one.attempt.device_names,
+                on_since_s=one.attempt.on_since_s,
+                can_change=one.attempt.can_move,
+                is_loading=one.attempt.is_loading,
+                waits_to_prepare=one.attempt.preparation.waits,
             )
             for job_id, one in self._running.items()
         }
@@ -296,7 +316,7 @@ class Scheduler:
     def promised_bytes(self, *, but: str = "") -> int:
         """Return the planned host memory of all resident jobs, of all but one where that is named."""
         plans = (one.attempt.job.plan for job_id, one in self._running.items() if job_id != but)
-        return sum(plan.host_total_bytes for plan in plans if plan is not None)
+        return sum(plan.kept_host_bytes for plan in plans if plan is not None)
 
     def _begin_chore(self) -> None:
         """Do what is only done when no job needs the node."""
@@ -342,3 +362,15 @@ class Scheduler:
             await self.runtime.journal.retry_until_stored(move)
         except (DiskFull, DatabaseUnavailable):
             log.error("the failure cannot be stored; the next daemon settles the job", job_id=job_id)
+
+
+def _why_moved(before: Sequence[str], now: Sequence[str], out: Mapping[str, str]) -> str:
+    """What a job says that continues on other devices."""
+    left, taken = [name for name in before if name not in now], [name for name in now if name not in before]
+    reasons = [f"{name} is {out[name]}" for name in left if name in out]
+    if needed := [name for name in left if name not in out]:
+        reasons.append(f"other jobs need {' and '.join(needed)}")
+    if taken:
+        reasons.append(f"{' and '.join(taken)} {'is' if len(taken) == 1 else 'are'} free")
+    number = f"{len(now)} device{'' if len(now) == 1 else 's'}"
+    return f"continues on {number}, {' and '.join(now)}: {'; '.join(reasons)}"

@@ -119,8 +119,8 @@ def resident_job(job: JobRecord) -> Job:
         order=0,
         since_s=time.time(),
         device=job.plan.execution.device_kind,
-        host_bytes=job.plan.host_total_bytes,
-        device_bytes=job.plan.device_total_bytes,
+        host_bytes=job.plan.kept_host_bytes,
+        device_bytes=job.plan.kept_device_bytes,
         num_devices=job.plan.execution.num_ranks,
     )
 

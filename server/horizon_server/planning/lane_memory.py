@@ -1,4 +1,5 @@
-"""What a step in several lanes takes beside one in a single lane, by the arithmetic of `engine.lane_sums`. Torch-free.
+"""What a step in several lanes takes beside one in a single lane, by the arithmetic of `engine.lane_sums`, and what one
+takes that is divided by layers. Torch-free.
 
 Units: bytes, unless a name says elements or tokens.
 """
@@ -16,8 +17,9 @@ _FP32, _FP64 = 4, 8
 
 
 def tokens_of_rank(tokens_per_step: int, execution: Execution, *, longest: int) -> int:
-    """The most tokens of a step that one rank computes; documents, of up to `longest` tokens, are not divided."""
-    if execution.num_ranks == 1:
+    """The most tokens of a step that one rank computes layers of; documents, of up to `longest` tokens, are not
+    divided."""
+    if execution.num_ranks == 1 or execution.parallel == "layers":
         return tokens_per_step
     most = max(len(lanes) for lanes in _lanes(execution))
     if execution.deals_lanes:
@@ -29,8 +31,7 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
     """Of the device's memory for gradients, beside the slots."""
     if execution.lanes == 1:
         return 0
-    ownership, lanes = Ownership(layout=layout, num_ranks=execution.num_ranks), _lanes(execution)
-    slot_elements = max(*(unit.trained_elements for unit in layout.units), layout.head_gradient_elements)
+    ownership, lanes = _ownership(layout, execution), _lanes(execution)
     roots = [len(roots_of(of_rank)) for of_rank in lanes]
     most_buffers, most_roots, num_roots = max(num_buffers(of_rank) for of_rank in lanes), max(roots), sum(roots)
     num_open = num_sums(sorted(root for of_rank in lanes for root in roots_of(of_rank)))
@@ -39,11 +40,13 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
         depth = execution.lanes.bit_length()
         most_buffers = most_roots = num_open = 2 * depth
         num_roots = execution.lanes
-    elements = (most_buffers - 1) * slot_elements
+    elements, exchanged = _lane_buffer_elements(layout, execution, most_buffers), layout.units
+    if execution.parallel == "layers":
+        exchanged = layout.units[:1] + layout.units[-1:]
     if layout.shares_gradient:
         elements += _most(ownership, 0)
     if execution.num_ranks > 1:
-        elements += num_roots * max(_most(ownership, unit.index) for unit in layout.units)
+        elements += num_roots * max(_most(ownership, unit.index) for unit in exchanged)
         if ownership.has_rows:
             num_rows, width = max(len(rows) for rows in ownership.rows()), layout.units[0].tensors[0].shape[1]
             received = min(most_roots * tokens_per_step, num_roots * num_rows)
@@ -53,23 +56,43 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
 
 def sent_row_bytes(layout: StoreLayout, execution: Execution, tokens_per_step: int) -> int:
     """Of the device's memory for weights: rows of the embedding table that a rank sends to the others."""
-    ownership = Ownership(layout=layout, num_ranks=execution.num_ranks)
+    ownership = _ownership(layout, execution)
     if execution.num_ranks == 1 or not ownership.has_rows:
         return 0
     num_rows, width = max(len(rows) for rows in ownership.rows()), layout.units[0].tensors[0].shape[1]
-    return min(tokens_per_step, execution.num_ranks * num_rows) * width * execution.element_bytes
+    num_sent = min(tokens_per_step, execution.num_ranks * num_rows)
+    if execution.parallel == "layers":
+        # Every rank embeds all tokens, so each of them gets all rows in use.
+        num_sent = execution.num_ranks * min(tokens_per_step, num_rows)
+    return num_sent * width * execution.element_bytes
 
 
 def lane_number_bytes(layout: StoreLayout, execution: Execution) -> int:
     """Of the host's memory: what a rank notes of the gradients of two steps."""
     if execution.lanes == 1:
         return 0
-    return 2 * Ownership(layout=layout, num_ranks=execution.num_ranks).num_numbers * _FP64
+    return 2 * _ownership(layout, execution).num_numbers * _FP64
 
 
 def owned_elements(layout: StoreLayout, execution: Execution, unit_index: int) -> int:
     """The most trained elements of a unit that one rank owns."""
-    return _most(Ownership(layout=layout, num_ranks=execution.num_ranks), unit_index)
+    return _most(_ownership(layout, execution), unit_index)
+
+
+def _lane_buffer_elements(layout: StoreLayout, execution: Execution, most_buffers: int) -> int:
+    """What lanes add up in beside the slot; `most_buffers`, the slot's among them, is for a rank's own lanes."""
+    layer = max(unit.trained_elements for unit in layout.units if unit.kind == "layer")
+    edge = max(layout.units[0].trained_elements, layout.units[-1].trained_elements, layout.head_gradient_elements)
+    if execution.parallel == "rows":
+        return (most_buffers - 1) * max(layer, edge)
+    # A rank sums all lanes of its layers, and its own of embedding and head, in the same memory.
+    of_layers, of_edges = num_buffers(range(execution.lanes)) - 1, most_buffers - 1
+    both = min(of_layers, of_edges)
+    return both * max(layer, edge) + (of_layers - both) * layer + (of_edges - both) * edge
+
+
+def _ownership(layout: StoreLayout, execution: Execution) -> Ownership:
+    return Ownership(layout=layout, num_ranks=execution.num_ranks, parallel=execution.parallel)
 
 
 def _lanes(execution: Execution) -> list[range]:

@@ -36,13 +36,16 @@ from horizon_server.planning.working_memory import (
     unpacking_bytes,
 )
 from horizon_server.recipe import Recipe
-from horizon_server.records.execution import NUM_SLOTS, ActivationPlacement, DeviceKind, Execution, Residency
+from horizon_server.records.execution import NUM_SLOTS, DeviceKind, Execution, Residency
 from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
+
+# Of the numbers by which ranks that share hidden states tell how far they are.
+_COUNTER_BYTES, _PAGE_BYTES = 8, 4096
 
 # Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (423 MiB) after its first
 # step.
@@ -171,7 +174,7 @@ def plan_memory(
         scores, counted_bytes = (layer, counted_bytes) if is_counted else (None, 0)
     uncovered_bytes = 0 if scores else max(0, counted_bytes - formula_elements * _FP32)
     num_kept = model.num_hidden_layers - layout.num_skipped_layers
-    on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution.activation_placement)
+    on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution)
     device = {
         "weights": _weight_slot_elements(layout, residency) * element_bytes
         + (_exact_bytes(layout, model, residency) if element_bytes == _BF16 else 0)
@@ -228,6 +231,11 @@ def plan_memory(
     # The planes are there once; what is not in them, each rank has.
     for part in ("activations", "staging", "other"):
         host[part] *= execution.num_ranks
+    if execution.parallel == "layers":
+        # And once what they hand each other.
+        plane_bytes = plane_elements_of(recipe.tokens_per_step, model.hidden_size) * element_bytes
+        counters = counter_bytes(num_layers=model.num_hidden_layers, num_ranks=execution.num_ranks)
+        host["activations"] += num_shared_planes(num_kept) * plane_bytes + counters
     return Ledger(host_bytes=host, device_bytes=device)
 
 
@@ -330,18 +338,37 @@ def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int,
     return WORKER_BYTES + threads + tokens_per_step * TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
 
 
+def plane_elements_of(tokens_per_step: int, hidden_size: int) -> int:
+    """From one plane of hidden states that ranks share to the next: those of a step, on pages of their own."""
+    return -(-tokens_per_step * hidden_size // ACTIVATION_ALIGN_ELEMENTS) * ACTIVATION_ALIGN_ELEMENTS
+
+
+def num_shared_planes(num_kept: int) -> int:
+    """Planes of hidden states that ranks share: for the input of each layer that backward wants, and the last output.
+    The trial of a model needs two."""
+    return max(2, num_kept + 1)
+
+
+def counter_bytes(*, num_layers: int, num_ranks: int) -> int:
+    """On pages of their own, the numbers by which a rank tells the others how far it is: of each layer in forward and
+    in backward, and of each rank's head."""
+    return -(-_COUNTER_BYTES * (2 * num_layers + num_ranks) // _PAGE_BYTES) * _PAGE_BYTES
+
+
 def _activation_elements(
-    model: ModelShape, num_layers: int, tokens_per_step: int, placement: ActivationPlacement
+    model: ModelShape, num_layers: int, tokens_per_step: int, execution: Execution
 ) -> tuple[int, int]:
     """Engine activations for all tokens of a step and the layers whose inputs are kept, on the device and offloaded to
     the host."""
     elements = tokens_per_step * model.hidden_size
-    if placement == "device":
+    if execution.parallel == "layers":
+        # What a layer reads and what it writes; all else is in what the ranks share.
+        return 2 * elements, 0
+    if execution.activation_placement == "device":
         # Every layer's input, the last output and one gradient.
         return (num_layers + 2) * elements, 0
-    pages = -(-elements // ACTIVATION_ALIGN_ELEMENTS)
     # An input, an output and the gradient; on the host the input of every layer but the last.
-    return 3 * elements, (num_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
+    return 3 * elements, (num_layers - 1) * plane_elements_of(tokens_per_step, model.hidden_size)
 
 
 def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pynvml
@@ -19,7 +20,7 @@ from horizon_server.children.child import ChildTask, Limits
 from horizon_server.codec import from_json, from_plain, to_json
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
-from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
+from horizon_server.errors import BadSetting, FieldViolation, HorizonError, OutOfMemory, WorkerDied, WorkerFailed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.store.cpus import available_cpus
@@ -36,6 +37,8 @@ IDLE_S = 30.0
 
 # More than the child takes at its peak.
 MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
+# Of each GPU's process, where several are measured at once.
+_PEER_BYTES = 2 << 30
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # As the kernel names them: Intel's and AMD's, and Arm's.
@@ -181,6 +184,22 @@ async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str,
     return ordered or tuple(found if uuids else ())
 
 
+async def why_broken(gpu: Accelerator, environment: Mapping[str, str]) -> str:
+    """Return why a child cannot compute on a GPU; nothing where it can."""
+    task = ChildTask(
+        module=_MEASURE_MODULE,
+        who="the trial of a GPU",
+        environment=worker_environment(environment, "cuda", (gpu,)),
+        limits=Limits(wall_s=_SEARCH_TIMEOUT_S),
+    )
+    try:
+        return "" if await task.run({"computes": True}) else "its matrix product was wrong"
+    except HorizonError as error:
+        # A GPU whose memory other jobs have answers; and a child that was killed says nothing of the GPU.
+        says_nothing = isinstance(error, OutOfMemory | WorkerDied) or "out of memory" in error.message
+        return "" if says_nothing else error.message.strip().splitlines()[0][:200]
+
+
 def worker_environment(
     environment: Mapping[str, str], kind: DeviceKind, gpus: Sequence[Accelerator] = ()
 ) -> dict[str, str]:
@@ -296,7 +315,9 @@ class IdleMeasurement:
             return
         await asyncio.sleep(self._idle_s)
         machine = self._book.machine
-        needed_bytes = max(MEASURE_BYTES[kind] for kind in machine.device_kinds)
+        needed_bytes = max(
+            *(MEASURE_BYTES[kind] for kind in machine.device_kinds), _PEER_BYTES * len(machine.accelerators)
+        )
         if host_memory().available_bytes < needed_bytes:
             log.info("too little memory is free to measure the machine's speed", needed_bytes=needed_bytes)
             return
@@ -314,22 +335,31 @@ async def measure_rates(
     machine: Machine, *, environment: Mapping[str, str], gpus: Sequence[Accelerator] = ()
 ) -> RatesByDevice:
     """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpus` are
-    what cuda means.
+    what cuda means. Of several the first is measured, and then what they do at once, in one more.
 
     Raises:
         WorkerFailed, Stalled, IoFailed, OutOfMemory: when a child fails or takes too long.
     """
-    limits = Limits(wall_s=MEASURE_TIMEOUT_S)
     rates: dict[str, DeviceRates] = {}
     for name, (kind, dtype) in machine.measured.items():
+        who, first = f"the measurement of {name}", worker_environment(environment, kind, gpus[:1])
         request = {"device": kind, "compute_dtype": dtype, "num_threads": machine.num_threads}
-        who = f"the measurement of {name}"
-        task = ChildTask(
-            module=_MEASURE_MODULE, who=who, environment=worker_environment(environment, kind, gpus), limits=limits
-        )
-        answer = await task.run(request)
+        answer = await _ask_child(request, who=who, environment=first)
+        if kind == "cuda" and len(gpus) > 1:
+            peers = {"peers": kind, "num_devices": len(gpus)}
+            several = worker_environment(environment, kind, gpus)
+            try:
+                answer["peers"] = await _ask_child(peers, who=f"{who} between devices", environment=several)
+            except HorizonError as error:
+                # Jobs of one device have their prediction all the same.
+                log.warning("what the GPUs do at once could not be measured", why=str(error))
         try:
             rates[name] = from_plain(DeviceRates, answer).checked()
         except ValueError as error:
             raise WorkerFailed(f"{who} answered with something that is not a rate: {error!r}") from error
     return rates
+
+
+async def _ask_child(request: Mapping[str, Any], *, who: str, environment: Mapping[str, str]) -> Any:
+    limits = Limits(wall_s=MEASURE_TIMEOUT_S)
+    return await ChildTask(module=_MEASURE_MODULE, who=who, environment=environment, limits=limits).run(request)

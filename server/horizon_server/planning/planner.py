@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens, plan_memory
+from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
 from horizon_server.planning.machine import (
     Accelerator,
     HostMemory,
@@ -26,13 +24,11 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
-from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
-from horizon_server.planning.sampling import evaluated_folder, with_answers
+from horizon_server.planning.sampling import evaluated_folder
+from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
 from horizon_server.planning.spec_warnings import spec_warnings
-from horizon_server.planning.step_time import predict_forward, predict_step
-from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
+from horizon_server.planning.step_time import predict_forward
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
@@ -40,88 +36,21 @@ from horizon_server.records.execution import (
     ComputeDtype,
     DeviceKind,
     Execution,
-    Residency,
 )
 from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec
+from horizon_server.spec import Gpus, JobSpec
+from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
-from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
-
-# Sizes travel as 64-bit numbers.
-_MAX_PLAN_BYTES = 1 << 60
 
 _GIGA = 1e9
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
 _DEFAULT_LANES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the
-    device's speed."""
-
-    spec: JobSpec
-    folder: ModelFolder
-    host_limit_bytes: int
-    rates: DeviceRates | None
-    """How fast the device is, where that is known."""
-    layer: LayerMemory | None
-    """What a layer keeps, where it was counted on the model."""
-    data: DataSize | None
-    """Of all documents, where something is known of them."""
-    longest_document: int | None
-    """Where the data is prepared."""
-
-    def ledger(self, execution: Execution) -> Ledger:
-        """The memory that it takes."""
-        recipe = self.spec.train.recipe
-        ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
-        if METHODS[self.spec.method].has_objective:
-            ledger = with_objective(ledger, recipe, execution)
-        elif self.data is None or self.data.may_have_weights:
-            ledger = with_weights(ledger, recipe, execution)
-        return with_answers(ledger, self.spec, self.folder)
-
-    def fits(self, ledger: Ledger, execution: Execution) -> bool:
-        """Whether that is within both limits."""
-        on_device = ledger.device_total_bytes <= execution.device_limit_bytes
-        return on_device and ledger.host_total_bytes <= self.host_limit_bytes
-
-    def work(self, execution: Execution) -> StepWork:
-        """What a step does."""
-        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
-        return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
-
-    def prediction(self, execution: Execution) -> StepPrediction | None:
-        """How long it takes; None where the device's speed is not known."""
-        if self.rates is None:
-            return None
-        return predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
-
-    def with_train(self, **changes: Any) -> _Case:
-        """The case of a job with other fields of `train`, on the same layout."""
-        train = self.spec.train.model_copy(update=changes)
-        return dataclasses.replace(self, spec=self.spec.model_copy(update={"train": train}))
-
-    @property
-    def num_steps(self) -> int | None:
-        """The steps of the whole job, as far as they are known."""
-        of_data = None if self.data is None else self.data.num_steps
-        # A limit alone says what the job has at most, not how long it takes.
-        if self.spec.train.max_steps is None and of_data is None:
-            return None
-        return min(steps for steps in (of_data, self.spec.most_steps) if steps is not None)
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether what is known of the data is estimated from its files."""
-        return self.data is not None and self.data.is_estimated
 
 
 class Planner:
@@ -135,6 +64,7 @@ class Planner:
         rates: returns how fast each device is, where that is known.
         layer_memory: returns what a model's layers keep, where no formula says it.
         has_bf16: whether the CPU has instructions for bf16.
+        free_devices: returns the names of the devices that no job is on; without it, all are free.
     """
 
     def __init__(
@@ -147,6 +77,7 @@ class Planner:
         rates: Callable[[], RatesByDevice] = dict,
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
+        free_devices: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -155,10 +86,18 @@ class Planner:
         self._rates = rates
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
+        self._free_devices = free_devices
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
 
     @classmethod
-    def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
+    def of_node(
+        cls,
+        settings: Settings,
+        book: RateBook,
+        accelerators: Sequence[Accelerator],
+        *,
+        free_devices: Callable[[], Collection[str]] | None = None,
+    ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
             settings,
@@ -168,17 +107,19 @@ class Planner:
             rates=book.read,
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
+            free_devices=free_devices,
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
-        """Plan a job against the node's limit, whatever else is running; `data` is what its pass before the first step
-        goes over, and the steps of its epochs.
+        """Plan a job against the node's limit, whatever else is running, and on the devices that it would start on
+        now; `data` is what its pass before the first step goes over, and the steps of its epochs.
 
         Raises:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._planned(spec, folder, self._execution(spec), self.host_limit_bytes, data=data)
+        free = None if self._free_devices is None else self._free_devices()
+        return self._planned_here(spec, folder, self._execution(spec, free=free), self.host_limit_bytes, data=data)
 
     def plan_elsewhere(
         self, spec: JobSpec, folder: Path, machine: PlannedMachine, *, data: DataSize | None = None
@@ -205,11 +146,11 @@ class Planner:
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
-            num_ranks=spec.gpus,
+            num_ranks=spec.gpus.most,
             lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
-        limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
+        limit_bytes = MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
         return self._planned(spec, folder, execution, limit_bytes, rates=rates, data=data)
 
     @property
@@ -228,6 +169,7 @@ class Planner:
         longest_document: int | None = None,
         data: DataSize | None = None,
         other_bytes: int = 0,
+        num_devices: int | None = None,
         gpus: Sequence[Accelerator] = (),
     ) -> Plan:
         """Plan a job against what is free now.
@@ -236,12 +178,33 @@ class Planner:
             longest_document: that of the data, once prepared.
             data: all its documents, which the pass before the first step goes over, and the steps that they make.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
-            gpus: those that the job is to use, in the order of its ranks; without, the first ones.
+            num_devices: that the job is to use; without, as many as it may use of the node's.
+            gpus: those, in the order of its ranks; without, the first ones.
         """
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        execution = self._execution(spec, gpus)
-        return self._planned(spec, folder, execution, limit, data=data, longest_document=longest_document)
+        execution = self._execution(spec, num_devices, gpus)
+        return self._planned_here(spec, folder, execution, limit, data=data, longest_document=longest_document)
+
+    def plan_to_continue(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        before: Plan,
+        *,
+        longest_document: int,
+        data: DataSize,
+        num_devices: int,
+        gpus: Sequence[Accelerator],
+    ) -> Plan:
+        """Plan a job on another number of devices, in the memory that the plan `before` keeps for it."""
+        execution = self._execution(spec, num_devices, gpus)
+        plan = self._planned_here(
+            spec, folder, execution, before.host_limit_bytes, data=data, longest_document=longest_document
+        )
+        assert plan.plane_bytes == before.plane_bytes, "planes are as large for every number of devices"
+        plan = plan if before.num_steps is None else plan.with_steps(before.num_steps)
+        return plan.with_references_done(1.0)
 
     def plan_evaluation(self, spec: JobSpec, path: Path) -> tuple[Execution, Ledger]:
         """Return how a checkpoint of a job is evaluated besides the job, on the host, and the memory that takes: as the
@@ -251,10 +214,10 @@ class Planner:
         """
         # By one process, in the job's lanes: sums of losses are in their order.
         lanes = _lanes(spec)
-        spec, folder = spec.model_copy(update={"device": "host", "gpus": 1}), evaluated_folder(path, spec.train)
+        spec, folder = spec.model_copy(update={"device": "host", "gpus": Gpus()}), evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
         execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together, lanes=lanes)
-        case = _Case(
+        case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=self.host_limit_bytes,
@@ -264,6 +227,10 @@ class Planner:
             longest_document=None,
         )
         return execution, case.ledger(execution)
+
+    def _planned_here(self, spec: JobSpec, path: Path, execution: Execution, limit_bytes: int, **known: Any) -> Plan:
+        num_on_node = self._num_devices(execution.device_kind)
+        return self._planned(spec, path, execution, limit_bytes, num_on_node=num_on_node, **known)
 
     def _planned(
         self,
@@ -275,7 +242,9 @@ class Planner:
         rates: DeviceRates | None = None,
         data: DataSize | None = None,
         longest_document: int | None = None,
+        num_on_node: int = MAX_LANES,
     ) -> Plan:
+        """`num_on_node` are the devices of the kind that the node has; without, there are enough."""
         folder = open_for_training(path, spec.train)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
@@ -283,7 +252,7 @@ class Planner:
                 f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
             )
             raise InvalidSpec.of("train.sequence_length", what)
-        case = _Case(
+        case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=limit_bytes,
@@ -293,28 +262,25 @@ class Planner:
             longest_document=longest_document,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
-        execution = _placed(case, dataclasses.replace(execution, micro_batch_tokens=together))
-        ledger, prediction = case.ledger(execution), case.prediction(execution)
-        if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
-            raise InvalidModel(
-                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, "
-                "heads or experts"
-            )
-        message = _why_not(case, execution, ledger)
-        if prediction is not None and (residency := _residency(case, execution, ledger)) is not None:
-            execution = dataclasses.replace(execution, residency=residency)
-            ledger, prediction = case.ledger(execution), case.prediction(execution)
+        asked, device_range = dataclasses.replace(execution, micro_batch_tokens=together), None
+        if spec.gpus.is_range:
+            settled, device_range = settle_range(case, asked, spec.gpus.within(num_on_node))
+        else:
+            settled = settle(case, asked)
+        execution, prediction = settled.execution, settled.prediction
         plan = Plan(
-            **vars(ledger),
+            **vars(settled.ledger),
             execution=execution,
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
             plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes),
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,
-            message=message,
+            message=settled.message,
+            device_range=device_range,
             warnings=tuple(self._warnings(case, execution)),
             prediction=prediction,
+            ways=settled.ways,
             hint=self._hint(case, execution, prediction),
             references=_references(case, execution),
         )
@@ -322,9 +288,19 @@ class Planner:
             plan = plan.with_steps(num_steps, estimated=case.is_estimated and num_steps != spec.most_steps)
         return plan
 
-    def _execution(self, spec: JobSpec, gpus: Sequence[Accelerator] = ()) -> Execution:
+    def _num_devices(self, kind: DeviceKind) -> int:
+        return len(self._accelerators) if kind == "cuda" else self._settings.host_devices
+
+    def _execution(
+        self,
+        spec: JobSpec,
+        num_devices: int | None = None,
+        gpus: Sequence[Accelerator] = (),
+        *,
+        free: Collection[str] | None = None,
+    ) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
-        model."""
+        model. Without a number of devices, on as many as it may use, of those that are `free` where that is given."""
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: "
@@ -335,14 +311,22 @@ class Planner:
         on_gpu = spec.device == "cuda" or (spec.device == "auto" and bool(self._accelerators) and asked != "float32")
         device_kind: DeviceKind = "cuda" if on_gpu else "host"
         self._check_devices(spec.gpus, device_kind)
+        most = min(spec.gpus.most, self._num_devices(device_kind))
+        num_ranks = num_devices or most
+        if free is not None:
+            num_free = sum(name.partition(":")[0] == device_kind for name in free)
+            num_ranks = max(spec.gpus.least, min(most, num_free))
         limit_bytes, num_threads, differ = self._arena_limit_bytes, self._num_threads, False
         if device_kind == "cuda":
-            chosen = gpus or self._accelerators[: spec.gpus]
-            limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in chosen))
-            num_threads = max(1, num_threads // spec.gpus)
-            differ = len({gpu.name for gpu in chosen}) > 1
+            # Of a range the largest, so that what is planned for one number of them holds for the others.
+            _check_names(spec.gpus, self._accelerators[:most])
+            chosen = gpus or self._accelerators[:num_ranks]
+            within = self._accelerators if spec.gpus.is_range else chosen
+            limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in within))
+            num_updating, num_threads = max(1, num_threads // num_ranks), max(1, num_threads // most)
+            differ = len({gpu.name for gpu in within}) > 1
         else:
-            num_threads = max(1, num_threads // self._settings.host_devices)
+            num_updating = num_threads = max(1, num_threads // self._settings.host_devices)
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run
         # on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
@@ -363,27 +347,27 @@ class Planner:
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
-            num_ranks=spec.gpus,
+            num_ranks=num_ranks,
             lanes=_lanes(spec),
             deals_lanes=differ,
             num_threads=num_threads,
-            optimizer_threads=update_threads(num_threads, device_kind=device_kind),
+            optimizer_threads=update_threads(num_updating, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
 
-    def _check_devices(self, num_devices: int, kind: DeviceKind) -> None:
+    def _check_devices(self, gpus: Gpus, kind: DeviceKind) -> None:
         """Raises InvalidSpec where a job asks for more devices of the kind than this node has."""
-        if kind == "cuda" and num_devices > (num := len(self._accelerators)):
+        if gpus.least <= (num := self._num_devices(kind)):
+            return
+        if kind == "cuda":
             what = f"this node has {num} GPU{'' if num == 1 else 's'} that a worker's torch can use; use gpus: {num}"
-        elif kind == "host" and num_devices > (num := self._settings.host_devices):
+        else:
             divided = "one device" if num == 1 else f"divided into {num} devices"
             what = f"this node's processors are {divided}; use gpus: {num}, or ask an admin to set host_devices"
-        else:
-            return
-        raise InvalidSpec.of("gpus", f"gpus is {num_devices} and {what}")
+        raise InvalidSpec.of("gpus", f"gpus is {gpus.plain} and {what}")
 
-    def _warnings(self, case: _Case, execution: Execution) -> list[str]:
+    def _warnings(self, case: Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         warnings += _of_lanes(case.spec, execution)
@@ -394,7 +378,7 @@ class Planner:
             )
         return warnings
 
-    def _hint(self, case: _Case, execution: Execution, prediction: StepPrediction | None) -> str:
+    def _hint(self, case: Case, execution: Execution, prediction: StepPrediction | None) -> str:
         if prediction is None or execution.device_kind != "host" or case.spec.train.compute_dtype != "auto":
             return ""
         grad_bytes = ELEMENT_BYTES["bfloat16"] if execution.grad_bytes else 0
@@ -411,14 +395,15 @@ class Planner:
 
 
 def _lanes(spec: JobSpec) -> int:
-    """The parts that a step is divided into. Raises InvalidSpec where a device would have none."""
-    lanes, least = spec.train.lanes, 1 << (spec.gpus - 1).bit_length()
+    """The parts that a step is divided into, on whatever number of devices. Raises InvalidSpec where one would have
+    none."""
+    lanes, gpus, least = spec.train.lanes, spec.gpus, 1 << (spec.gpus.most - 1).bit_length()
     if lanes is None:
-        return 1 if spec.gpus == 1 else max(_DEFAULT_LANES, least)
-    if lanes < spec.gpus:
+        return 1 if gpus.most == 1 else max(_DEFAULT_LANES, least)
+    if lanes < gpus.most:
         what = (
-            f"train.lanes is {lanes} and gpus is {spec.gpus}, and each device computes one lane at least; use "
-            f"train.lanes: {least} or gpus: {lanes}"
+            f"train.lanes is {lanes} and gpus is {gpus.plain}, and each device computes one lane at least; use "
+            f"train.lanes: {least} or gpus: {gpus.at_most(lanes).plain}"
         )
         raise InvalidSpec.of("train.lanes", what)
     return lanes
@@ -444,42 +429,17 @@ def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
     return []
 
 
-def _placed(case: _Case, execution: Execution) -> Execution:
-    """Keep layer inputs on the device while they fit there; offload them where that makes the job fit."""
-    if case.ledger(execution).device_total_bytes <= execution.device_limit_bytes:
-        return execution
-    offloading = dataclasses.replace(execution, activation_placement="host")
-    return offloading if case.fits(case.ledger(offloading), offloading) else execution
+def _check_names(asked: Gpus, gpus: Sequence[Accelerator]) -> None:
+    """Raises InvalidSpec where the ranks of a job could not be told which of these GPUs is whose."""
+    if len(gpus) > 1 and not gpu_uuids(gpus):
+        what = (
+            f"gpus is {asked.plain}, and the driver does not name a UUID of each of these GPUs, as with parts of a GPU "
+            "(MIG): all processes would compute on the first one; use gpus: 1"
+        )
+        raise InvalidSpec.of("gpus", what)
 
 
-def _residency(case: _Case, execution: Execution, ledger: Ledger) -> Residency | None:
-    """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
-    room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
-    if execution.device_kind == "host" or execution.activation_placement == "host" or room_bytes <= 0:
-        return None
-
-    def step_s(residency: Residency) -> float:
-        prediction = case.prediction(dataclasses.replace(execution, residency=residency))
-        assert prediction is not None, "there was one without"
-        return prediction.step_s
-
-    def resident_bytes(num_layers: int) -> int:
-        resident = dataclasses.replace(execution, residency=Residency(resident_layers=num_layers))
-        return case.ledger(resident).device_bytes["weights"] - ledger.device_bytes["weights"]
-
-    recipe = case.spec.train.recipe
-    # Compiled layers recompute inside one function, and take nothing that was kept.
-    is_eager = case.spec.train.compile == "off" or recipe.matmul == "fp8"
-    return choose_residency(
-        step_s,
-        room_bytes=room_bytes,
-        num_layers=case.folder.shape.num_hidden_layers,
-        resident_bytes=resident_bytes,
-        layer_product_bytes=product_bytes(case.folder, recipe, execution) if is_eager and case.layer is None else 0,
-    )
-
-
-def _references(case: _Case, execution: Execution) -> ReferencePass | None:
+def _references(case: Case, execution: Execution) -> ReferencePass | None:
     """The pass over the data before the first step, where the method needs it."""
     if case.rates is None or not case.spec.needs_references:
         return None
@@ -491,53 +451,6 @@ def _references(case: _Case, execution: Execution) -> ReferencePass | None:
         tokens_estimated=case.is_estimated,
         total_s=None if data is None else data.num_tokens / rate,
     )
-
-
-def _why_not(case: _Case, execution: Execution, ledger: Ledger) -> str:
-    """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it
-    fits."""
-    if case.fits(ledger, execution):
-        return ""
-    need, limit_bytes = ledger.host_total_bytes, case.host_limit_bytes
-    if need > limit_bytes:
-        short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
-    else:
-        arena, allowed = ledger.device_total_bytes, execution.device_limit_bytes
-        short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
-    store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
-    if store > limit_bytes:
-        billions = case.folder.layout.num_parameters / 1e9
-        held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
-        return f"{short}; {held}: {_smaller(case, execution)}"
-    return f"{short}; {_advice(case, execution)}"
-
-
-def _smaller(case: _Case, execution: Execution) -> str:
-    """What to do where the store alone does not fit: train adapters, where that fits."""
-    if case.spec.train.trainable != EVERYTHING:
-        return "only a smaller model fits"
-    changes: dict[str, Any] = {"trainable": LORA, "lr_groups": ()}
-    with suppress(InvalidSpec):
-        adapted = case.with_train(**changes)
-        adapted = dataclasses.replace(adapted, folder=open_for_training(case.folder.path, adapted.spec.train))
-        execution = _placed(adapted, execution)
-        ledger = adapted.ledger(execution)
-        what = f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
-        return f"{what}, which fits" if adapted.fits(ledger, execution) else f"only a smaller model fits; {what}"
-    return "only a smaller model fits"
-
-
-def _advice(case: _Case, execution: Execution) -> str:
-    tokens, sequence_length = case.spec.train.tokens_per_step, case.spec.train.sequence_length
-    while tokens > 8:
-        tokens //= 2
-        length = min(sequence_length, tokens)
-        smaller = case.with_train(tokens_per_step=tokens, sequence_length=length)
-        placed = _placed(smaller, execution)
-        if smaller.fits(smaller.ledger(placed), placed):
-            shorter = f" and train.sequence_length: {length}" if length < sequence_length else ""
-            return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
-    return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

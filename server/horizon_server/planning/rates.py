@@ -45,6 +45,17 @@ class WidthRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerRates:
+    """What each of several devices of a node does while all of them do the same: `together` is its link up, `gather`
+    and `exchange` what it gets of the others' weights and of their gradients."""
+
+    num_devices: int
+    together_bytes_per_s: float
+    gather_bytes_per_s: float
+    exchange_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceRates:
     """The speed of one device and of the host that feeds it. `widths` is in ascending order and not empty.
 
@@ -76,6 +87,8 @@ class DeviceRates:
     backward_launch_s: float = 0.0
     ends_launch_s: float = 0.0
     submit_s: float = 0.0
+    peers: PeerRates | None = None
+    """Where there are several such devices."""
 
     def checked(self) -> DeviceRates:
         """Return these rates, which came from a file or another process. Raises ValueError: one is not above zero, or
@@ -86,7 +99,7 @@ class DeviceRates:
 
     def numbers(self) -> Iterator[float]:
         """Every rate, those of curves and widths included."""
-        for part in (self, *self.widths):
+        for part in (self, *self.widths, *([] if self.peers is None else [self.peers])):
             for name, value in vars(part).items():
                 if name.endswith("_per_s"):
                     # A curve without points is as wrong as a rate of zero.

@@ -21,6 +21,7 @@ from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DeviceKind, Execution
 from horizon_server.store.adapters import scaled_sizes
+from horizon_server.store.layout import UnitLayout
 
 _FP32 = 4
 _FORWARD_SHARE = 1 / 3
@@ -130,6 +131,8 @@ class EmbeddingTraffic:
     gradient_bytes: float
     first_update_bytes: float
     last_update_bytes: float
+    peer_rows_bytes: float = 0.0
+    """What a rank that embeds all tokens gets of the rows from the others, in forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,8 @@ class StepWork:
     average layer. The last `product_layers` recompute no products. Backward ends at the `first_trained` unit.
 
     Of several ranks with a device each, what one of them does; where they compute on the same processors, what all of
-    them do together. `num_tokens` and `model_flops` are the whole step's in any case."""
+    them do together. `num_tokens` and `model_flops` are the whole step's in any case, and where the layers go round the
+    ranks, all of `layer`, `layers` and `num_micro_batches`."""
 
     num_tokens: int
     hidden_size: int
@@ -156,45 +160,48 @@ class StepWork:
     first_trained: int = 0
     peers_are_processes: bool = False
     """Whether what ranks send to each other stays in this machine's memory."""
+    num_links: int = 1
+    """Links that the host's memory feeds at the same time."""
+    layer_ranks: int = 1
+    """Ranks that the layers go round; 1 where each computes its part of every layer."""
+    hop_bytes: float = 0.0
+    """Of a hidden state of all tokens, which such ranks hand on through the host's memory."""
+    head_hop_bytes: float = 0.0
+    """Of it, what a rank's head reads."""
+    longest_share: float = 1.0
+    """Tokens of the rank that has the most documents, in units of an equal part: the others wait for it."""
 
 
 def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, facts: EngineFacts = TODAY) -> StepWork:
     """Count a step on a model folder that is laid out for the job."""
-    on_host, num_lanes = execution.device_kind == "host", execution.lanes
-    tokens_per_step = recipe.tokens_per_step
-    if not on_host and execution.num_ranks > 1:
-        tokens_per_step = -(-tokens_per_step // execution.num_ranks)
-        num_lanes = -(-num_lanes // execution.num_ranks)
-    document = min(recipe.sequence_length, tokens_per_step)
-    num_full, rest = divmod(tokens_per_step, document)
-    num_rows, rows_together = num_full + (rest > 0), max(1, execution.micro_batch_tokens // document)
-    # Micro-batches do not cross lanes, and rows are not divided.
-    rows_together = min(rows_together, -(-num_rows // num_lanes))
-    whole = _lengths(recipe.tokens_per_step, min(recipe.sequence_length, recipe.tokens_per_step))
-    counter = _Counter(
-        folder=folder,
-        lengths=_lengths(tokens_per_step, document),
-        num_micro_batches=-(-num_rows // rows_together),
-        recipe=recipe,
-        execution=execution,
-        facts=facts,
-    )
+    on_host, by_layers = execution.device_kind == "host", execution.parallel == "layers"
+    whole = _Counter.of(folder, recipe, execution, facts, share=1)
+    # Of head and embedding, and by rows of the layers too.
+    of_rank = _Counter.of(folder, recipe, execution, facts, share=execution.num_ranks)
+    own = whole if on_host else of_rank
+    counter = whole if by_layers else own
+    hop_bytes = sum(whole.lengths) * folder.shape.hidden_size * execution.element_bytes if by_layers else 0
     return StepWork(
         num_tokens=recipe.tokens_per_step,
         hidden_size=folder.shape.hidden_size,
-        micro_batch_tokens=min(rows_together * document, tokens_per_step),
+        micro_batch_tokens=counter.micro_batch_tokens,
         num_micro_batches=counter.num_micro_batches,
-        document_tokens=document,
-        model_flops=FlopsCount.of_folder(folder).of(whole),
+        document_tokens=counter.lengths[0],
+        model_flops=FlopsCount.of_folder(folder).of(whole.lengths),
         updates_in_backward=counter.updates_in_backward,
         layer=counter.layer(),
         layers=counter.layers(),
-        head=counter.head(),
-        head_traffic=counter.head_traffic(),
-        embedding=counter.embedding(),
+        head=own.head(),
+        head_traffic=own.head_traffic(),
+        embedding=own.embedding(),
         product_layers=execution.residency.product_layers,
         first_trained=folder.layout.first_trained_unit,
         peers_are_processes=on_host,
+        num_links=1 if on_host else execution.num_ranks,
+        layer_ranks=execution.num_ranks if by_layers else 1,
+        hop_bytes=hop_bytes,
+        head_hop_bytes=hop_bytes if on_host else hop_bytes / execution.num_ranks,
+        longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,
     )
 
 
@@ -209,10 +216,31 @@ class _Counter:
 
     folder: ModelFolder
     lengths: tuple[int, ...]
+    micro_batch_tokens: int
     num_micro_batches: int
     recipe: Recipe
     execution: Execution
     facts: EngineFacts
+
+    @classmethod
+    def of(
+        cls, folder: ModelFolder, recipe: Recipe, execution: Execution, facts: EngineFacts, *, share: int
+    ) -> _Counter:
+        """One of `share` equal parts of the step's tokens and lanes, or one document, which is not divided."""
+        document, num_lanes = min(recipe.sequence_length, recipe.tokens_per_step), -(-execution.lanes // share)
+        num_tokens = max(document, -(-recipe.tokens_per_step // share))
+        lengths, rows_together = _lengths(num_tokens, document), max(1, execution.micro_batch_tokens // document)
+        # Micro-batches do not cross lanes, and rows are not divided.
+        rows_together = min(rows_together, -(-len(lengths) // num_lanes))
+        return cls(
+            folder=folder,
+            lengths=lengths,
+            micro_batch_tokens=min(rows_together * document, num_tokens),
+            num_micro_batches=-(-len(lengths) // rows_together),
+            recipe=recipe,
+            execution=execution,
+            facts=facts,
+        )
 
     @property
     def element(self) -> int:
@@ -236,22 +264,22 @@ class _Counter:
         per_copy = 0 if self.execution.device_kind == "host" else self.element
         return adamw_bytes_per_parameter(self.grad_bytes) + per_copy * (1 + self.updates_in_backward)
 
-    @property
-    def clear_bytes(self) -> float:
-        """Device memory traffic of one gradient besides its sums."""
+    def clear_bytes(self, *, divided: bool) -> float:
+        """Device memory traffic of one gradient besides its sums; `divided`: the ranks sum its lanes together."""
         # Where products add to the gradient, the first one of a step overwrites it.
         cleared = (0 if self.facts.accumulates_in_gemm else _FP32) + _NORM_AND_CAST_BYTES[self.execution.device_kind]
-        return cleared + _JOIN_BYTES * self._num_joins
-
-    @property
-    def _num_joins(self) -> float:
-        """How often a gradient is added to that of another lane, on this rank or on all that share the processors."""
+        # How often it is added to that of another lane, on this rank or on all that share the processors.
         lanes, ranks = self.execution.lanes, self.execution.num_ranks
-        return lanes - 1 if self._on_host else -(-lanes // ranks) - 1 + (ranks - 1) / ranks
+        alone = self._on_host or not divided
+        return cleared + _JOIN_BYTES * (lanes - 1 if alone else -(-lanes // ranks) - 1 + (ranks - 1) / ranks)
 
     @property
     def _on_host(self) -> bool:
         return self.execution.device_kind == "host"
+
+    @property
+    def _by_layers(self) -> bool:
+        return self.execution.parallel == "layers"
 
     @property
     def _upload_share(self) -> float:
@@ -286,7 +314,7 @@ class _Counter:
         own_flops = FLOPS_PER_PARAMETER * num_tokens * matrices
         skips = self.facts.skips_projection and skips_projection(self.folder)
         skipped = model.hidden_size * model.intermediate_size if skips else 0
-        layers = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
+        layers = self._layer_units
         # A frozen weight has no gradient of its own, which is half of its backward.
         trained = sum(u.trained_elements for u in layers) / sum(u.num_elements for u in layers)
         elementwise = elementwise_bytes(model, self.element, fused=self.facts.fused)
@@ -329,8 +357,27 @@ class _Counter:
             accumulate_bytes=self.accumulate_bytes * table * -(-num_tokens // chunk_tokens),
         )
 
+    @property
+    def _layer_units(self) -> list[UnitLayout]:
+        return [unit for unit in self.folder.layout.units if unit.kind == "layer"]
+
     def layers(self) -> tuple[UnitTraffic, ...]:
-        units = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
+        return self._whole_layers() if self._by_layers else self._divided_layers()
+
+    def _whole_layers(self) -> tuple[UnitTraffic, ...]:
+        """Of ranks that the layers go round: each layer's weights and gradient are one rank's."""
+        return tuple(
+            UnitTraffic(
+                upload_bytes=unit.unpacked_elements * self.element + unit.packed_bytes,
+                download_bytes=unit.trained_elements * self.grad_bytes,
+                clear_bytes=unit.trained_elements * self.clear_bytes(divided=False),
+                update_bytes=unit.trained_elements * self.update_bytes,
+            )
+            for unit in self._layer_units
+        )
+
+    def _divided_layers(self) -> tuple[UnitTraffic, ...]:
+        units = self._layer_units
         resident = {unit.index for unit in resident_units(self.folder.layout, self.execution.residency.resident_layers)}
         offload = (
             sum(self.lengths) * self.folder.shape.hidden_size * self.element
@@ -343,7 +390,7 @@ class _Counter:
                 if unit.index in resident
                 else unit.unpacked_elements * self.element * self._upload_share + unit.packed_bytes,
                 download_bytes=unit.trained_elements * self.grad_bytes * self._download_share,
-                clear_bytes=unit.trained_elements * self.clear_bytes,
+                clear_bytes=unit.trained_elements * self.clear_bytes(divided=True),
                 update_bytes=unit.trained_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=offload if unit is not units[-1] else 0,
@@ -357,16 +404,18 @@ class _Counter:
         )
 
     def head_traffic(self) -> UnitTraffic:
-        layout = self.folder.layout
+        layout, whole = self.folder.layout, self._by_layers
         head = layout.units[-1]
         # The projection of a tied model is the embedding's table, whose gradient leaves with the embedding's.
         projection = head.num_elements + (layout.units[0].num_elements if layout.tied else 0)
+        # By layers every rank brings all of it.
+        upload_share = max(1.0, self._upload_share) if whole else self._upload_share
         return UnitTraffic(
-            upload_bytes=projection * self.element * self._upload_share,
+            upload_bytes=projection * self.element * upload_share,
             download_bytes=head.trained_elements * self.grad_bytes * self._download_share,
-            clear_bytes=layout.head_gradient_elements * self.clear_bytes,
+            clear_bytes=layout.head_gradient_elements * self.clear_bytes(divided=True),
             update_bytes=head.trained_elements * self.update_bytes,
-            peer_up_bytes=self._peers_up(projection * self.element),
+            peer_up_bytes=0.0 if whole else self._peers_up(projection * self.element),
             peer_down_bytes=self._peers_down(layout.head_gradient_elements),
         )
 
@@ -386,7 +435,14 @@ class _Counter:
             gradient_bytes=_ROW_GRADIENT_PASSES * self.element * trained_rows * self.num_micro_batches,
             first_update_bytes=0 if kept else first * self.update_bytes,
             last_update_bytes=0 if kept else (table - first) * self.update_bytes,
+            peer_rows_bytes=self._peer_rows_bytes() if self._by_layers and table else 0,
         )
+
+    def _peer_rows_bytes(self) -> float:
+        """Of the rows of all tokens, what a rank gets from the others, or on the host all of them from each other."""
+        model, ranks = self.folder.shape, self.execution.num_ranks
+        rows = min(self.recipe.tokens_per_step, model.vocab_size) * model.hidden_size * self.element
+        return rows * (ranks - 1) * (1 if self._on_host else 1 / ranks)
 
 
 def elementwise_bytes(model: ModelShape, element: int, *, fused: bool) -> tuple[float, float, float]:

@@ -14,6 +14,8 @@ ComputeDtype = Literal["float32", "bfloat16"]
 """What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it
 is."""
 ActivationPlacement = Literal["device", "host"]
+Parallel = Literal["rows", "layers"]
+"""What each of several ranks computes of a step: its lanes of every layer, or every lane of its layers."""
 
 # The host is the reference that other ways of computing are compared with; a GPU computes in the format that its
 # store's `hi` plane has.
@@ -78,6 +80,8 @@ class Execution:
     lanes: int = 1
     """Parts that a step is divided into, a power of two. The gradients of a lane add up in the order of its
     micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""
+    parallel: Parallel = "rows"
+    """How several ranks divide a step. No bit depends on it."""
     deals_lanes: bool = False
     """Whether ranks that were measured to be faster get more lanes, where the devices differ."""
     num_threads: int = 1

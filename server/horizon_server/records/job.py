@@ -33,10 +33,13 @@ class StopRequest(StrEnum):
     NOTHING = ""
     CANCEL = "cancel"
     PAUSE = "pause"
-    # The daemon's own, never stored: each checkpoints the job and queues it again.
+    # The daemon's own, never stored: each of these checkpoints the job and queues it again.
     DRAIN = "drain"
     DISPLACE = "displace"
     UNLOAD = "unload"
+    LEAVE = "leave"
+    # Neither stored nor an end of the job: another worker continues in the same memory, on other devices.
+    MOVE = "move"
 
     @property
     def is_of_user(self) -> bool:
@@ -46,7 +49,7 @@ class StopRequest(StrEnum):
     @property
     def checkpoints(self) -> bool:
         """Whether the job is to be checkpointed before the attempt ends."""
-        return self not in (StopRequest.NOTHING, StopRequest.CANCEL)
+        return self not in (StopRequest.NOTHING, StopRequest.CANCEL, StopRequest.MOVE)
 
     @property
     def why(self) -> str:
@@ -85,6 +88,19 @@ _STOPS = {
         JobState.QUEUED,
         "NODE_DRAINED",
         "checkpointed, as an admin drained the node; it continues when the node is open again",
+    ),
+    StopRequest.LEAVE: (
+        "a device of it is out of service",
+        JobState.QUEUED,
+        "DEVICE_OUT_OF_SERVICE",
+        "checkpointed, as a device of it is out of service; it continues when there are enough others",
+    ),
+    StopRequest.MOVE: (
+        "it is to continue on other devices",
+        JobState.QUEUED,
+        "MOVED",
+        "its worker ended to continue on other devices, and nothing continued it; it continues from its newest "
+        "checkpoint",
     ),
 }
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from horizon_server.records.execution import Execution, Residency
+from horizon_server.records.execution import Execution, Parallel, Residency
 from horizon_server.texts import size_text
 
 Bound = Literal["compute", "h2d", "d2h", "host memory"]
@@ -43,6 +43,15 @@ class StepPrediction:
     parts_s: dict[str, float] = field(default_factory=dict)
     machine: str = ""
     measured: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedWays:
+    """Seconds of a step for the two ways in which several devices divide it; None where one is not possible or does not
+    fit."""
+
+    rows_s: float | None = None
+    layers_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,17 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceRange:
+    """The numbers of devices that a job may compute on, as far as the node has them, and what is kept for it so that
+    any of them can continue in its memory: of the number that takes the most, bytes of the host and of each device."""
+
+    least: int
+    most: int
+    host_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan(Ledger):
     """What is decided of a job before its first step: its memory by component, how it runs, and what to expect of
     that."""
@@ -102,8 +122,12 @@ class Plan(Ledger):
     """When it does not fit: the numbers and the smallest change that would make it fit; else nothing."""
     hint: str = ""
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    device_range: DeviceRange | None = None
+    """None where the job wants one number of devices."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
+    ways: PredictedWays | None = None
+    """None for one device, or while the machine's speed has not been measured."""
     references: ReferencePass | None = None
     """None where the method needs no reference log-probabilities, or the machine's speed has not been measured."""
     num_steps: int | None = None
@@ -139,9 +163,19 @@ class Plan(Ledger):
         return self.execution.num_ranks
 
     @property
+    def least_devices(self) -> int:
+        """The fewest that the job may continue on."""
+        return self.num_devices if self.device_range is None else self.device_range.least
+
+    @property
     def lanes(self) -> int:
         """Parts that each step is divided into."""
         return self.execution.lanes
+
+    @property
+    def parallel(self) -> Parallel:
+        """How these devices divide a step."""
+        return self.execution.parallel
 
     @property
     def kept(self) -> Residency | None:
@@ -150,9 +184,19 @@ class Plan(Ledger):
         return residency if residency.resident_layers or residency.product_layers else None
 
     @property
+    def kept_host_bytes(self) -> int:
+        """Host memory that is kept for the job, on whatever number of devices."""
+        return self.host_total_bytes if self.device_range is None else self.device_range.host_bytes
+
+    @property
+    def kept_device_bytes(self) -> int:
+        """Memory of each of its devices that is kept for it, on whatever number of them."""
+        return self.device_total_bytes if self.device_range is None else self.device_range.device_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether its memory is within both limits; slowness never counts."""
-        return self.host_total_bytes <= self.host_limit_bytes and self.device_total_bytes <= self.device_limit_bytes
+        """Whether its memory is within both limits, on every number of devices; slowness never counts."""
+        return self.kept_host_bytes <= self.host_limit_bytes and self.kept_device_bytes <= self.device_limit_bytes
 
     @property
     def references_s(self) -> float:
@@ -181,7 +225,9 @@ class Plan(Ledger):
             on_device = f" and {size_text(self.device_total_bytes)} on each of {self.num_devices} devices"
         planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
         if self.num_devices > 1:
-            planned += f" by {self.num_devices} devices in {self.lanes} lanes"
+            planned += f" by {self.num_devices} devices in {self.lanes} lanes, by {self.parallel}"
+        if self.device_range is not None:
+            planned += f" ({self.num_devices} of {self.device_range.least} to {self.device_range.most} devices)"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

@@ -107,6 +107,8 @@ class NodeCondition:
     message: str = ""
     window_start_s: UnixTime | None = None
     window_end_s: UnixTime | None = None
+    withdrawn: tuple[str, ...] = ()
+    """Devices that are out of service: jobs leave them, and none uses them."""
 
     def at(self, now_s: float) -> NodeMode:
         """The mode that holds at a time, the maintenance window included."""

@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 
+from horizon_server.scheduling.ranges import Changes, on_number
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules, kind_of
 from horizon_server.scheduling.texts import jobs_text, time_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, steady_shares
 from horizon_server.texts import size_text
@@ -52,25 +53,24 @@ def decide(
     need and the shares that they have now. Without `explain` there are no reasons, which a simulation does not read.
     """
     if not node.is_open:
-        return Decision(why={job.job_id: node.closed_why for job in waiting} if explain else {})
+        changes = Changes(residents, node, shares, rules, now_s, {}).make([])
+        why = {job.job_id: node.closed_why for job in waiting} if explain else {}
+        return Decision(change=changes.of_residents, leave=tuple(changes.leaving), why=why)
     return _Round(node, shares, rules, now_s, held, residents).run(waiting, ends or {}, explain)
-
-
-def kind_of(device: str) -> str:
-    """The kind of a device, or of several with commas between: cuda of cuda:0,cuda:1."""
-    return device.partition(":")[0]
 
 
 def as_resident(job: Job, devices: tuple[str, ...], now_s: float) -> Resident:
     """A job that is loaded now."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS} | {"devices": devices, "since_s": now_s}
-    return Resident(**values, resident_since_s=now_s, ready_s=now_s + job.load_s, is_loading=True)
+    values["remaining_s"] = on_number(job.remaining_s, job.num_devices, len(devices))
+    return Resident(**values, resident_since_s=now_s, on_since_s=now_s, ready_s=now_s + job.load_s, is_loading=True)
 
 
 def as_waiting(resident: Resident, now_s: float) -> Job:
     """A resident job once it is queued again now."""
     values = {name: getattr(resident, name) for name in _JOB_FIELDS}
-    return Job(**values | {"since_s": now_s})
+    remaining_s = on_number(resident.remaining_s, len(resident.devices), resident.num_devices)
+    return Job(**values | {"since_s": now_s, "remaining_s": remaining_s})
 
 
 def in_order(
@@ -185,6 +185,8 @@ class _Round:
         self._waiting: Sequence[Job] = ()
         self._next: _HeadOfQueue | None = None
         self._start: list[tuple[str, tuple[str, ...]]] = []
+        self._num_expected: dict[str, int] = defaultdict(int)
+        """By kind: devices for jobs that are loaded as soon as fewer are being loaded."""
         self._why: dict[str, str] = {}
         self._behind_quota: set[str] = set()
         self._parts: dict[tuple[str, str, int, tuple[str, ...]], float] = {}
@@ -192,8 +194,9 @@ class _Round:
         self._names: dict[str, list[str]] = defaultdict(list)
         self._sizes: dict[str, list[int]] = defaultdict(list)
         for name, size in node.devices.items():
-            self._names[kind_of(name)].append(name)
-            self._sizes[kind_of(name)].append(size)
+            if name not in node.out:
+                self._names[kind_of(name)].append(name)
+                self._sizes[kind_of(name)].append(size)
         for of_kind in self._sizes.values():
             of_kind.sort(reverse=True)
         self._loading_of: dict[str, int] = defaultdict(int)
@@ -217,6 +220,7 @@ class _Round:
                 self._why[job.job_id] = self._why_no_device(job)
             elif job.host_bytes <= self._free_bytes and (message := self._why_not_loading(job)):
                 self._why[job.job_id] = message
+                self._num_expected[job.device] += job.num_devices
             elif job.host_bytes <= self._free_bytes and (self._next is None or self._may_pass(job, self._next)):
                 self._load(job)
             elif explain:
@@ -227,7 +231,16 @@ class _Round:
             self._name_who_is_before(waiting)
         if self._next is not None and explain:
             self._why[self._next.job.job_id] = self._why_next(self._next, displaced)
-        return Decision(start=tuple(self._start), displace=tuple(one.job_id for one in displaced), why=self._why)
+        changes = Changes(self._residents, self._node, self._shares, self._rules, self._now_s, self._num_expected).make(
+            [job_id for job_id, _ in self._start]
+        )
+        return Decision(
+            start=tuple((job_id, changes.devices.get(job_id, devices)) for job_id, devices in self._start),
+            displace=tuple(one.job_id for one in displaced),
+            change=changes.of_residents,
+            leave=tuple(changes.leaving),
+            why=self._why,
+        )
 
     def _may_be_loaded(self, job: Job) -> bool:
         """Whether only other jobs' memory can be in the way; otherwise the reason is noted."""
@@ -236,11 +249,14 @@ class _Round:
             need, limit = size_text(job.host_bytes), size_text(self._node.host_bytes)
             message = f"cannot start: it needs {need} of host memory and the node has {limit} for jobs"
         elif not sizes:
-            names = ", ".join(self._node.devices) or "none"
+            names = ", ".join(name for name in self._node.devices if name not in self._node.out) or "none"
             message = f"cannot start: it needs a device of the kind {job.device} and the node's devices are: {names}"
+            message += self._node.out_text(job.device)
         elif job.num_devices > len(sizes):
-            names = ", ".join(name for name in self._node.devices if kind_of(name) == job.device)
+            names = ", ".join(self._names[job.device])
             message = f"cannot start: it needs {job.num_devices} {job.device} devices and the node has: {names}"
+            if out := self._node.out_text(job.device):
+                message += f"{out}; with gpus: {len(sizes)}-{job.most_devices} it would run on the others"
         elif job.device_bytes > (limit_bytes := sizes[job.num_devices - 1]):
             need, limit = size_text(job.device_bytes), size_text(limit_bytes)
             each = " on each of its devices" if job.num_devices > 1 else ""

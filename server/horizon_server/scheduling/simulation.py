@@ -16,10 +16,10 @@ from horizon_server.scheduling.admission import (
     decide,
     displaceable_s,
     in_order,
-    kind_of,
 )
+from horizon_server.scheduling.ranges import on_number
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Job, Node, Resident, Rules, kind_of
 from horizon_server.scheduling.texts import ITS_SHARE, span_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, next_turn, steady_shares
 
@@ -81,6 +81,10 @@ def outlooks(
     parts = _parts(present, shares)
     why |= {one.job_id: _why_resident(one, _beside(one, present), parts[one.job_id], node) for one in present}
     why |= dict.fromkeys(
+        decision.leave,
+        "a device of it is out of service: it is checkpointed and queued again",
+    )
+    why |= dict.fromkeys(
         decision.displace,
         "its user is above the share: it is checkpointed, unloaded and queued again to make room",
     )
@@ -131,6 +135,8 @@ def _why_resident(job: Resident, jobs: Sequence[Resident], part: float, node: No
     kind = job.device
     is_one_of_many = sum(kind_of(name) == kind for name in node.devices) > 1
     device = " and ".join(job.devices) if is_one_of_many else {"cuda": "the GPU"}.get(kind, f"the {kind} device")
+    if job.more_devices:
+        device += f" ({len(job.devices)} of {job.num_devices} to {job.most_devices} devices)"
     if len(jobs) == 1:
         return f"resident, the only job on {device}"
     text = f"resident, {len(jobs)} jobs share {device}"
@@ -174,6 +180,8 @@ class _Simulation:
         # Whether these are queued again once they have stopped is not known here: a user may have paused or cancelled
         # them.
         self._leaving = {one.job_id for one in residents if one.is_stopping}
+        self._looks_s: set[float] = set()
+        """When decisions are due because a job has had its devices for long enough."""
         self.first_shares: dict[str, float] = {}
         """The share of its device that each job has right after its start."""
         self.released_s: dict[str, float | None] = dict.fromkeys(self._residents)
@@ -204,6 +212,8 @@ class _Simulation:
                 self._be_ready(name)
             elif kind == "free":
                 self._free(name)
+            elif kind == "look":
+                self._decide()
             elif kind == "close":
                 self._close()
             elif kind == "open":
@@ -231,7 +241,7 @@ class _Simulation:
         if one is None:
             return
         self._residents[job_id] = replace(one, is_loading=False)
-        if one.is_loading and self._waiting and self._bounds_loading:
+        if one.is_loading and ((self._waiting and self._bounds_loading) or self._has_ranges):
             self._decide()
         else:
             for device in one.devices:
@@ -259,9 +269,34 @@ class _Simulation:
         one = self._residents[job_id] = replace(self._residents[job_id], is_stopping=True)
         self._at(self._time_s + (one.unload_s or 0.0) / 2, "free", job_id)
 
+    @property
+    def _has_ranges(self) -> bool:
+        return any(one.more_devices for one in self._residents.values())
+
+    def _change(self, job_id: str, devices: tuple[str, ...]) -> None:
+        """A job continues on other devices, after its processes were started again."""
+        self._stop_turn(job_id)
+        one = self._residents[job_id]
+        changed = self._residents[job_id] = replace(
+            one,
+            devices=devices,
+            remaining_s=on_number(one.remaining_s, len(one.devices), len(devices)),
+            on_since_s=self._time_s,
+            ready_s=self._time_s + one.change_s,
+        )
+        self._await_ready(changed)
+
+    def _look_again(self) -> None:
+        """Decides again once a job has had its devices for long enough to change them."""
+        for one in self._residents.values():
+            look_s = one.on_since_s + self._rules.keep_devices_s
+            if one.more_devices and look_s > self._time_s and look_s not in self._looks_s:
+                self._looks_s.add(look_s)
+                self._at(look_s, "look", one.job_id)
+
     def _decide(self) -> None:
-        """Loads and displaces what the daemon would now, and gives idle devices to their next jobs."""
-        if self._waiting:
+        """Loads, displaces and moves what the daemon would now, and gives idle devices to their next jobs."""
+        if self._waiting or self._has_ranges or self._node.out:
             waiting, residents = list(self._waiting.values()), list(self._residents.values())
             decision = decide(
                 waiting, residents, self._node, self._shares, self._rules, self._time_s, self._held, explain=False
@@ -273,8 +308,11 @@ class _Simulation:
                 if job_id not in self.first_shares:
                     present = [other for other in self._residents.values() if not other.is_stopping]
                     self.first_shares[job_id] = _parts(_beside(one, present), self._shares)[job_id]
-            for job_id in decision.displace:
+            for job_id in (*decision.displace, *decision.leave):
                 self._displace(job_id)
+            for job_id, devices in decision.change:
+                self._change(job_id, devices)
+            self._look_again()
         for device in self._turns:
             self._grant_if_idle(device)
 

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+def kind_of(device: str) -> str:
+    """The kind of a device, or of several with commas between: cuda of cuda:0,cuda:1."""
+    return device.partition(":")[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A job that waits or is resident.
 
     `since_s` is when it began to wait: for memory since it was queued, for the device since it last gave it back.
-    `order` is its place in the queue, the smaller the older. `device` is the kind that it needs (host or cuda), and
-    `num_devices` how many of them. `device_bytes` is what it needs on each. `remaining_s` are the seconds that it still
-    needs with all its devices by prediction, None where unknown.
+    `order` is its place in the queue, the smaller the older. `device` is the kind that it needs (host or cuda),
+    `num_devices` how many of them at least, and `more_devices` how many more it takes where they are free.
+    `device_bytes` is what it needs on each. `remaining_s` are the seconds that it still needs with as many devices as
+    it has, while it waits with `num_devices`, by prediction; None where unknown.
     """
 
     job_id: str
@@ -26,11 +32,20 @@ class Job:
     host_bytes: int
     device_bytes: int
     num_devices: int = 1
+    more_devices: int = 0
     remaining_s: float | None = None
     unload_s: float | None = None
     """The measured cost of taking the job's model out of host memory and loading it again, None where unknown."""
     load_s: float = 0.0
     """What it is expected to take from being loaded to its first turn."""
+    change_s: float = 0.0
+    """What it is expected to cost to continue on other devices, in the same memory: from the last step on those that it
+    has to its first turn on the others."""
+
+    @property
+    def most_devices(self) -> int:
+        """How many devices it uses at most."""
+        return self.num_devices + self.more_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +64,10 @@ class Resident(Job):
     be loaded."""
     is_stopping: bool = False
     """Whether its memory is being freed already."""
+    on_since_s: float = 0.0
+    """Since when it is on these devices."""
+    can_change: bool = True
+    """Whether it can be told to continue on others: not while it is being loaded, or is changing already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +90,22 @@ class Node:
     devices: Mapping[str, int]
     process_bytes: int = 0
     """Memory of a GPU that each further process takes for as long as it lives, with or without a turn."""
+    out: Mapping[str, str] = field(default_factory=dict)
+    """Of `devices`, those that no job may use, and why: an admin has withdrawn them, or they have failed."""
     is_open: bool = True
     """Whether jobs may start: no admin has cordoned or drained the node."""
     closed_why: str = "the node is cordoned by an admin: no job starts"
     """What the reason is while the node is not open."""
     window: Window | None = None
     """A maintenance window that has not ended yet."""
+
+    def in_service(self, kind: str) -> tuple[str, ...]:
+        """The devices of a kind that jobs may use."""
+        return tuple(name for name in self.devices if kind_of(name) == kind and name not in self.out)
+
+    def out_text(self, kind: str) -> str:
+        """What a reason says of the devices of a kind that are out of service, from its semicolon on."""
+        return "".join(f"; {name} is {why}" for name, why in self.out.items() if kind_of(name) == kind)
 
     def open_from(self, time_s: float) -> float:
         """That time, or the end of the maintenance window where it falls into one: no job starts before."""
@@ -98,6 +127,9 @@ class Rules:
     """Jobs that are loaded at the same time: imports, reading and preparing take processors outside of any turn. None:
     any number."""
     max_loading_jobs_of_user: int | None = None
+    keep_devices_s: float = 300.0
+    """How long a job that may use several numbers of devices keeps those that it has, before it gives some back or
+    takes more."""
     max_resident_jobs: int | None = None
     """Resident jobs of a user for whom no admin has set another number."""
     most_unload_share: float = 0.05
@@ -113,5 +145,10 @@ class Decision:
     """Jobs to load, each with the devices that it gets, in this order."""
     displace: tuple[str, ...] = ()
     """Resident jobs to checkpoint, unload and queue again."""
+    change: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Resident jobs that are to continue on other devices, each with those, in the node's order."""
+    leave: tuple[str, ...] = ()
+    """Resident jobs to checkpoint and queue again, as a device of theirs is out of service and the node has too few
+    others."""
     why: Mapping[str, str] = field(default_factory=dict)
     """Of each job that keeps waiting: the reason, for people."""

@@ -35,6 +35,8 @@ class DeviceStatus:
     num_residents: int
     holder_name: str = ""
     """The name of that job; empty where the caller may not see it."""
+    out_of_service: str = ""
+    """Why no job uses it; empty while it is in service."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ class NodeFacts:
         now_s, scheduler, machine = time.time(), self._scheduler, self._machine_figures()
         condition = await scheduler.runtime.view.sharing.condition()
         residents = await self._store.in_states(sorted(RESIDENT))
+        out = scheduler.runtime.view.health.out(condition)
         return NodeStatus(
             hostname=socket.gethostname(),
             version=VERSION,
@@ -113,9 +116,12 @@ class NodeFacts:
             mode=condition.at(now_s),
             time_slice_s=scheduler.runtime.view.rules.time_slice_s,
             share_half_life_s=self._share_half_life_s,
-            devices=tuple(_device_status(principal, name, turns, residents) for name, turns in scheduler.turns.items()),
+            devices=tuple(
+                _device_status(principal, turns, residents, out.get(name, ""))
+                for name, turns in scheduler.turns.items()
+            ),
             share_uses=tuple(scheduler.runtime.view.shares.uses(now_s)),
-            host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan)
+            host_memory_promised_bytes=sum(job.plan.kept_host_bytes for job in residents if job.plan)
             + scheduler.held_bytes(),
         )
 
@@ -133,13 +139,16 @@ class NodeFacts:
         return self._machine
 
 
-def _device_status(principal: Principal, name: str, turns: DeviceTurns, residents: Sequence[JobRecord]) -> DeviceStatus:
+def _device_status(
+    principal: Principal, turns: DeviceTurns, residents: Sequence[JobRecord], out_of_service: str
+) -> DeviceStatus:
     holder = turns.holder.job.job_id if turns.holder else ""
     job = next((job for job in residents if job.job_id == holder), None)
     is_visible = job is not None and may_see(principal, job.owner, project=job.project)
     return DeviceStatus(
-        name=name,
+        name=turns.device,
         holder=holder,
         num_residents=len(turns.participants),
         holder_name=job.spec.name if job is not None and is_visible else "",
+        out_of_service=out_of_service,
     )

@@ -91,9 +91,9 @@ class Quotas:
         allowances = await self.of(user, project)
         for allowance in allowances:
             limit = allowance.quota.max_host_bytes
-            if limit is not None and plan.host_total_bytes > limit:
+            if limit is not None and plan.kept_host_bytes > limit:
                 raise QuotaExceeded(
-                    f"the job needs {size_text(plan.host_total_bytes)} of host memory and {allowance.holder} "
+                    f"the job needs {size_text(plan.kept_host_bytes)} of host memory and {allowance.holder} "
                     f"{allowance.name} may have {size_text(limit)}; choose a smaller model, or ask an admin for more: "
                     f"horizond {allowance.holder} set {allowance.name} --max-host-memory SIZE"
                 )
@@ -158,7 +158,7 @@ class Quotas:
                 QuotaUse(
                     queued_jobs=len(of_user if is_user else of_project),
                     resident_jobs=len(jobs),
-                    host_bytes=sum(job.plan.host_total_bytes for job in jobs if job.plan),
+                    host_bytes=sum(job.plan.kept_host_bytes for job in jobs if job.plan),
                     stored_bytes=sum(stored.get(one, 0) for one in names),
                     retained_bytes=sum(retained.get(one, 0) for one in names),
                     device_hours=sum(s for key, s in device_s.items() if key[is_user] == name) / 3600,

@@ -66,12 +66,13 @@ class SharingService:
         return await self.store.condition()
 
     async def set_node(self, principal: Principal, condition: NodeCondition) -> NodeCondition:
-        """Open, cordon or drain the node, or set its maintenance window; it replaces what was set before. Return it.
+        """Open, cordon or drain the node, set its maintenance window, or withdraw devices; it replaces what was set
+        before, and devices that the daemon has found to fail are tried again. Return it.
 
         Raises:
             NotAllowed: when the caller is not an admin, or their token allows no changes.
-            InvalidSpec: when the message is too long or not printable, or the window has no length, only one end, or
-                has passed already.
+            InvalidSpec: when the message is too long or not printable, the window has no length, only one end, or has
+                passed already, or the node has no device of a name that is withdrawn.
         """
         require_admin(principal, "cordon or drain the node")
         if len(condition.message) > MAX_MESSAGE_LENGTH:
@@ -96,7 +97,13 @@ class SharingService:
                 f"the window has ended already (window_end_time is {time_text(end_s, now_s)}); give one that ends in "
                 "the future",
             )
+        if unknown := [name for name in condition.withdrawn if name not in self.scheduler.turns]:
+            known = ", ".join(self.scheduler.turns)
+            raise InvalidSpec.of(
+                "withdrawn", f"withdrawn has {unknown[0]!r:.80}; the devices of this node are: {known}"
+            )
         await self.store.set_condition(condition)
+        self.scheduler.runtime.view.health.forget()
         self.scheduler.wake()
         return condition
 

@@ -8,6 +8,7 @@ Schema; the client ships it as data.
 
 from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, GenerateSpec
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
+from horizon_server.spec.gpus import Gpus
 from horizon_server.spec.job import (
     CheckpointSpec,
     JobSpec,
@@ -53,6 +54,7 @@ __all__ = [
     "DpoSpec",
     "EvalSpec",
     "GenerateSpec",
+    "Gpus",
     "IpoSpec",
     "JobSpec",
     "KtoSpec",

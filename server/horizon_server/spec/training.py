@@ -174,8 +174,15 @@ class TrainSpec(Section):
     lanes: Lanes | None = Field(
         default=None,
         description="Parts that each step is divided into, whose gradients are summed by themselves and then in a "
-        "balanced tree: the result depends on lanes, not on gpus. A power of two, at least gpus. Null means 8 with "
-        "several gpus, else 1.",
+        "balanced tree: the result depends on lanes, not on gpus. A power of two, at least gpus, of a range its upper "
+        "end. Null means 8 with several gpus (16, 32 or 64 with more than 8, 16 or 32), else 1.",
+    )
+    parallel: Literal["auto", "rows", "layers"] = Field(
+        default="auto",
+        description="How several gpus divide a step; the result is the same. rows: each computes its lanes of every "
+        "layer; layers: the layers go round the gpus, and each computes its own for all tokens, so that weights and "
+        "gradients cross the links to one of them only. layers needs max_grad_norm and a layer for each of the gpus. "
+        "auto: what is predicted to be faster. With one device it has no effect.",
     )
 
     trainable: Annotated[

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from horizon_server.store.layout import StoreLayout, plane_sizes
@@ -33,8 +31,6 @@ _SLOT_WORDS = 3
 _TEXT_BYTES = 1 << 16
 # The keys of a model's compiled layers are most of a state.
 _UNIT_TEXT_BYTES = 256
-# Between two looks at what another rank has done.
-_POLL_S = 5e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +90,9 @@ class Generations:
                 self._words[self._number(unit_index, rank)] = 2 * generation
         self._words[2] = num_ranks
 
-    def wait_for(self, unit_index: int, generation: int, is_over: Callable[[], bool]) -> bool:
-        """Block until all ranks have done their part of a unit's update of that generation; False where it is over
-        before."""
-        numbers = [self._number(unit_index, rank) for rank in range(self._words[2])]
-        while any(self._words[number] < 2 * generation for number in numbers):
-            if is_over():
-                return False
-            time.sleep(_POLL_S)
-        return True
+    def has_reached(self, unit_index: int, generation: int) -> bool:
+        """Whether all ranks have done their part of a unit's update of that generation."""
+        return all(self._words[self._number(unit_index, rank)] >= 2 * generation for rank in range(self._words[2]))
 
     def reset(self) -> None:
         """Forget all states, and count from 0 again: before other weights are loaded."""

@@ -1,8 +1,10 @@
 """Which rank owns which part of each unit of the store: it alone updates that part, and sends it to the others.
 
-A unit's trained part, and what follows it that is not packed, are each divided into equal runs of whole blocks, one for
-each rank; what does not divide belongs to the last rank. A block is a page in every plane; of an embedding table whose
-rows are looked up by themselves it is whole rows as well. Torch-free.
+Where ranks divide a step by rows, a unit's trained part, and what follows it that is not packed, are each divided into
+equal runs of whole blocks, one for each rank; what does not divide belongs to the last rank. A block is a page in every
+plane; of an embedding table whose rows are looked up by themselves it is whole rows as well. Where they divide it by
+layers, the layers go round the ranks and each belongs to one as a whole; embedding and head are divided as for rows.
+Torch-free.
 
 Units: elements, unless a name says rows.
 """
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from horizon_server.records.execution import Parallel
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS, StoreLayout
 
 NORM_BLOCK_ELEMENTS = UNIT_ALIGN_ELEMENTS
@@ -27,6 +30,11 @@ class Ownership:
 
     layout: StoreLayout
     num_ranks: int
+    parallel: Parallel = "rows"
+
+    def is_whole(self, unit_index: int) -> bool:
+        """Whether all of a unit belongs to one rank, which computes it alone."""
+        return self.parallel == "layers" and self.layout.units[unit_index].kind == "layer"
 
     def trained(self, unit_index: int) -> tuple[slice, ...]:
         """The part of a unit's trained elements of each rank; empty parts where there are too few."""
@@ -51,7 +59,8 @@ class Ownership:
     @property
     def num_numbers(self) -> int:
         """What the ranks find of all units' gradients in a step: for each rank as many numbers as the one with the most
-        has, one for each block or row, and one for each trained tensor."""
+        has, one for each block or row, and one for each trained tensor. Of a layer that one rank computes, for that
+        one."""
         return int(self._numbers[-1].stop)
 
     def numbers(self, unit_index: int) -> slice:
@@ -65,18 +74,29 @@ class Ownership:
             parts = [length(part) // NORM_BLOCK_ELEMENTS for part in self.trained(unit.index)]
             if unit.index == 0 and self.has_rows:
                 parts += [len(rows) for rows in self.rows()]
-            sizes.append(self.num_ranks * (max(parts) + sum(tensor.trained for tensor in unit.tensors)))
+            num_finding = 1 if self.is_whole(unit.index) else self.num_ranks
+            sizes.append(num_finding * (max(parts) + sum(tensor.trained for tensor in unit.tensors)))
         return [slice(start, stop) for start, stop in pairwise([0, *accumulate(sizes)])]
 
     @cached_property
     def _trained(self) -> list[tuple[slice, ...]]:
         parts = []
         for unit in self.layout.units:
+            if self.is_whole(unit.index):
+                owner = rank_of_layer(unit.index - 1, self.num_ranks)
+                cuts = [0] * (owner + 1) + [unit.trained_elements] * (self.num_ranks - owner)
+                parts.append(tuple(slice(start, stop) for start, stop in pairwise(cuts)))
+                continue
             block = UNIT_ALIGN_ELEMENTS
             if unit.index == 0 and self.has_rows:
                 block = math.lcm(block, unit.tensors[0].shape[1])
             parts.append(divided(0, unit.trained_elements, self.num_ranks, block=block))
         return parts
+
+
+def rank_of_layer(layer: int, num_ranks: int) -> int:
+    """The rank that computes a layer where a step is divided by layers, and owns it."""
+    return layer % num_ranks
 
 
 def length(part: slice) -> int:

@@ -46,9 +46,9 @@ def lent_memory(plane_bytes: Mapping[str, int]) -> Iterator[dict[str, int]]:
             os.close(descriptor)
 
 
-def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map a memory file for reading and writing, shared with every process that maps it."""
-    mapping = mmap.mmap(fd, size_bytes)
+def map_memory_file(fd: int, size_bytes: int, *, offset_bytes: int = 0) -> mmap.mmap:
+    """Map a memory file, from a page on, for reading and writing, shared with every process that maps it."""
+    mapping = mmap.mmap(fd, size_bytes, offset=offset_bytes)
     advise_huge_pages(mapping)
     return mapping
 

@@ -49,6 +49,7 @@ FAMILIES = (
         f"Unix time when a job ended, of the {NEWEST_ENDED} that ended last.",
         ("ended_job", "name", "user", "project", "state", "reason"),
     ),
+    Metric("horizon_job_ranks", "Devices that compute the job together.", ("job_id",)),
     Metric("horizon_job_progress_ratio", "Steps done of steps in all, 0 to 1.", ("job_id",)),
     Metric(
         "horizon_model_flops_utilization_ratio",

@@ -24,7 +24,15 @@ from prometheus_client import (
 )
 
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone, kind_of
-from horizon_server.figures import EvalSetFigures, Metric, QueueFigures, TransferFigures, overlap_ratio
+from horizon_server.figures import (
+    CollectiveFigures,
+    EvalSetFigures,
+    Metric,
+    QueueFigures,
+    RankFigures,
+    TransferFigures,
+    overlap_ratio,
+)
 from horizon_server.records.job import ENDED, RESIDENT, JobRecord, JobState
 from horizon_server.records.sharing import Allowance, Holder, ShareUse
 from horizon_server.telemetry.exposition import CONTENT_TYPE, exposition
@@ -45,7 +53,16 @@ _SHOWN = {
         for one in get_args(hint)[1:]
         if isinstance(one, Metric)
     }
-    for kind in (TransferFigures, StepDone, EvalSetFigures, EvalDone, CheckpointWritten, GpuFigures)
+    for kind in (
+        TransferFigures,
+        CollectiveFigures,
+        RankFigures,
+        StepDone,
+        EvalSetFigures,
+        EvalDone,
+        CheckpointWritten,
+        GpuFigures,
+    )
 }
 """Of the records that name metrics: field to metric."""
 LAST_TIMES = {
@@ -115,6 +132,8 @@ class Metrics:
             num_gpus = 0 if job.plan is None or job.plan.is_on_host else len(job.plan.devices)
             gpu_s = num_gpus * max(0.0, payload.duration_s)
             self._series("horizon_gpu_seconds_total", project=project, user=job.owner).inc(gpu_s)
+        if isinstance(payload, StepDone):
+            self._count_ranks(job, payload, {"job_id": job.job_id} if shown else {})
         if shown and isinstance(payload, StepDone):
             self._show_step(job, payload)
         if shown and (last := LAST_TIMES.get(kind_of(payload))):
@@ -367,6 +386,15 @@ class Metrics:
         self._series("horizon_job_info", job_id=job.job_id, owner=job.owner, project=project, **names).set(1)
         self._show_progress(job, job.step, job.num_steps)
 
+    def _count_ranks(self, job: JobRecord, step: StepDone, own: Mapping[str, str]) -> None:
+        """Count what the devices of a job did with each other."""
+        # The labels' values are the plan's, whatever the worker reports.
+        devices = () if job.plan is None else job.plan.devices
+        for rank, (device, figures) in enumerate(zip(devices, step.ranks, strict=False)):
+            self._take(figures, {**own, "rank": str(rank)})
+            for collective in figures.collectives:
+                self._take(collective, {"device": device, "kind": collective.kind, "path": figures.path})
+
     def _show_sets(self, job: JobRecord, done: EvalDone) -> None:
         for figures in done.sets:
             # The label's values are the spec's, whatever the worker reports.
@@ -420,6 +448,7 @@ class Metrics:
         if num_steps > 0:  # 0 is not known yet
             self._series("horizon_job_progress_ratio", **own).set(min(1.0, step / num_steps))
         if job.plan is not None:
+            self._series("horizon_job_ranks", **own).set(len(job.plan.devices))
             self._set_components("horizon_host_memory_planned_bytes", job.plan.host_bytes, own)
             own["device"] = _device_of(job)
             self._set_components("horizon_device_memory_planned_bytes", job.plan.device_bytes, own)

@@ -15,10 +15,10 @@ from horizon_server.worker_link.request import RunLimits
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended; `stopped`: by an order, checkpointed unless it was cancelled, or paused without disk space.
-    `reason` is empty where all steps were done."""
+    """How an attempt ended; `stopped`: by an order, checkpointed unless it was cancelled, or paused without disk space;
+    `moved`: by the order to let another worker continue in its memory. `reason` is empty where all steps were done."""
 
-    outcome: Literal["succeeded", "stopped"]
+    outcome: Literal["succeeded", "stopped", "moved"]
     reason: str = ""
     message: str = ""
 

@@ -19,7 +19,8 @@ from horizon_server.worker import let_launchers_run
 def work(request: Any, _: EventWriter) -> Any:
     """Return the rates of a device, in a compute dtype and with a number of threads; what the layers of a model folder
     keep; the tensors that its config.json alone asks for; nothing of a folder whose model can be trained, which raises
-    InvalidModel otherwise; or the UUIDs of the GPUs.
+    InvalidModel otherwise; the UUIDs of the GPUs; what several devices do at once; or whether the first GPU computes,
+    which raises otherwise.
     """
     let_launchers_run()
     if "layers_of" in request:
@@ -36,6 +37,12 @@ def work(request: Any, _: EventWriter) -> Any:
         return _tried(Path(request["try"]))
     if "gpus" in request:
         return _gpus()
+    if "peers" in request:
+        from horizon_server.worker.peer_probe import measure_peers
+
+        return to_plain(measure_peers(request["peers"], _gpus(), request["num_devices"]))
+    if "computes" in request:
+        return _computes()
     from horizon_server.engine.rate_probe import measure_rates
 
     rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])
@@ -51,6 +58,13 @@ def _gpus() -> list[str]:
         return []
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [str(getattr(device, "uuid", "")) for device in devices]
+
+
+def _computes() -> bool:
+    import torch
+
+    ones = torch.ones(256, 256, device="cuda")
+    return float((ones @ ones).sum().item()) == 256.0**3
 
 
 def _tried(folder: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from horizon_server.worker.set_up import attached_store, gpu_of_rank, template_o
 from horizon_server.worker_link.request import WorkerRequest
 
 
-def work(plain: Any, folder: Path, rank: int) -> None:
+def work(plain: Any, folder: Path, rank: int, shared_fd: int) -> None:
     """Follow the first rank until it closes its trainer."""
     let_launchers_run()
     request = from_plain(WorkerRequest, plain)
@@ -49,7 +49,7 @@ def work(plain: Any, folder: Path, rank: int) -> None:
     )
     store: HostStore = attached_store(request, template, rank=rank)
     try:
-        ranks = Ranks.join(rank, execution.num_ranks, folder / MEETING_FILE, device_kind=execution.device_kind)
+        ranks = Ranks.join(rank, folder / MEETING_FILE, execution, shared_fd=shared_fd)
         # Once the weights are there, and the first rank has its turn on the devices.
         begin = ranks.receive()
         compiled = CompiledLayers(template)
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("request", type=Path, help="JSON file with the worker's request")
     parser.add_argument("--rank", type=int, required=True, help="number of this rank, from 1")
     parser.add_argument("--end-fd", type=int, required=True, help="descriptor that is told how it ended")
+    parser.add_argument("--shared-fd", type=int, required=True, help="descriptor of the memory that all ranks map")
     arguments = parser.parse_args()
     # The first rank hears what ends the attempt, and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -88,7 +89,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {arguments.rank}: %(message)s")
     request = json.loads(arguments.request.read_bytes())
     who = f"rank {arguments.rank}"
-    end = end_of(lambda: work(request, arguments.request.parent, arguments.rank), who)
+    end = end_of(lambda: work(request, arguments.request.parent, arguments.rank, arguments.shared_fd), who)
     os.write(arguments.end_fd, encode_line(end or Failure(OutOfMemory(f"{who} ran out of memory"))))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,7 +20,8 @@ from horizon_server.children.child import exit_reason
 from horizon_server.children.entry import Answer, Failure, decode_line
 from horizon_server.engine.ranks import Ranks
 from horizon_server.errors import HorizonError, WorkerDied
-from horizon_server.records.execution import DeviceKind
+from horizon_server.records.execution import Execution
+from horizon_server.store.planes import create_memory_file
 
 MEETING_FILE = "ranks"
 """In the attempt's folder: where its ranks find each other."""
@@ -49,6 +50,8 @@ class RankProcesses:
         self._ends: list[Failure | Answer] = []
         self._changed = threading.Condition()
         self._is_closing = False
+        # It ends with the processes that map it.
+        self._shared_fd = create_memory_file("ranks", 0)
         self._processes = [
             self._start(module, rank, request_file, [*planes.values(), *([alive_fd] if alive_fd >= 0 else [])])
             for rank in range(1, num_ranks)
@@ -59,9 +62,9 @@ class RankProcesses:
         """Their process ids."""
         return [process.pid for process in self._processes]
 
-    def join(self, device_kind: DeviceKind) -> Ranks:
+    def join(self, execution: Execution) -> Ranks:
         """Meet them, as the first rank."""
-        ranks = Ranks.join(0, 1 + len(self._processes), self._meeting, device_kind=device_kind)
+        ranks = Ranks.join(0, self._meeting, execution, shared_fd=self._shared_fd)
         with self._changed:
             self._ranks = ranks
             ranks.is_broken = bool(self._failures())
@@ -101,10 +104,13 @@ class RankProcesses:
         reading, writing = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(request_file), "--rank", str(rank), "--end-fd", str(writing)],
+                [
+                    *(sys.executable, "-m", module, str(request_file), "--rank", str(rank)),
+                    *("--end-fd", str(writing), "--shared-fd", str(self._shared_fd)),
+                ],
                 # Open as long as this process lives.
                 stdin=subprocess.PIPE,
-                pass_fds=(*inherited, writing),
+                pass_fds=(*inherited, writing, self._shared_fd),
             )
         finally:
             os.close(writing)

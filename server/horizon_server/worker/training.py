@@ -45,6 +45,9 @@ from horizon_server.worker_link.request import WorkerRequest
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
 
+# The end of a job that has done its last step: a cancelled one needs no evaluation.
+_NO_REASON_TO_STOP = (StopRequest.NOTHING, StopRequest.CANCEL)
+
 _KEPT_FIGURES = (
     "step",
     "loss",
@@ -179,10 +182,14 @@ class Training:
         """Do the last evaluation and the last checkpoint, as far as this outcome has them."""
         # Not where the time is over: an evaluation may take long, and would wait for the device.
         wants_evaluation = outcome.outcome == "succeeded" and outcome.reason != "WALL_CLOCK_LIMIT"
-        if wants_evaluation and not self._evaluate(step) and self._orders.current.checkpoints:
+        if wants_evaluation and not self._evaluate(step) and self._orders.current not in _NO_REASON_TO_STOP:
             # The next attempt evaluates this step, and is at the end then.
             outcome = Outcome(outcome="stopped")
         is_stopped = outcome.outcome == "stopped"
+        # What was heard first holds: nothing is written for a worker that continues in this memory.
+        if is_stopped and self._orders.current is StopRequest.MOVE:
+            self._turn.give_back(release=True)
+            return Outcome(outcome="moved")
         is_saved = step <= self._writer.saved and (is_stopped or self._checkpoints.of_step(step).is_dir())
         # A cancelled job is not resumed, so nothing is written for it.
         if not is_saved and not (is_stopped and self._orders.current is StopRequest.CANCEL):
@@ -194,6 +201,8 @@ class Training:
 
     def _stop_before_the_first_turn(self) -> Outcome:
         step, continued = self._continued.step, self._continued
+        if self._orders.current is StopRequest.MOVE:
+            return Outcome(outcome="moved")
         # Else nothing has changed since the checkpoint that it would have continued from.
         if continued.from_memory and step > self._writer.saved and self._orders.current is not StopRequest.CANCEL:
             assert continued.state is not None, "what is in memory has a state"
@@ -231,7 +240,7 @@ class Training:
         self._data_identity = self._set_up.data_identity()
         self._compiled = self._compiled_layers(self._set_up.template)
         if self._others is not None:
-            self._ranks = self._others.join(self._execution.device_kind)
+            self._ranks = self._others.join(self._execution)
         if not self._turn.take():
             return False
         if not self._ranks.is_alone:

@@ -52,8 +52,8 @@ def test_the_promised_commands_are_there() -> None:
         dataset preview; model push; model list; model get; model delete; job plan; job submit; job list;
         job get; job watch; job metrics; job plot;
         job compare; job clone; job retry; top; job logs; job cancel; job pause; job resume; job set-priority; queue
-        simulate; usage; quota; node cordon; node drain; node uncordon; node maintenance; plan; checkpoint
-        list; checkpoint pull; checkpoint delete; node status"""
+        simulate; usage; quota; node cordon; node drain; node uncordon; node maintenance; node withdraw;
+        node restore; plan; checkpoint list; checkpoint pull; checkpoint delete; node status"""
     assert {tuple(command.split()) for command in promised.split(";")} <= set(EVERY_COMMAND)
 
 

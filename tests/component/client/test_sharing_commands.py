@@ -169,7 +169,7 @@ def test_quotas_with_what_frees_them(run: Run, daemon: Daemon) -> None:
 
 
 def test_only_admins_steer_the_node(run: Run) -> None:
-    for command in (["cordon"], ["drain"], ["uncordon"], ["maintenance", "--cancel"]):
+    for command in (["cordon"], ["drain"], ["uncordon"], ["maintenance", "--cancel"], ["withdraw", "host"]):
         refused = run("node", *command)
         assert (refused.exit_code, "only an admin" in refused.stderr) == (3, True), command
 
@@ -186,6 +186,20 @@ def test_cordon_drain_and_uncordon(as_admin: Run, daemon: Daemon) -> None:
         pytest.raises(Exception, match="must be one of open, cordoned"),
     ):
         client.node.set_mode("closed")
+
+
+def test_a_device_is_withdrawn_and_restored_whatever_else_is_set(as_admin: Run) -> None:
+    as_admin("node", "cordon", "--message", "new GPU")
+    withdrawn = as_admin("node", "withdraw", "host")
+    assert withdrawn.stdout.endswith("(new GPU); host is out of service: withdrawn by an admin\n")
+    assert "nobody (0 resident jobs); is out of service: withdrawn by an admin" in as_admin("node", "status").stdout
+    found = json.loads(as_admin("node", "uncordon", "-o", "json").stdout)
+    assert (found["condition"]["withdrawn"], found["mode"]) == (["host"], "open")
+    unknown = as_admin("node", "withdraw", "cuda:7")
+    assert (unknown.exit_code, "the devices of this node are: host" in unknown.stderr) == (2, True)
+    assert as_admin("node", "restore", "host").stdout.endswith(": open\n")
+    again = as_admin("node", "restore", "host")
+    assert (again.exit_code, "device is 'host'; out of service are: none" in again.stderr) == (2, True)
 
 
 def test_a_maintenance_window_is_kept_by_a_cordon_and_cancelled(as_admin: Run) -> None:

@@ -21,6 +21,7 @@ from tests.support.worker_attempts import Daemon, always, assert_same, attempt, 
 from horizon_server.children.entry import Answer, Failure, Line
 from horizon_server.events import AttemptReady, EvalDone, Message, StepDone, TurnEnded, TurnWanted
 from horizon_server.process_variables import CHILD_VARIABLES
+from horizon_server.records.execution import Parallel
 from horizon_server.worker_link.orders import RELEASE, TURN
 
 Inputs = Callable[[str], Path]
@@ -52,8 +53,10 @@ def ranks_of(worker: LinkedWorker) -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.parametrize("case", ["plain", "random numbers"])
-def test_two_ranks_give_the_bits_of_one(case: str, inputs: Inputs) -> None:
+@pytest.mark.parametrize(
+    ("case", "parallel"), [("plain", "rows"), ("random numbers", "rows"), ("random numbers", "layers")]
+)
+def test_two_ranks_give_the_bits_of_one(case: str, parallel: Parallel, inputs: Inputs) -> None:
     train: dict[str, Any] = {"tokens_per_step": 64}
     if case == "random numbers":
         # Drawn by lane, whoever computes it.
@@ -64,7 +67,7 @@ def test_two_ranks_give_the_bits_of_one(case: str, inputs: Inputs) -> None:
     attempt(alone, spec, daemon, lanes=4)
     more: dict[str, Any] = {"evaluations": {"eval": str(folder / "prepared")}}
     with (
-        worker_request(folder, spec, turns=True, num_ranks=2, lanes=4, **more) as request,
+        worker_request(folder, spec, turns=True, num_ranks=2, lanes=4, parallel=parallel, **more) as request,
         started(request, folder) as worker,
     ):
         lines = to_the_end(worker)

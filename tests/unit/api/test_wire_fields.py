@@ -43,7 +43,7 @@ from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRe
 from horizon_server.records.execution import Residency
 from horizon_server.records.housekeeping import Deletion
 from horizon_server.records.job import CheckpointRecord, JobRecord
-from horizon_server.records.plan import Plan, StepPrediction
+from horizon_server.records.plan import DeviceRange, Plan, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook, ShareUse, Usage
 from horizon_server.records.times import is_time
 from horizon_server.records.webhook import Delivery, Webhook
@@ -59,6 +59,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     CheckpointRecord: checkpoint_pb2.Checkpoint,
     DatasetRecord: dataset_pb2.Dataset,
     Deletion: housekeeping_pb2.Deletion,
+    DeviceRange: job_pb2.DeviceRange,
     DeviceStatus: node_pb2.DeviceStatus,
     Plan: job_pb2.MemoryPlan,
     JobRecord: job_pb2.Job,
@@ -116,6 +117,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     CheckpointRecord: resources.Checkpoint,
     DatasetRecord: resources.Dataset,
     Deletion: resources.Deletion,
+    DeviceRange: resources.DeviceRange,
     DeviceStatus: resources.DeviceStatus,
     Plan: resources.MemoryPlan,
     JobRecord: resources.Job,

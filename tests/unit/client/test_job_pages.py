@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from horizon_client.cli.job_views import data_text, event_line
-from horizon_client.resources import MessageEvent, PrepareEvent
+import dataclasses
+
+import pytest
+
+from horizon_client.cli.job_views import data_text, event_line, plan_page
+from horizon_client.resources import DeviceRange, MemoryPlan, MessageEvent, PredictedWays, PrepareEvent
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
 
@@ -31,3 +35,48 @@ def test_a_message_of_several_lines_stays_readable_and_harmless() -> None:
     event = MessageEvent(sequence=1, time=None, level="warning", text="2 rows are skipped:\nline[9] is long\x1b[31m")
     assert event_line(event) == "warning: 2 rows are skipped:\n  line[9] is long[31m"
     assert event_line(MessageEvent(sequence=1, time=None, level="error", text="no")) == "error: no"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ways", "wanted"),
+    [
+        ("layers", PredictedWays(rows_s=6.91, layers_s=6.8), ", by layers (6.8 s a step, by rows 6.91 s): it fits"),
+        ("rows", PredictedWays(rows_s=6.91, layers_s=None), ", by rows (6.91 s a step): it fits"),
+        ("rows", None, ", by rows: it fits"),
+        ("", None, ": it fits"),
+    ],
+)
+def test_a_plan_for_several_devices_says_how_they_divide_a_step(
+    parallel: str, ways: PredictedWays | None, wanted: str
+) -> None:
+    plan = MemoryPlan(
+        host_bytes={},
+        device_bytes={},
+        host_total_bytes=0,
+        device_total_bytes=0,
+        host_limit_bytes=1,
+        device_limit_bytes=1,
+        fits=True,
+        message="",
+        num_parameters=10,
+        device_range=None,
+        device="cuda",
+        prediction=None,
+        compute_dtype="bfloat16",
+        hint="",
+        kept=None,
+        num_trained_parameters=10,
+        references=None,
+        warnings=(),
+        num_steps=None,
+        steps_estimated=False,
+        num_devices=2,
+        lanes=8,
+        parallel=parallel,
+        ways=ways,
+    )
+    assert f"computed on cuda in bfloat16 by 2 devices in 8 lanes{wanted}\n" in plan_page(plan)
+    span = DeviceRange(least=1, most=4, host_bytes=3 << 30, device_bytes=0)
+    kept = ", planned for 2 of 1 to 4 devices (3.0 GiB of host memory are kept for any number of them): it fits"
+    page = plan_page(dataclasses.replace(plan, device_range=span))
+    assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from horizon_client import BadFile, InvalidRequest
 from horizon_client.conversion import spec_to_mapping, spec_to_proto
+from horizon_client.errors import InvalidSpec
 from horizon_client.job_spec import load_spec_file, parse_spec, with_overrides
 from horizon_proto.v1 import job_pb2
 
@@ -49,6 +50,7 @@ _train = st.fixed_dictionaries(
         "compile": st.sampled_from(["auto", "on", "off"]),
         "matmul": st.sampled_from(["bf16", "fp8"]),
         "lanes": st.integers(1, 64),
+        "parallel": st.sampled_from(["auto", "rows", "layers"]),
     },
 )
 _checkpoint = st.fixed_dictionaries(
@@ -73,7 +75,7 @@ _specs = st.fixed_dictionaries(
         "checkpoint": _checkpoint,
         "priority": st.integers(-(2**31), 2**31 - 1),
         "device": st.sampled_from(["auto", "cuda", "host"]),
-        "gpus": st.integers(1, 64),
+        "gpus": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
         "eval_fraction": _doubles,
         "report_to": st.lists(_names, min_size=1, max_size=3),
         "eval": st.fixed_dictionaries(
@@ -111,6 +113,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "learning_rate": 0.5,
             "lr_schedule": "linear",
             "lanes": 8,
+            "parallel": "layers",
             "warmup_steps": 6,
             "weight_decay": 0.7,
             "betas": [0.8, 0.9],
@@ -143,7 +146,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
         "priority": 15,
         "device": "host",
-        "gpus": 2,
+        "gpus": "2-8",
         "eval_fraction": 0.25,
         "eval": {
             "patience": 3,
@@ -170,6 +173,19 @@ def test_property_covers_every_field_of_the_contract() -> None:
     assert in_generate == {f.name for f in job_pb2.GenerateSpec.DESCRIPTOR.fields}
     assert wire.train.train_on == job_pb2.TRAIN_ON_LAST_ASSISTANT
     assert spec_to_mapping(wire) == full
+
+
+def test_a_range_of_devices_is_one_value_here_and_two_of_the_contract() -> None:
+    for text in ("gpus: 2-8", "gpus: '2-8'", 'gpus: "2-8"'):
+        wire = spec_to_proto({**MINIMAL, **parse_spec(text, name="job.yaml")})
+        assert (wire.gpus, wire.max_gpus, spec_to_mapping(wire)["gpus"]) == (2, 8, "2-8")
+    one = spec_to_proto(with_overrides({**MINIMAL, "gpus": "2-8"}, ["gpus=4"]))
+    assert (one.gpus, one.HasField("max_gpus"), spec_to_mapping(one)["gpus"]) == (4, False, 4)
+    for gpus in ("2-", "two", "2 - 8", "1-2-3"):
+        with pytest.raises(InvalidSpec, match=r"gpus is .*; it must be a whole number, or a range .* such as 2-8"):
+            spec_to_proto({**MINIMAL, "gpus": gpus})
+    with pytest.raises(InvalidSpec, match="max_gpus is not a field of the job spec"):
+        spec_to_proto({**MINIMAL, "max_gpus": 8})
 
 
 def test_null_turns_clipping_off_and_means_the_default_elsewhere() -> None:

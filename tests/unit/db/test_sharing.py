@@ -135,7 +135,7 @@ async def test_an_allowance_is_set_as_a_whole(sharing: SharingStore) -> None:
 
 async def test_the_condition_of_the_node_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "horizon.db"
-    condition = NodeCondition(mode="cordoned", message="new GPU", window_start_s=5.0, window_end_s=None)
+    condition = NodeCondition(mode="cordoned", message="new GPU", window_start_s=5.0, withdrawn=("cuda:1", "cuda:3"))
     async with Database.opened(path) as database:
         assert await SharingStore(database).condition() == NodeCondition()
         await SharingStore(database).set_condition(NodeCondition(mode="drained"))

@@ -28,6 +28,7 @@ from horizon_server.planning.machine import (
     usable_accelerators,
     worker_environment,
 )
+from horizon_server.planning.rates import PeerRates
 
 MACHINE = Machine(cpu="a processor", num_cpus=2, num_threads=2, accelerators=())
 
@@ -161,6 +162,27 @@ def test_a_worker_on_gpus_sees_those_in_its_order_and_allocates_without_gaps() -
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         chosen = {name: "max_split_size_mb:64"}
         assert worker_environment(chosen, "cuda") == chosen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_of_several_gpus_what_they_do_at_once_is_measured(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = PeerRates(num_devices=3, together_bytes_per_s=2.0, gather_bytes_per_s=3.0, exchange_bytes_per_s=4.0)
+    (tmp_path / "peers").write_bytes(
+        encode_line(Failure(WorkerFailed("no way")) if fails else Answer(dataclasses.asdict(peers)))
+    )
+    (tmp_path / "rates").write_bytes(encode_line(Answer(dataclasses.asdict(RATES))))
+    script = f"""
+if grep -q peers "$3"; then echo $CUDA_VISIBLE_DEVICES > {tmp_path}/seen; cat {tmp_path}/peers > /proc/self/fd/$5
+else cat {tmp_path}/rates > /proc/self/fd/$5; fi"""
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, script))
+    found = await measure_rates(
+        dataclasses.replace(MACHINE, accelerators=("a", "b", "c")), environment=os.environ, gpus=GPUS
+    )
+    # A job of one device has its prediction either way.
+    assert found == {"host": RATES, "cuda": dataclasses.replace(RATES, peers=None if fails else peers)}
+    assert (tmp_path / "seen").read_text() == "GPU-00-aa,GPU-11-aa,GPU-22-aa\n"
 
 
 async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from tests.support.rates import RATES
 
 from horizon_server.errors import InvalidSpec
+from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.machine import (
     Accelerator,
     Gpu,
@@ -25,9 +27,10 @@ from horizon_server.planning.machine import (
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import DeviceRates, WidthRates
-from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.records.plan import DeviceRange, Plan, PlannedMachine
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import PLANE
 
 GIB = 1 << 30
@@ -57,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec_of(*, device: str = "auto", gpus: int = 1, **train: Any) -> JobSpec:
+def spec_of(*, device: str = "auto", gpus: int | str = 1, **train: Any) -> JobSpec:
     return parse_job_spec(
         {
             "gpus": gpus,
@@ -82,20 +85,42 @@ def worker_memory(
     num_threads: int = 1,
     host_devices: int = 1,
 ) -> Plan:
-    planner = Planner(
+    planner = planner_of(
+        accelerators=accelerators,
+        arena_bytes=arena_bytes,
+        rates=rates,
+        has_bf16=has_bf16,
+        num_threads=num_threads,
+        host_devices=host_devices,
+    )
+    return planner.plan_to_start(spec, folder, gpus=gpus)
+
+
+def planner_of(
+    *,
+    accelerators: tuple[Accelerator, ...] = (),
+    arena_bytes: int = GIB,
+    rates: RatesByDevice | None = None,
+    has_bf16: bool = True,
+    num_threads: int = 1,
+    host_devices: int = 1,
+    host_bytes: int = 64 * GIB,
+    free_devices: tuple[str, ...] | None = None,
+) -> Planner:
+    return Planner(
         load_settings(
             host_memory_reserve_bytes=0,
             device_arena_bytes=arena_bytes,
             numa_interleave=False,
             host_devices=host_devices,
         ),
-        memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
+        memory=lambda: HostMemory(limit_bytes=host_bytes, available_bytes=host_bytes),
         num_threads=num_threads,
         accelerators=accelerators,
         rates=lambda: rates or {},
         has_bf16=has_bf16,
+        free_devices=None if free_devices is None else lambda: free_devices,
     )
-    return planner.plan_to_start(spec, folder, gpus=gpus)
 
 
 def bytes_per_parameter(memory: Plan) -> float:
@@ -298,10 +323,22 @@ def test_a_rank_of_a_host_job_has_its_part_of_the_processors(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("gpus", "lanes", "wanted"), [(1, None, 1), (1, 4, 4), (2, None, 8), (8, None, 8), (9, None, 16), (4, 4, 4)]
+    ("gpus", "lanes", "wanted"),
+    [
+        (1, None, 1),
+        (1, 4, 4),
+        (2, None, 8),
+        (8, None, 8),
+        (9, None, 16),
+        (4, 4, 4),
+        ("1-2", None, 8),
+        ("1-9", None, 16),
+        ("2-64", None, 64),
+        ("2-4", 4, 4),
+    ],
 )
 def test_the_lanes_of_a_step_are_those_of_the_spec_and_else_enough_for_all_devices(
-    folder: Path, gpus: int, lanes: int | None, wanted: int
+    folder: Path, gpus: int | str, lanes: int | None, wanted: int
 ) -> None:
     spec = spec_of(gpus=gpus, lanes=lanes)
     assert worker_memory(folder, spec, host_devices=16).execution.lanes == wanted
@@ -315,13 +352,16 @@ def test_the_lanes_of_a_step_are_those_of_the_spec_and_else_enough_for_all_devic
         ((), 1, 2, None, "gpus", "gpus is 2 and this node's processors are one device; use gpus: 1, or ask an admin"),
         ((), 2, 3, None, "gpus", "gpus is 3 and this node's processors are divided into 2 devices; use gpus: 2, or"),
         ((), 8, 5, 4, "train.lanes", "train.lanes is 4 and gpus is 5, .*; use train.lanes: 8 or gpus: 4"),
+        ((), 8, "2-5", 4, "train.lanes", "train.lanes is 4 and gpus is 2-5, .*; use train.lanes: 8 or gpus: 2-4"),
+        ((), 2, "3-8", None, "gpus", "gpus is 3-8 and this node's processors are divided into 2 devices; use gpus: 2,"),
+        ((H100,), 1, "2-4", None, "gpus", "gpus is 2-4 and this node has 1 GPU that .*; use gpus: 1"),
     ],
 )
 def test_more_devices_than_the_node_or_the_step_has_are_refused_with_what_would_fit(
     folder: Path,
     accelerators: tuple[Accelerator, ...],
     host_devices: int,
-    gpus: int,
+    gpus: int | str,
     lanes: int | None,
     field: str,
     message: str,
@@ -329,6 +369,75 @@ def test_more_devices_than_the_node_or_the_step_has_are_refused_with_what_would_
     with pytest.raises(InvalidSpec, match=message) as caught:
         worker_memory(folder, spec_of(gpus=gpus, lanes=lanes), accelerators=accelerators, host_devices=host_devices)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_a_job_with_a_range_is_planned_for_what_it_uses_and_keeps_memory_for_any_number_of_it(folder: Path) -> None:
+    planner = planner_of(host_devices=4)
+    fixed = [planner.plan(spec_of(gpus=number, lanes=8), folder) for number in (2, 3, 4)]
+    plan = planner.plan(spec_of(gpus="2-8", lanes=8), folder)
+    assert plan.device_range == DeviceRange(
+        least=2,
+        most=4,
+        host_bytes=max(one.host_total_bytes for one in fixed),
+        device_bytes=max(one.device_total_bytes for one in fixed),
+    )
+    assert (plan.num_devices, plan.least_devices, plan.host_bytes) == (4, 2, fixed[2].host_bytes)
+    assert "by 4 devices in 8 lanes, by rows (4 of 2 to 4 devices)" in plan.summary
+    start = planner.plan_to_start(spec_of(gpus="2-8", lanes=8), folder, num_devices=3)
+    assert (start.num_devices, start.host_bytes, start.device_range) == (3, fixed[1].host_bytes, plan.device_range)
+    start = planner.plan_to_start(spec_of(gpus="2-8", lanes=8), folder, num_devices=3, longest_document=64)
+    # Nothing that decides the bits depends on the number, and the memory is the same.
+    data = DataSize(num_tokens=320)
+    on_two = planner.plan_to_continue(
+        spec_of(gpus="2-8", lanes=8), folder, start, longest_document=64, data=data, num_devices=2, gpus=()
+    )
+    assert on_two.plane_bytes == start.plane_bytes
+    same = [dataclasses.replace(one.execution, num_ranks=1) for one in (plan, start, on_two)]
+    assert same[0] == same[1] == same[2]
+    assert on_two.host_total_bytes <= on_two.kept_host_bytes == start.kept_host_bytes
+    assert fixed[0].device_range is None and fixed[0].kept_host_bytes == fixed[0].host_total_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "wanted"),
+    [
+        ("1-4", ("host:1", "host:3", "cuda:0"), 2),
+        ("1-4", (), 1),
+        ("2-3", ("host:0",), 2),
+        ("1-2", ("host:0", "host:1", "host:2"), 2),
+        (4, ("host:0",), 4),
+    ],
+)
+def test_a_job_is_planned_for_the_devices_that_it_would_start_on(
+    folder: Path, gpus: int | str, free: tuple[str, ...], wanted: int
+) -> None:
+    plan = planner_of(host_devices=4, free_devices=free).plan(spec_of(gpus=gpus), folder)
+    assert plan.num_devices == wanted
+
+
+def test_of_a_range_of_gpus_threads_do_not_depend_on_the_number(folder: Path) -> None:
+    gpus = tuple(Gpu(index=index, name="H100", memory_bytes=80 * GIB, uuid=f"GPU-{index}") for index in range(4))
+    planner, spec = planner_of(accelerators=gpus, num_threads=32), spec_of(device="cuda", gpus="1-4")
+    one, four = (planner.plan_to_start(spec, folder, num_devices=n, gpus=gpus[:n]).execution for n in (1, 4))
+    assert (one.num_ranks, one.num_threads, one.gpu) == (1, 8, "GPU-0")
+    assert (four.num_ranks, four.num_threads, four.gpu) == (4, 8, "GPU-0,GPU-1,GPU-2,GPU-3")
+    assert (one.optimizer_threads, four.optimizer_threads) == tuple(
+        update_threads(num, device_kind="cuda") for num in (32, 8)
+    )
+
+
+def test_a_range_of_which_one_number_does_not_fit_is_refused_with_those_that_do(folder: Path) -> None:
+    spec = spec_of(gpus="1-4", sequence_length=64)
+    needs = [planner_of(host_devices=4).plan(spec_of(gpus=n, lanes=8), folder).host_total_bytes for n in (1, 2, 3, 4)]
+    assert sorted(needs) == needs, "each process takes host memory"
+    plan = planner_of(host_devices=4, host_bytes=needs[1] + GIB // 64).plan(spec, folder)
+    assert not plan.fits
+    assert re.match(r"on 3 of gpus: 1-4, the job needs .*; or use gpus: 1-2, which fits$", plan.message), plan.message
+
+
+def test_layers_need_one_for_each_of_a_range(folder: Path) -> None:
+    with pytest.raises(InvalidSpec, match=r"gpus is 2-64 and the model has 40 layers; use gpus: 2-40 or train"):
+        planner_of(host_devices=64).plan(spec_of(gpus="2-64", parallel="layers"), folder)
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:

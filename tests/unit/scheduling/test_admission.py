@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.sharing_parts import GIB, HOUR, NODE, NOW, RULES, job, no_quota, resident, shares
 
-from horizon_server.scheduling.admission import QuotaCheck, as_resident, as_waiting, decide, kind_of, predicted_ends
+from horizon_server.scheduling.admission import QuotaCheck, as_resident, as_waiting, decide, predicted_ends
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules
+from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules, kind_of
 
 
 def decided(

@@ -112,11 +112,11 @@ def test_several_ranks_have_numbers_of_their_own_for_each_unit() -> None:
                 generations.begin(unit.index, 1)
                 generations.end(unit.index, 1)
         assert ranks[1].generation == 1
-        assert ranks[1].wait_for(1, 1, lambda: False)
+        assert ranks[1].has_reached(1, 1)
         # One rank is behind in one unit.
         ranks[2].begin(1, 2)
         assert ranks[0].generation is None
-        assert not ranks[0].wait_for(1, 2, lambda: True)
+        assert not ranks[0].has_reached(1, 2)
         ranks[2].end(1, 1)
         # Fewer ranks continue, and later more again.
         ranks[0].share(1)

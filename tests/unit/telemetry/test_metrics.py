@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
-from horizon_server.figures import EvalFigures, EvalSetFigures, TransferFigures
+from horizon_server.figures import CollectiveFigures, EvalFigures, EvalSetFigures, RankFigures, TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, StepPrediction
 from horizon_server.records.sharing import ShareUse
@@ -152,6 +152,32 @@ def test_overlap_is_taken_over_the_last_steps_only(metrics: Metrics) -> None:
         metrics.on_payload(job, _step(step))
     assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 0.75
     assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="d2h") == 1.0
+
+
+def test_what_the_devices_of_a_job_do_with_each_other_is_counted_by_device_and_rank(metrics: Metrics) -> None:
+    job = _job(device="host:0,host:1")
+    ranks = tuple(
+        RankFigures(
+            path="gloo",
+            collectives=(CollectiveFigures(kind="gradients", bytes=100 * (1 + rank), busy_s=0.5, exposed_s=0.25),),
+            wait_s=0.5 + rank,
+        )
+        for rank in range(2)
+    )
+    for step in (1, 2):
+        metrics.on_payload(job, _step(step, ranks=ranks))
+    for rank in range(2):
+        own = {"device": f"host:{rank}", "kind": "gradients", "path": "gloo"}
+        assert _value(metrics, "horizon_collective_bytes_total", **own) == 200 * (1 + rank)
+        assert _value(metrics, "horizon_collective_seconds_total", **own) == 1.0
+        assert _value(metrics, "horizon_collective_exposed_seconds_total", **own) == 0.5
+        assert _value(metrics, "horizon_rank_wait_seconds_total", job_id="job-1", rank=str(rank)) == 1 + 2 * rank
+    assert _value(metrics, "horizon_job_ranks", job_id="job-1") == 2
+    # A worker that tells of more ranks than the plan has makes no series.
+    metrics.on_payload(job, _step(3, ranks=(*ranks, *ranks)))
+    assert _value(metrics, "horizon_rank_wait_seconds_total", job_id="job-1", rank="2") is None
+    metrics.on_job_state(dataclasses.replace(job, job_state=JobState.SUCCEEDED), "RUNNING")
+    assert _value(metrics, "horizon_rank_wait_seconds_total", job_id="job-1", rank="0") is None
 
 
 def test_without_transfers_nothing_is_exposed(metrics: Metrics) -> None:

@@ -24,7 +24,7 @@ from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import DeviceFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.cpus import available_cpus
@@ -133,6 +133,30 @@ class CudaDevice(QueuedDevice):
             self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements or num_elements), num_elements])
         return tensor
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        """Registered with the driver, by each process for itself."""
+        tensor = super().share_host(
+            component,
+            fd,
+            num_elements,
+            dtype,
+            offset_bytes=offset_bytes,
+            piece_elements=piece_elements,
+            is_counted=is_counted,
+        )
+        self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements), num_elements])
+        return tensor
+
     def free_host(self, tensor: Tensor) -> None:
         # Before the pages are unmapped, or the driver would keep them pinned.
         self._pinned.remove(tensor)
@@ -209,7 +233,7 @@ class CudaDevice(QueuedDevice):
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
 
-    def take_use(self) -> QueueFigures:
+    def take_use(self) -> DeviceFigures:
         """CUDA: waits for what the queues were given; between steps they are idle."""
         use = super().take_use()
         self._clock.rebase(self.compute.stream)

@@ -21,6 +21,7 @@ from horizon_server.engine.device.protocol import Event, Work
 from horizon_server.engine.device.queued_device import HostQueue, QueueGroup
 from horizon_server.engine.device.timeline import Span, Timeline, Trace
 from horizon_server.errors import DoesNotFit
+from horizon_server.figures import CollectiveKind
 
 # A thread that loses the processor between its looks at the two clocks looks again, a few times.
 _CLOSE_S, _MOST_LOOKS = 1e-4, 5
@@ -132,7 +133,7 @@ class CudaQueue(HostQueue):
         self._tasks.put(partial(event.issue, self.stream))
         return event
 
-    def _execute(self, work: Work, num_bytes: int, label: str) -> None:
+    def _execute(self, work: Work, num_bytes: int, label: str, collective: CollectiveKind | None) -> None:
         start, end = self._runtime.new_mark(), self._runtime.new_mark()
         with self._runtime.using(self.stream):
             start.record(self.stream)
@@ -140,7 +141,9 @@ class CudaQueue(HostQueue):
                 work()
             launched_s = time.perf_counter()
             end.record(self.stream)
-        self.timeline.add_marks(start, end, num_bytes=num_bytes, label=label, launched_s=launched_s)
+        self.timeline.add_marks(
+            start, end, num_bytes=num_bytes, label=label, launched_s=launched_s, collective=collective
+        )
 
     def _wait(self, event: Event) -> None:
         if event.happened:

@@ -52,12 +52,15 @@ class Arena:
         # Before the memory is taken: a limit that is below what the machine has must bind first.
         self.charge(component, num_bytes)
         tensor = self._provide(num_elements, dtype)
-        with self._lock:
-            self._blocks[tensor.untyped_storage().data_ptr()] = (component, num_bytes)
+        self._note(tensor, component, num_bytes)
         return tensor
 
     def _provide(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, device=self._device)
+
+    def _note(self, tensor: Tensor, component: str, num_bytes: int) -> None:
+        with self._lock:
+            self._blocks[tensor.untyped_storage().data_ptr()] = (component, num_bytes)
 
     def free(self, tensor: Tensor) -> None:
         """Take an allocation off the account; the caller drops the tensor."""
@@ -121,6 +124,26 @@ class HostBuffers(Arena):
         planes.touch(mapping, num_threads=self._num_threads)
         # The tensor keeps the mapping alive; the last view to go unmaps it.
         return torch.frombuffer(mapping, dtype=dtype, count=num_elements)
+
+    def share(
+        self,
+        component: str,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        is_counted: bool,
+    ) -> Tensor:
+        """A flat tensor in a memory file, from `offset_bytes` on; on the account where it `is_counted`."""
+        num_bytes = num_elements * dtype.itemsize
+        counted_bytes = num_bytes if is_counted else 0
+        self.charge(component, counted_bytes)
+        mapping = planes.map_memory_file(fd, num_bytes, offset_bytes=offset_bytes)
+        planes.touch(mapping, num_threads=self._num_threads)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=num_elements)
+        self._note(tensor, component, counted_bytes)
+        return tensor
 
 
 class PinnedRanges:

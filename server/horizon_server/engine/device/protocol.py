@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import CollectiveKind, DeviceFigures
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.host_store import HostStore
 
@@ -43,8 +43,11 @@ class Queue(Protocol):
 
     name: str
 
-    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
-        """Append work; `num_bytes` is what it moves over the link, `label` what a trace calls it."""
+    def submit(
+        self, work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
+    ) -> None:
+        """Append work; `num_bytes` is what it moves over the link, `label` what a trace calls it. Of a `collective`,
+        which is its kind, they are what this rank gets from the others."""
 
     def wait(self, event: Event) -> None:
         """Let everything submitted later wait for the event. Does not block the caller."""
@@ -108,8 +111,22 @@ class Device(Protocol):
             DoesNotFit: the kernel has no memory left.
         """
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        """As `allocate_host`, in a memory file that other processes map as well, from `offset_bytes` on, a multiple of
+        a page. Of those that map it, the one that counts it has it on its account."""
+
     def free_host(self, tensor: Tensor) -> None:
-        """Free what `allocate_host` returned."""
+        """Free what `allocate_host` or `share_host` returned."""
 
     def adopt(self, store: HostStore) -> None:
         """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""
@@ -186,7 +203,7 @@ class Device(Protocol):
     def raise_failure(self) -> None:
         """Raise the first error any queue met; after one, the queues skip their work."""
 
-    def take_use(self) -> QueueFigures:
+    def take_use(self) -> DeviceFigures:
         """What the queues finished since the last call."""
 
     def peak_bytes(self) -> Mapping[str, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
 from horizon_server.engine.device.timeline import Span, Timeline, Trace, summarise
-from horizon_server.figures import QueueFigures
+from horizon_server.figures import CollectiveKind, DeviceFigures
 
 Task = Callable[[], object]
 """What a queue's thread calls next."""
@@ -106,9 +106,11 @@ class HostQueue:
         # its own.
         self.record().wait()
 
-    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+    def submit(
+        self, work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
+    ) -> None:
         """Append work; its error, if any, is kept in the group."""
-        self._tasks.put(partial(self._run, work, num_bytes, label))
+        self._tasks.put(partial(self._run, work, num_bytes, label, collective))
 
     def wait(self, event: Event) -> None:
         """Let later work wait for the event."""
@@ -126,18 +128,18 @@ class HostQueue:
         self._finish()
         self._thread.join()
 
-    def _run(self, work: Work, num_bytes: int, label: str) -> None:
+    def _run(self, work: Work, num_bytes: int, label: str, collective: CollectiveKind | None) -> None:
         # Its inputs may be what the failed work has not written.
         if self._group.failed:
             return
         if self._group.max_delay_s:
             time.sleep(self._random.random() * self._group.max_delay_s)
-        self._execute(work, num_bytes, label)
+        self._execute(work, num_bytes, label, collective)
 
-    def _execute(self, work: Work, num_bytes: int, label: str) -> None:
+    def _execute(self, work: Work, num_bytes: int, label: str, collective: CollectiveKind | None) -> None:
         start_s = time.perf_counter()
         work()
-        self.timeline.add(Span(self.name, start_s, time.perf_counter(), num_bytes, label))
+        self.timeline.add(Span(self.name, start_s, time.perf_counter(), num_bytes, label, collective=collective))
 
     def _wait(self, event: Event) -> None:
         # No wait is logged where there was none: it would show as exposed time.
@@ -190,6 +192,21 @@ class QueuedDevice:
             _poison(tensor)
         return tensor
 
+    def share_host(
+        self,
+        component: HostComponent,
+        fd: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        offset_bytes: int,
+        piece_elements: int,
+        is_counted: bool,
+    ) -> Tensor:
+        return self._host_buffers.share(
+            component, fd, num_elements, dtype, offset_bytes=offset_bytes, is_counted=is_counted
+        )
+
     def free_host(self, tensor: Tensor) -> None:
         self._host_buffers.free(tensor)
 
@@ -216,7 +233,7 @@ class QueuedDevice:
     def raise_failure(self) -> None:
         self._group.raise_first()
 
-    def take_use(self) -> QueueFigures:
+    def take_use(self) -> DeviceFigures:
         return summarise(
             h2d=self.h2d.timeline,
             compute=self.compute.timeline,

@@ -11,19 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.figures import QueueFigures, TransferFigures
+from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, TransferFigures
 
 # The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON.
 MAX_SPANS = 50_000
 
 Interval = tuple[float, float]
 
+RANKS = "ranks"
+"""In the place of a queue's name: a wait for what other ranks do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """An interval of one queue: work named `label`, or a wait for an event of the queue that `waits_for` names.
 
-    `launched_s` is when the host had launched all of the work, None where work runs as it is called.
+    `launched_s` is when the host had launched all of the work, None where work runs as it is called. `collective` is
+    the kind of an exchange with other ranks.
     """
 
     queue: str
@@ -33,6 +37,7 @@ class Span:
     label: str = ""
     waits_for: str | None = None
     launched_s: float | None = None
+    collective: CollectiveKind | None = None
 
     @property
     def launching_s(self) -> float:
@@ -106,35 +111,63 @@ class Timeline:
         return [s for s in spans if s.waits_for is None], [s for s in spans if s.waits_for is not None]
 
 
-def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> QueueFigures:
+def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> DeviceFigures:
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
-    that queue (the optimizer) is what is exposed, not the copy. When it lacks copies of both directions, the time
-    counts once: for the one it asks for first, which the schedule makes the weights, up to their arrival, and then for
-    the other.
+    that queue (the optimizer) is what is exposed, not the copy; where it waits for other ranks, nothing here is. When
+    it lacks copies of both directions, the time counts once: for the one it asks for first, which the schedule makes
+    the weights, up to their arrival, and then for the other.
     """
     compute_work, compute_waits = compute.take()
+    collectives: dict[CollectiveKind, CollectiveFigures] = {}
+    ranks_wait_s = 0.0
     host_work = [span for timeline in host_queues for span in timeline.take()[0]]
 
+    def note_collectives(work: Sequence[Span], exposed: Sequence[Interval]) -> None:
+        nonlocal ranks_wait_s
+        for kind in dict.fromkeys(span.collective for span in work if span.collective):
+            spans = [span for span in work if span.collective == kind]
+            exposed_s = overlap_s(exposed, [(span.start_s, span.end_s) for span in spans])
+            before = collectives.get(kind, CollectiveFigures(kind=kind))
+            collectives[kind] = CollectiveFigures(
+                kind=kind,
+                bytes=before.bytes + sum(span.num_bytes for span in spans),
+                busy_s=before.busy_s + _length_s(spans),
+                exposed_s=before.exposed_s + exposed_s,
+            )
+            ranks_wait_s += exposed_s
+
+    # What compute itself does with the others, nothing hides.
+    note_collectives(compute_work, [(span.start_s, span.end_s) for span in compute_work])
+
     def transfer(name: str, timeline: Timeline) -> tuple[TransferFigures, float]:
+        nonlocal ranks_wait_s
         work, waits = timeline.take()
         exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
+
+        def held(*, by_ranks: bool) -> float:
+            found = [w for w in waits if w.waits_for not in ("h2d", "compute", "d2h")]
+            return overlap_s(exposed, [(w.start_s, w.end_s) for w in found if (w.waits_for == RANKS) == by_ranks])
+
         # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
-        for_host = [(w.start_s, w.end_s) for w in waits if w.waits_for not in ("h2d", "compute", "d2h")]
-        held_s = overlap_s(exposed, for_host)
-        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s
-        num_bytes = sum(span.num_bytes for span in work)
+        held_s, held_by_ranks_s = held(by_ranks=False), held(by_ranks=True)
+        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s - held_by_ranks_s
+        num_bytes = sum(span.num_bytes for span in work if not span.collective)
+        note_collectives(work, exposed)
+        ranks_wait_s += held_by_ranks_s
         return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
 
     (up, up_held_s), (down, down_held_s) = transfer("h2d", h2d), transfer("d2h", d2h)
-    return QueueFigures(
+    return DeviceFigures(
         h2d=up,
         d2h=down,
         compute_s=_length_s(compute_work),
         launching_s=sum(span.launching_s for span in compute_work),
         optimizer_s=_length_s(host_work),
         optimizer_exposed_s=up_held_s + down_held_s,
+        collectives=tuple(collectives.values()),
+        ranks_wait_s=ranks_wait_s,
     )
 
 

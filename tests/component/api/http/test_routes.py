@@ -391,9 +391,10 @@ async def test_projects_are_listed_with_their_members(connect: Any, world: Any) 
 async def test_the_node_says_how_it_is_shared(ann: httpx.AsyncClient, world: Any) -> None:
     await SharingStore(world.daemon.database).set_condition(NodeCondition(mode="cordoned", message="new driver"))
     node = (await ann.get("/horizon/v1/node")).json()
-    nothing = {"window_start_time": None, "window_end_time": None}
+    nothing: dict[str, Any] = {"window_start_time": None, "window_end_time": None, "withdrawn": []}
     assert (node["mode"], node["condition"]) == ("cordoned", {"mode": "cordoned", "message": "new driver", **nothing})
-    assert node["devices"] == [{"name": "host", "holder": "", "num_residents": 0, "holder_name": ""}]
+    in_service = {"name": "host", "holder": "", "num_residents": 0, "holder_name": "", "out_of_service": ""}
+    assert node["devices"] == [in_service]
 
 
 async def test_who_may_see_the_job_whose_turn_it_is_gets_its_name(connect: Any, world: Any) -> None:

@@ -11,7 +11,8 @@ from tests.cpu_runtime import CpuRuntime
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.protocol import Event
-from horizon_server.engine.device.timeline import Span, Timeline, Trace, overlap_s, summarise
+from horizon_server.engine.device.timeline import RANKS, Span, Timeline, Trace, overlap_s, summarise
+from horizon_server.figures import CollectiveFigures
 
 
 def busy(start_s: float, end_s: float, num_bytes: int) -> Span:
@@ -46,6 +47,30 @@ def test_compute_waiting_for_a_copy_exposes_the_copy() -> None:
     assert (use.h2d.bytes, use.h2d.busy_s, use.h2d.exposed_s) == (110, 4, 3.5)
     assert (use.d2h.bytes, use.d2h.busy_s, use.d2h.exposed_s) == (7, 1.25, 0.25)
     assert use.compute_s == 6.5
+    assert use.optimizer_exposed_s == 0
+
+
+def test_exchanges_with_other_ranks_and_waits_for_them_are_told_from_copies() -> None:
+    use = summarise(
+        h2d=timeline(
+            busy(0, 1, 100),
+            Span("h2d", 1, 3, 40, collective="weights"),
+            wait(3, 5, RANKS),
+            busy(5, 6, 10),
+            Span("h2d", 6, 7, 8, collective="weights"),
+        ),
+        compute=timeline(wait(0, 6, "h2d")),
+        d2h=timeline(Span("d2h", 2, 4, 16, collective="gradients")),
+        host_queues=[],
+    )
+    assert use.collectives == (
+        CollectiveFigures(kind="weights", bytes=48, busy_s=3, exposed_s=2),
+        CollectiveFigures(kind="gradients", bytes=16, busy_s=2, exposed_s=0),
+    )
+    # The link was busy with them too; what the others took is exposed nowhere here.
+    assert (use.h2d.bytes, use.h2d.busy_s, use.h2d.exposed_s) == (110, 5, 4)
+    # Two seconds of exchanges that nothing hid, and two for what other ranks had to do first.
+    assert use.ranks_wait_s == 4
     assert use.optimizer_exposed_s == 0
 
 

@@ -1,0 +1,271 @@
+"""Hidden states of ranks that divide a step by layers: each rank computes its layers for all tokens, and hands what
+they write to the next one through memory that all of them map.
+
+A rank has two hidden states on its device: A, which a layer reads, and B, which it writes; in backward A is the layer's
+input again, and B the gradient. Host memory has one plane for the input of each layer that backward wants, and one for
+the last output. A layer's gradient goes where its input was. Next to the planes are counters: how many micro-batches
+each layer has done in this pass, forward and backward, and the head of each rank. Whoever reads waits for the counter
+of who writes, in the work of h2d; so a rank's compute waits for the others only through its own queues' events.
+
+A place is written again only by who has read it before: a layer's input by its gradient, and what no backward wants by
+the output of the next layer. Between two passes the ranks meet. The order of each queue is that of the schedule, and no
+work waits for what comes behind it there, so nothing waits in a circle.
+
+Shapes: L = layers, N = tokens of the step, D = hidden size.
+Source: RoundPipe's idea of stages that go round the devices; weights cross a link once a pass, and no sum of gradients
+does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from horizon_server.engine.activations import EMBEDDING, Activations, Purpose
+from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.engine.ranks import RankEvent, Ranks
+from horizon_server.planning.ledger import counter_bytes, num_shared_planes, plane_elements_of
+from horizon_server.store.ownership import rank_of_layer
+
+# Bits of a counter below the number of the pass.
+_COUNT_BITS = 24
+
+
+class SharedActivations(Activations):
+    """Of one rank. `first_trained` is the first layer that is trained; EMBEDDING where the embedding is.
+
+    Thread: the driver's. Counters are read by h2d's and written by a queue's own.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ranks: Ranks,
+        *,
+        num_layers: int,
+        num_skipped: int,
+        first_trained: int,
+        hidden_size: int,
+    ) -> None:
+        super().__init__(device, num_layers=num_layers, num_skipped=num_skipped, hidden_size=hidden_size, num_planes=2)
+        self._ranks, self._first_trained = ranks, first_trained
+        self._own = [layer for layer in range(num_layers) if rank_of_layer(layer, ranks.num_ranks) == ranks.rank]
+        assert self._own, "there are as many layers as ranks"
+        self._signals = device.host_queue("signals")
+        self._counters_bytes = counter_bytes(num_layers=num_layers, num_ranks=ranks.num_ranks)
+        _grow(ranks.shared_fd, self._counters_bytes)
+        # Forward by layer, backward by layer, head by rank.
+        self._counters = memoryview(mmap.mmap(ranks.shared_fd, self._counters_bytes)).cast("q")
+        self._host: Tensor | None = None
+        self._stride = 0
+        self._pass = 0
+        self._edges: Sequence[range] = ()
+        self._arrived: dict[tuple[int, int], Event] = {}
+        self._gone: dict[int, Event] = {}
+
+    def reserve(self, num_tokens: int) -> None:
+        super().reserve(num_tokens)
+        if self._host is not None:
+            return
+        # Every rank asks for the same, so that whoever comes first makes the room for all.
+        device = self._device
+        self._stride = plane_elements_of(self.capacity_tokens, self._hidden_size)
+        num_elements = num_shared_planes(self._num_kept) * self._stride
+        _grow(self._ranks.shared_fd, self._counters_bytes + num_elements * device.compute_dtype.itemsize)
+        self._host = device.share_host(
+            "activations",
+            self._ranks.shared_fd,
+            num_elements,
+            device.compute_dtype,
+            offset_bytes=self._counters_bytes,
+            piece_elements=self._stride,
+            is_counted=self._ranks.leads,
+        )
+
+    def start(self, purpose: Purpose, spans: Sequence[slice], edges: Sequence[range]) -> None:
+        super().start(purpose, spans, edges)
+        assert len(spans) < 1 << _COUNT_BITS
+        self._edges = edges
+        self._pass += 1
+        self._arrived.clear()
+        self._gone.clear()
+
+    def input(self, layer: int) -> Tensor:
+        return self._plane(0)
+
+    def output(self, layer: int) -> Tensor:
+        return self._plane(0 if layer == EMBEDDING else 1)
+
+    @property
+    def gradient(self) -> Tensor:
+        return self._plane(1)
+
+    @property
+    def head_input(self) -> Tensor:
+        return self._plane(0)[self._edge_tokens]
+
+    @property
+    def edge_gradient(self) -> Tensor:
+        return self._plane(1)[self._edge_tokens]
+
+    @property
+    def trial_ends(self) -> tuple[Tensor, Tensor]:
+        whole = slice(0, self._num_tokens)
+        ends = self._host_part(0, whole).clone(), self._host_part(self._num_layers, whole).clone()
+        # The next pass writes there.
+        self._ranks.meet()
+        return ends
+
+    def before_forward(self, layer: int, index: int) -> None:
+        self._await_arrival(layer, index)
+        self._await_leaving(index)
+
+    def after_forward(self, layer: int, index: int) -> None:
+        device = self._device
+        # What every rank embeds, the first layer's hands on.
+        if layer != EMBEDDING or self._own[0] == 0:
+            self._send(layer + 1, index, self.output(layer))
+        if layer != EMBEDDING:
+            self._signal(self._forward_counter(layer), index + 1)
+        wanted = next((own for own in self._own if own > layer), self._num_layers)
+        if wanted == layer + 1 == 0 or (wanted == self._num_layers and index not in self._own_edge):
+            return
+        # Only when compute has read what is there.
+        device.h2d.wait(device.compute.record())
+        self._receive(wanted, index, self._plane(0), self._forward_counter(wanted - 1), index + 1)
+        self._arrived[wanted, index] = device.h2d.record()
+
+    def before_head(self) -> None:
+        for index in self._own_edge:
+            self._await_arrival(self._num_layers, index)
+            self._await_leaving(index)
+
+    def after_head(self, numbers: range) -> None:
+        start = self._own_edge.start
+        for number in numbers:
+            self._send(self._num_layers, start + number, self._plane(1))
+        self._signal(self._head_counter(self._ranks.rank), numbers.stop)
+
+    def start_backward(self) -> None:
+        if self._own[-1] >= self._first_trained:
+            for index in range(len(self._spans)):
+                self._receive_for_backward(self._own[-1], index)
+
+    def before_backward(self, layer: int, index: int) -> None:
+        self._await_arrival(layer, index)
+
+    def after_backward(self, layer: int, index: int) -> None:
+        if layer > self._first_trained:
+            self._send(layer, index, self._plane(1))
+            self._signal(self._backward_counter(layer), index + 1)
+        wanted = layer - self._ranks.num_ranks
+        if wanted >= max(0, self._first_trained):
+            self._receive_for_backward(wanted, index)
+        elif self._first_trained == EMBEDDING and index in self._own_edge:
+            device = self._device
+            self._free_gradient(index)
+            self._receive(0, index, self._plane(1), self._backward_counter(0), index + 1)
+            self._arrived[EMBEDDING, index] = device.h2d.record()
+
+    def before_embedding_backward(self) -> None:
+        for index in self._own_edge:
+            self._await_arrival(EMBEDDING, index)
+
+    def finish(self) -> None:
+        self._signals.record().wait()
+        self._ranks.meet()
+
+    def close(self) -> None:
+        super().close()
+        if self._host is not None:
+            self._device.free_host(self._host)
+        self._host = None
+
+    @property
+    def _own_edge(self) -> range:
+        return self._edges[self._ranks.rank]
+
+    @property
+    def _edge_tokens(self) -> slice:
+        edge = self._own_edge
+        return slice(self._spans[edge.start].start, self._spans[edge.stop - 1].stop) if edge else slice(0, 0)
+
+    def _receive_for_backward(self, layer: int, index: int) -> None:
+        """Bring what a layer has read, and the gradient of what it wrote, once that is known."""
+        device, counter, count = self._device, self._backward_counter(layer + 1), index + 1
+        if layer + 1 == self._num_layers:
+            rank = next(rank for rank, edge in enumerate(self._edges) if index in edge)
+            counter, count = self._head_counter(rank), count - self._edges[rank].start
+        self._free_gradient(index)
+        span = self._spans[index]
+        device.upload(self._host_part(layer, span), self._plane(0)[span])
+        self._receive(layer + 1, index, self._plane(1), counter, count)
+        self._arrived[layer, index] = device.h2d.record()
+
+    def _free_gradient(self, index: int) -> None:
+        """Have h2d wait until compute and the copy to the host are done with a micro-batch's part of both planes."""
+        device = self._device
+        device.h2d.wait(device.compute.record())
+        if index in self._gone:
+            device.h2d.wait(self._gone[index])
+
+    def _send(self, layer: int, index: int, source: Tensor) -> None:
+        """Copy some tokens to where a layer's input has its place."""
+        device, span = self._device, self._spans[index]
+        device.d2h.wait(device.compute.record())
+        device.download(source[span], self._host_part(layer, span), label=f"hidden states {layer}")
+        self._gone[index] = device.d2h.record()
+
+    def _receive(self, layer: int, index: int, target: Tensor, counter: int, count: int) -> None:
+        """Copy some tokens from where a layer's input has its place, once the counter is that far."""
+        device, span = self._device, self._spans[index]
+        wanted = self._value(count)
+        device.h2d.wait(RankEvent(lambda: self._counters[counter] >= wanted, self._ranks, device))
+        device.upload(self._host_part(layer, span), target[span])
+
+    def _signal(self, counter: int, count: int) -> None:
+        """Say that so many micro-batches are done, once what was submitted to d2h is."""
+        # On a queue of the host's own: d2h's work ends when its copy is submitted, not when it is done.
+        self._signals.wait(self._device.d2h.record())
+        value = self._value(count)
+        self._signals.submit(partial(self._counters.__setitem__, counter, value), label="signal")
+
+    def _value(self, count: int) -> int:
+        """Of a counter in this pass."""
+        return (self._pass << _COUNT_BITS) + count
+
+    def _await_arrival(self, layer: int, index: int) -> None:
+        event = self._arrived.pop((layer, index), None)
+        if event is not None:
+            self._device.compute.wait(event)
+
+    def _await_leaving(self, index: int) -> None:
+        """Have compute wait until its last output of a micro-batch has been copied, before it writes the next one."""
+        if index in self._gone:
+            self._device.compute.wait(self._gone[index])
+            self._device.poison(self._device.compute, self._plane(1)[self._spans[index]])
+
+    def _forward_counter(self, layer: int) -> int:
+        return layer
+
+    def _backward_counter(self, layer: int) -> int:
+        return self._num_layers + layer
+
+    def _head_counter(self, rank: int) -> int:
+        return 2 * self._num_layers + rank
+
+    def _host_part(self, layer: int, span: slice) -> Tensor:
+        assert self._host is not None, "reserve comes first"
+        start = self._place(layer) * self._stride + span.start * self._hidden_size
+        num_elements = (span.stop - span.start) * self._hidden_size
+        return self._host[start : start + num_elements].view(-1, self._hidden_size)
+
+
+def _grow(fd: int, num_bytes: int) -> None:
+    # Another rank may do the same at the same time.
+    if os.fstat(fd).st_size < num_bytes:
+        os.ftruncate(fd, num_bytes)

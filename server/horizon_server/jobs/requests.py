@@ -1,0 +1,142 @@
+"""What the workers of an attempt are asked for: the first one, and one that continues on other devices in the memory of
+the one before it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from horizon_server.errors import DoesNotFit
+from horizon_server.events import Payload
+from horizon_server.jobs.joint_turn import JointTurn
+from horizon_server.jobs.preparation import Preparation, PreparedJob
+from horizon_server.jobs.runtime import Runtime
+from horizon_server.jobs.turns import DeviceTurns
+from horizon_server.planning.machine import Accelerator
+from horizon_server.records.job import JobRecord
+from horizon_server.records.plan import Plan
+from horizon_server.store.adapter_files import is_adapter_folder
+from horizon_server.worker_link.request import RunLimits, WorkerRequest
+
+MOVED = "MOVED"
+"""Reason of a job that continues on other devices."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttemptDevices:
+    """The devices that an attempt computes on: their names in the node's order, which is that of its ranks, the turns
+    on them together, and which GPUs they are."""
+
+    names: tuple[str, ...]
+    turns: DeviceTurns | JointTurn
+    gpus: tuple[Accelerator, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """That a job is to continue on other devices: what its worker there is asked for, why, for people, and since when
+    (monotonic)."""
+
+    devices: AttemptDevices
+    request: WorkerRequest
+    why: str
+    asked_s: float = field(default_factory=time.monotonic)
+
+
+def first_request(
+    devices: AttemptDevices,
+    plan: Plan,
+    model: Path,
+    prepared: PreparedJob,
+    *,
+    job: JobRecord,
+    runtime: Runtime,
+    log_file: Path,
+) -> WorkerRequest:
+    """Return what an attempt's first worker is asked for, without the planes."""
+    folders, start, max_hours = runtime.folders, runtime.folders.start(job.job_id), job.spec.limits.max_hours
+    checkpoints = folders.checkpoints(job.job_id)
+    return WorkerRequest(
+        job_id=job.job_id,
+        attempt=job.attempt,
+        spec=job.spec,
+        plan=plan,
+        model=model,
+        prepared=prepared.folder,
+        evaluations=prepared.evaluations,
+        checkpoints=checkpoints.path,
+        min_free_bytes=folders.min_free_bytes,
+        adapter=start if is_adapter_folder(start) else None,
+        resume_from=checkpoints.newest(),
+        compiled=folders.compiled,
+        digests=folders.digests,
+        trace=log_file.with_name("trace.json") if runtime.settings.trace_workers else None,
+        turns=True,
+        yields_processors=bool(devices.turns.participants),
+        device_locks=tuple(map(folders.device_lock, devices.names)),
+        limits=RunLimits(
+            max_steps=job.spec.limits.max_steps,
+            deadline_s=None if max_hours is None else job.started_s + 3600.0 * max_hours,
+        ),
+    )
+
+
+async def request_on(
+    devices: AttemptDevices,
+    request: WorkerRequest,
+    *,
+    job: JobRecord,
+    runtime: Runtime,
+    preparation: Preparation,
+    log_file: Path,
+) -> WorkerRequest | None:
+    """Return the request of a worker that continues a job on `devices`: planned for these, in the memory that is kept
+    for it. None where the attempt was asked to stop meanwhile.
+
+    Raises:
+        DoesNotFit: the node's limits have changed since the job began.
+        HorizonError: as looking up its inputs and planning do.
+    """
+    before = job.plan
+    assert before is not None, "no job is loaded without a plan"
+
+    async def publish(_: Payload) -> None:
+        """Nothing: the data was prepared for the worker before."""
+
+    model, dataset, eval_sets = await runtime.find_inputs(job)
+    prepared = await preparation.run_all(
+        job.spec, model, dataset, eval_sets, log=log_file, environment=runtime.environment, publish=publish
+    )
+    if prepared is None:
+        return None
+    plan = await asyncio.to_thread(
+        runtime.planner.plan_to_continue,
+        job.spec.model_copy(update={"device": before.execution.device_kind}),
+        request.model,
+        before,
+        longest_document=prepared.longest_document,
+        data=prepared.size,
+        num_devices=len(devices.names),
+        gpus=devices.gpus,
+    )
+    if not plan.fits:
+        raise DoesNotFit(plan.message)
+    return dataclasses.replace(
+        request,
+        plan=dataclasses.replace(plan, device=devices.turns.device),
+        device_locks=tuple(map(runtime.folders.device_lock, devices.names)),
+    )
+
+
+def text_of_broken(request: WorkerRequest, broken: Mapping[str, str], left: Sequence[str]) -> str:
+    """Return what a job says of which devices fail, and only some are left: on which it continues, or what would let
+    it."""
+    what, least = "; ".join(f"{name} is {why}" for name, why in broken.items()), request.plan.least_devices
+    if len(left) >= least:
+        return f"{what}, so that it continues on {' and '.join(left)}"
+    todo = f"; with gpus: {len(left)}-{request.spec.gpus.most} it would run on the others" if left else ""
+    return f"{what}; it needs {least} device{'' if least == 1 else 's'} and continues when there are as many{todo}"

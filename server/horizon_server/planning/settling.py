@@ -1,0 +1,301 @@
+"""Settles how a job runs on devices that are given: how they divide a step, where layer inputs wait, what stays on the
+device; and says why it does not fit. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.ledger import LayerMemory, plan_memory
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.objective import with_objective, with_weights
+from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
+from horizon_server.planning.sampling import with_answers
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.records.execution import Execution, Residency
+from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
+from horizon_server.spec import EVERYTHING, LORA, METHODS, Gpus, JobSpec
+from horizon_server.texts import size_text
+
+MAX_PLAN_BYTES = 1 << 60
+"""Sizes travel as 64-bit numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is planned: a job's spec and its model folder, laid out for it, with what is known of its data and of the
+    device's speed."""
+
+    spec: JobSpec
+    folder: ModelFolder
+    host_limit_bytes: int
+    rates: DeviceRates | None
+    """How fast the device is, where that is known."""
+    layer: LayerMemory | None
+    """What a layer keeps, where it was counted on the model."""
+    data: DataSize | None
+    """Of all documents, where something is known of them."""
+    longest_document: int | None
+    """Where the data is prepared."""
+
+    def ledger(self, execution: Execution) -> Ledger:
+        """The memory that it takes."""
+        recipe = self.spec.train.recipe
+        ledger = plan_memory(self.folder, recipe, execution, layer=self.layer, longest_document=self.longest_document)
+        if METHODS[self.spec.method].has_objective:
+            ledger = with_objective(ledger, recipe, execution)
+        elif self.data is None or self.data.may_have_weights:
+            ledger = with_weights(ledger, recipe, execution)
+        return with_answers(ledger, self.spec, self.folder)
+
+    def fits(self, ledger: Ledger, execution: Execution) -> bool:
+        """Whether that is within both limits."""
+        on_device = ledger.device_total_bytes <= execution.device_limit_bytes
+        return on_device and ledger.host_total_bytes <= self.host_limit_bytes
+
+    def work(self, execution: Execution) -> StepWork:
+        """What a step does."""
+        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
+        return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
+
+    def prediction(self, execution: Execution) -> StepPrediction | None:
+        """How long it takes; None where the device's speed is not known."""
+        if self.rates is None:
+            return None
+        return predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
+
+    def with_train(self, **changes: Any) -> Case:
+        """The case of a job with other fields of `train`, on the same layout."""
+        train = self.spec.train.model_copy(update=changes)
+        return dataclasses.replace(self, spec=self.spec.model_copy(update={"train": train}))
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps of the whole job, as far as they are known."""
+        of_data = None if self.data is None else self.data.num_steps
+        # A limit alone says what the job has at most, not how long it takes.
+        if self.spec.train.max_steps is None and of_data is None:
+            return None
+        return min(steps for steps in (of_data, self.spec.most_steps) if steps is not None)
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether what is known of the data is estimated from its files."""
+        return self.data is not None and self.data.is_estimated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """How a job runs, what that takes, and why it does not fit; nothing where it does."""
+
+    execution: Execution
+    ledger: Ledger
+    prediction: StepPrediction | None
+    message: str
+    ways: PredictedWays | None = None
+
+
+def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Settled:
+    """Settle what `execution`, of these devices, leaves open. Several devices divide a step as the spec says, else as
+    is predicted to be faster of what fits. Without `uses_spare`, nothing stays on a device that has memory to spare.
+
+    Raises:
+        InvalidModel: no machine has as much memory.
+        InvalidSpec: the spec says `layers`, and that is not possible.
+    """
+    by_rows = taken = _Way.of(case, execution, uses_spare=uses_spare)
+    by_layers = _by_layers(case, execution, uses_spare=uses_spare) if execution.num_ranks > 1 else None
+    if by_layers is not None and (case.spec.train.parallel == "layers" or _is_better(case, by_layers, by_rows)):
+        taken = by_layers
+    ways = None
+    if execution.num_ranks > 1 and case.rates is not None:
+        ways = PredictedWays(rows_s=by_rows.step_s, layers_s=None if by_layers is None else by_layers.step_s)
+    others = [way for way in (by_rows, by_layers) if way is not None and way is not taken and way.fits]
+    return Settled(
+        execution=taken.execution,
+        ledger=taken.ledger,
+        prediction=taken.prediction,
+        message="" if taken.fits else _why_not(case, taken.execution, taken.ledger, others),
+        ways=ways,
+    )
+
+
+def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tuple[Settled, DeviceRange]:
+    """Settle a job that may continue on each of these `numbers` of devices, the smallest first: how it runs on as many
+    as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
+    settled = settle(case, execution)
+    # The search for what stays on a device takes the most time, and takes only what is to spare.
+    each = {
+        number: settled
+        if number == execution.num_ranks
+        else settle(case, dataclasses.replace(execution, num_ranks=number), uses_spare=False)
+        for number in numbers
+    }
+    kept = DeviceRange(
+        least=numbers[0],
+        most=numbers[-1],
+        host_bytes=max(one.ledger.host_total_bytes for one in each.values()),
+        device_bytes=max(one.ledger.device_total_bytes for one in each.values()),
+    )
+    message = ""
+    if refused := [number for number in numbers if each[number].message]:
+        message = f"on {refused[0]} of gpus: {case.spec.gpus.plain}, {each[refused[0]].message}"
+        if fitting := [number for number in numbers if not each[number].message]:
+            first = next(number for number in fitting if set(range(number, fitting[-1])) <= set(fitting))
+            message += f"; or use gpus: {Gpus(least=first, most=fitting[-1]).plain}, which fits"
+    return dataclasses.replace(settled, message=message), kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """One of the ways in which devices may divide a step, with everything else settled for it."""
+
+    execution: Execution
+    ledger: Ledger
+    prediction: StepPrediction | None
+    fits: bool
+
+    @classmethod
+    def of(cls, case: Case, execution: Execution, *, uses_spare: bool) -> _Way:
+        """Placement and residency of a way."""
+        execution = _placed(case, execution)
+        ledger, prediction = case.ledger(execution), case.prediction(execution)
+        if max(ledger.host_total_bytes, ledger.device_total_bytes) > MAX_PLAN_BYTES:
+            raise InvalidModel(
+                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, "
+                "heads or experts"
+            )
+        fits = case.fits(ledger, execution)
+        residency = None if prediction is None or not uses_spare else _residency(case, execution, ledger)
+        if residency is not None:
+            execution = dataclasses.replace(execution, residency=residency)
+            ledger, prediction = case.ledger(execution), case.prediction(execution)
+        return cls(execution=execution, ledger=ledger, prediction=prediction, fits=fits)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, where it fits and they are known."""
+        return self.prediction.step_s if self.fits and self.prediction is not None else None
+
+
+def _is_better(case: Case, by_layers: _Way, by_rows: _Way) -> bool:
+    """Whether a spec that leaves it open means layers."""
+    if case.spec.train.parallel != "auto" or not by_layers.fits:
+        return False
+    if by_layers.step_s is None or by_rows.step_s is None:
+        return not by_rows.fits
+    return by_layers.step_s < by_rows.step_s
+
+
+def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | None:
+    """The way in which the layers go round the devices; None where that is not possible. Raises InvalidSpec where it is
+    asked for all the same."""
+    num_layers, problem = case.folder.shape.num_hidden_layers, ""
+    if execution.grad_bytes == 0:
+        problem = (
+            "train.parallel is layers, which needs stored gradients, and with train.max_grad_norm: null none is "
+            "stored; set train.max_grad_norm (a large one never clips) or use train.parallel: rows"
+        )
+    elif num_layers < execution.num_ranks:
+        gpus = case.spec.gpus
+        problem = (
+            f"train.parallel is layers, gpus is {gpus.plain} and the model has {num_layers} "
+            f"layer{'' if num_layers == 1 else 's'}; use gpus: {gpus.at_most(num_layers).plain} or train.parallel: rows"
+        )
+    if not problem:
+        return _Way.of(case, dataclasses.replace(execution, parallel="layers"), uses_spare=uses_spare)
+    if case.spec.train.parallel == "layers":
+        raise InvalidSpec.of("train.parallel", problem)
+    return None
+
+
+def _placed(case: Case, execution: Execution) -> Execution:
+    """Keep layer inputs on the device while they fit there; offload them where that makes the job fit, or other ranks
+    need them."""
+    if execution.parallel == "layers":
+        return dataclasses.replace(execution, activation_placement="host", deals_lanes=False)
+    if case.ledger(execution).device_total_bytes <= execution.device_limit_bytes:
+        return execution
+    offloading = dataclasses.replace(execution, activation_placement="host")
+    return offloading if case.fits(case.ledger(offloading), offloading) else execution
+
+
+def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | None:
+    """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
+    room_bytes = int(SPARE_USABLE * execution.device_limit_bytes) - ledger.device_total_bytes
+    if execution.device_kind == "host" or execution.activation_placement == "host" or room_bytes <= 0:
+        return None
+
+    def step_s(residency: Residency) -> float:
+        prediction = case.prediction(dataclasses.replace(execution, residency=residency))
+        assert prediction is not None, "there was one without"
+        return prediction.step_s
+
+    def resident_bytes(num_layers: int) -> int:
+        resident = dataclasses.replace(execution, residency=Residency(resident_layers=num_layers))
+        return case.ledger(resident).device_bytes["weights"] - ledger.device_bytes["weights"]
+
+    recipe = case.spec.train.recipe
+    # Compiled layers recompute inside one function, and take nothing that was kept.
+    is_eager = case.spec.train.compile == "off" or recipe.matmul == "fp8"
+    return choose_residency(
+        step_s,
+        room_bytes=room_bytes,
+        num_layers=case.folder.shape.num_hidden_layers,
+        resident_bytes=resident_bytes,
+        layer_product_bytes=product_bytes(case.folder, recipe, execution) if is_eager and case.layer is None else 0,
+    )
+
+
+def _why_not(case: Case, execution: Execution, ledger: Ledger, others: Sequence[_Way]) -> str:
+    """Return why it does not fit, with the numbers and the smallest change that would make it fit; `others` fit."""
+    need, limit_bytes = ledger.host_total_bytes, case.host_limit_bytes
+    if need > limit_bytes:
+        short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
+    else:
+        arena, allowed = ledger.device_total_bytes, execution.device_limit_bytes
+        short = f"the job needs {size_text(arena)} on the device and {size_text(allowed)} are allowed"
+    if others:
+        return f"{short}; it would fit with train.parallel: {others[0].execution.parallel}"
+    store = sum(ledger.host_bytes[part] for part in ("weights", "moments", "gradients"))
+    if store > limit_bytes:
+        billions = case.folder.layout.num_parameters / 1e9
+        held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
+        return f"{short}; {held}: {_smaller(case, execution)}"
+    return f"{short}; {_advice(case, execution)}"
+
+
+def _smaller(case: Case, execution: Execution) -> str:
+    """What to do where the store alone does not fit: train adapters, where that fits."""
+    if case.spec.train.trainable != EVERYTHING:
+        return "only a smaller model fits"
+    changes: dict[str, Any] = {"trainable": LORA, "lr_groups": ()}
+    with suppress(InvalidSpec):
+        adapted = case.with_train(**changes)
+        adapted = dataclasses.replace(adapted, folder=open_for_training(case.folder.path, adapted.spec.train))
+        execution = _placed(adapted, execution)
+        ledger = adapted.ledger(execution)
+        what = f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
+        return f"{what}, which fits" if adapted.fits(ledger, execution) else f"only a smaller model fits; {what}"
+    return "only a smaller model fits"
+
+
+def _advice(case: Case, execution: Execution) -> str:
+    tokens, sequence_length = case.spec.train.tokens_per_step, case.spec.train.sequence_length
+    while tokens > 8:
+        tokens //= 2
+        length = min(sequence_length, tokens)
+        smaller = case.with_train(tokens_per_step=tokens, sequence_length=length)
+        placed = _placed(smaller, execution)
+        if smaller.fits(smaller.ledger(placed), placed):
+            shorter = f" and train.sequence_length: {length}" if length < sequence_length else ""
+            return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
+    return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
