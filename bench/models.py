@@ -51,6 +51,16 @@ SHAPES = {
         "head_dim": 64,
         "vocab_size": 4096,
     },
+    # As deep, of small layers, with the vocabulary's share of a 7 B model: for devices whose speed is emulated.
+    "thin": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1536,
+    },
     "0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,

@@ -8,6 +8,7 @@
   micro-batch of a layer takes `--wait-ms` whatever the processors do, in a step that is divided by rows or by layers.
   In `link` and `few`, copies take as long as on a slow link, which each device has for itself: in `link` the devices
   complete layers among themselves, in `few` they have no other way than the host, so the step is divided by layers.
+  The last column is the time that the plan's schedule predicts for such devices, in parts of the measured one.
 
 Ranks are joined by gloo over the loopback, which is the peers' way here.
 """
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,10 @@ from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import CollectiveKind
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.rates import DeviceRates, PeerRates, WidthRates
+from horizon_server.planning.step_time import Seconds, Visit
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
 from horizon_server.settings import child_environment
@@ -184,10 +190,78 @@ def begun(job: dict[str, Any]) -> Iterator[Trainer]:
         yield stack.enter_context(trainer_of(job, planes, ranks))
 
 
-def line(what: str, reference: list[float], other: list[float], *, times: float = 1.0) -> None:
+def predicted_s(job: dict[str, Any]) -> float:
+    """How long the plan's schedule takes for a step on emulated devices: what they compute is the waits, what they copy
+    goes at the speed of the link."""
+    config, num_ranks, lanes = qwen3_config(job["shape"]), int(job["num_ranks"]), int(job["lanes"])
+    folder = ModelFolder(
+        path=Path(),
+        config=config.to_dict(),
+        shape=ModelShape.from_config(config.to_dict()),
+        headers={},
+        layout=Template.from_config(config).layout,
+    )
+    num_tokens = int(job["rows"] * job["row_tokens"])
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=num_tokens, sequence_length=job["row_tokens"])
+    # Not the host device, whose ranks share one machine's processors.
+    execution = Execution(
+        device_kind="cuda",
+        num_ranks=num_ranks,
+        lanes=lanes,
+        parallel=job["parallel"],
+        micro_batch_tokens=job["micro_batch_tokens"],
+    )
+    link = job["link_bytes_per_s"] or _FAST
+    rates = replace(_ENDLESS, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+    seconds = Seconds.of(work_of_step(folder, recipe, execution), rates)
+    num_all = max(lanes, -(-num_tokens // int(job["micro_batch_tokens"])))
+    num_own, own_lanes = -(-num_all // num_ranks), -(-lanes // num_ranks)
+    goes_round = job["parallel"] == "layers" and num_ranks > 1
+    num_layer, layer_lanes = (num_all, lanes) if goes_round else (num_own, own_lanes)
+
+    def num_waits(visit: Visit) -> int:
+        # A micro-batch is one, and so is in backward the sum of a lane; a lane's tokens add up in the table.
+        if visit.ring == "layer":
+            return num_layer + layer_lanes * visit.gradient
+        if visit.unit:
+            return num_own + own_lanes
+        return num_own + 2 * own_lanes if visit.gradient else num_layer
+
+    visits = [replace(visit, compute_s=num_waits(visit) * job["wait_s"]) for visit in seconds.visits]
+    return replace(seconds, visits=tuple(visits)).played(updates_in_backward=False).step_s
+
+
+_FAST = 1e15
+_ENDLESS = DeviceRates(
+    name="emulated",
+    num_threads=1,
+    peak_flops_per_s=_FAST,
+    attention_forward_flops_per_s=((1, _FAST),),
+    attention_backward_flops_per_s=((1, _FAST),),
+    accumulate_bytes_per_s=_FAST,
+    widths=(
+        WidthRates(
+            hidden_size=128, gemm_flops_per_s=((1, _FAST),), elementwise_bytes_per_s=_FAST, head_bytes_per_s=_FAST
+        ),
+    ),
+    h2d_bytes_per_s=_FAST,
+    d2h_bytes_per_s=_FAST,
+    gather_bytes_per_s=_FAST,
+    scatter_bytes_per_s=_FAST,
+    zero_bytes_per_s=_FAST,
+    adamw_bytes_per_s=_FAST,
+    peers=PeerRates(num_devices=8, together_bytes_per_s=_FAST, gather_bytes_per_s=_FAST, exchange_bytes_per_s=_FAST),
+)
+
+
+def line(
+    what: str, reference: list[float], other: list[float], *, times: float = 1.0, predicted_s: float | None = None
+) -> None:
     """Print a row: typical seconds, and how fast the second is in parts of `times` the first."""
     first, second = statistics.median(reference), statistics.median(other)
-    print(f"| {what} | {first:.3f} | {second:.3f} | {first / second:.2f} | {first / second / times:.2f} |", flush=True)
+    forecast = "" if predicted_s is None else f"{predicted_s / second:.2f}"
+    ratios = f"{first / second:.2f} | {first / second / times:.2f}"
+    print(f"| {what} | {first:.3f} | {second:.3f} | {ratios} | {forecast} |", flush=True)
 
 
 def main() -> None:
@@ -209,9 +283,10 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
     # Small layers, so that what is computed for real takes little of a wait.
-    waits = {**REAL, "shape": "6m", "rows": 64, "row_tokens": 32, "micro_batch_tokens": 256}
+    waits = {**REAL, "shape": "thin", "rows": 16, "row_tokens": 32, "micro_batch_tokens": 32}
     waits["wait_s"] = arguments.wait_ms / 1000
-    print("| what | first s | second s | times as fast | of what is possible |\n| --- | --- | --- | --- | --- |")
+    print("| what | first s | second s | times as fast | of what is possible | predicted |")
+    print("| --- | --- | --- | --- | --- | --- |")
     if "lanes" in arguments.parts:
         one, many = steps_of([{**REAL, "threads": 2, "lanes": 1}, {**REAL, "threads": 2}], arguments.steps)
         line("1 lane; 8 lanes, one rank", one, many)
@@ -223,7 +298,7 @@ def main() -> None:
         (alone,) = steps_of([dealt], arguments.steps)
         (found,) = steps_of([{**dealt, "num_ranks": 2, "deals": True}], arguments.steps)
         line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=1.5)
-    link = {"wait_s": 0.001, "link_bytes_per_s": 40e6}
+    link = {"wait_s": 0.001, "link_bytes_per_s": 10e6, "rows": 8}
     cases = {
         "compute": waits,
         "layers": {**waits, "parallel": "layers"},
@@ -236,7 +311,9 @@ def main() -> None:
         (alone,) = steps_of([slow], arguments.steps)
         for num_ranks in arguments.ranks:
             (found,) = steps_of([{**slow, "num_ranks": num_ranks}], arguments.steps)
-            line(f"{part}, emulated: 1 rank; {num_ranks} ranks", alone, found, times=num_ranks)
+            what = f"{part}, emulated: 1 rank; {num_ranks} ranks"
+            forecast = predicted_s({**slow, "num_ranks": num_ranks})
+            line(what, alone, found, times=num_ranks, predicted_s=forecast)
 
 
 if __name__ == "__main__":
