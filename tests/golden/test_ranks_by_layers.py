@@ -151,6 +151,8 @@ def test_a_step_that_is_larger_than_planned_has_room(engine: Engine) -> None:
 def test_a_failure_of_one_rank_ends_what_the_others_wait_for(engine: Engine) -> None:
     model = engine.tiny_model("llama")
 
+    failed = threading.Event()
+
     class Broken(HostDevice):
         def __init__(self, rank: int) -> None:
             super().__init__(num_threads=1)
@@ -158,11 +160,16 @@ def test_a_failure_of_one_rank_ends_what_the_others_wait_for(engine: Engine) -> 
                 self.compute.submit = self._fail  # type: ignore[method-assign]
 
         def _fail(self, *args: Any, **kwargs: Any) -> None:
+            failed.set()
             raise RuntimeError("this rank's device is broken")
 
     def work(trainer: Trainer) -> StepFigures:
         # As the threads that watch the other processes do.
-        threading.Timer(0.5, lambda: setattr(trainer._ranks, "is_broken", True)).start()
+        def watch() -> None:
+            failed.wait(30)
+            trainer._ranks.is_broken = True
+
+        threading.Thread(target=watch, daemon=True).start()
         return trainer.train_step(rows_of(engine, num_steps=1)[0])
 
     with pytest.raises(RuntimeError, match=r"another rank has died|this rank's device is broken"):
