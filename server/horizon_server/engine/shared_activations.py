@@ -71,7 +71,7 @@ class SharedActivations(Activations):
         super().reserve(num_tokens)
         if self._host is not None:
             return
-        # Every rank asks for the same, so that whoever comes first makes the room for all.
+        # All ranks need the same size: the first one here extends the file.
         device = self._device
         self._stride = plane_elements_of(self.capacity_tokens, self._hidden_size)
         num_elements = num_shared_planes(self._num_kept) * self._stride
@@ -228,7 +228,7 @@ class SharedActivations(Activations):
         device.upload(self._host_part(layer, span), target[span])
 
     def _signal(self, counter: int, count: int) -> None:
-        """Say that so many micro-batches are done, once what was submitted to d2h is."""
+        """Set a counter to this number of micro-batches, after the copies that d2h was given before."""
         # On a queue of the host's own: d2h's work ends when its copy is submitted, not when it is done.
         self._signals.wait(self._device.d2h.record())
         value = self._value(count)

@@ -208,7 +208,7 @@ class Attempt:
 
     @property
     def can_move(self) -> bool:
-        """Whether it can be told to continue on other devices: its worker trains, and no other order was given."""
+        """Whether it can continue on other devices now: its worker trains, and has no other order."""
         trains = self.job.job_state is JobState.RUNNING and self._worker is not None and self._asked_for is not None
         return trains and self._move is None and not self._stays and not self._wanted
 

@@ -20,7 +20,7 @@ WITHDRAWN = "withdrawn by an admin"
 class DeviceHealth:
     """Thread: belongs to one event loop.
 
-    What a trial has found is kept in memory: a daemon that starts finds the devices anew.
+    Results of trials are in memory only: a daemon that is restarted takes all devices to work.
 
     Args:
         why_broken: tries a device of that name; returns why it cannot be used, nothing where it can.

@@ -44,7 +44,7 @@ class Residence:
     on_since_s: float = 0.0
     """Since when it is on these devices."""
     can_change: bool = False
-    """Whether it can be told to continue on others."""
+    """Whether it can continue on other devices now."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class Resident(Job):
     on_since_s: float = 0.0
     """Since when it is on these devices."""
     can_change: bool = True
-    """Whether it can be told to continue on others: not while it is being loaded, or is changing already."""
+    """Whether it can continue on other devices now: not while it is being loaded, or is changing already."""
 
 
 @dataclass(frozen=True, kw_only=True)

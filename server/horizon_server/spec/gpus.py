@@ -34,12 +34,12 @@ class Gpus:
         return f"{self.least}-{self.most}" if self.is_range else self.least
 
     def at_most(self, limit: int) -> Gpus:
-        """The same with no more than so many devices: what a job may use instead."""
+        """The same with at most `limit` devices, which a refusal proposes."""
         least = min(self.least, limit) if self.is_range else limit
         return Gpus(least=least, most=limit)
 
     def within(self, num_devices: int) -> range:
-        """The numbers that a node with so many devices allows, the smallest first."""
+        """The numbers of devices that are possible on a node of `num_devices`, the smallest first."""
         return range(self.least, min(self.most, num_devices) + 1)
 
 
