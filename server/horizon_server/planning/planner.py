@@ -430,7 +430,7 @@ def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
 
 
 def _check_names(asked: Gpus, gpus: Sequence[Accelerator]) -> None:
-    """Raises InvalidSpec where a job has several GPUs and the driver names no UUIDs by which each rank finds its own."""
+    """Raises InvalidSpec where a job has several GPUs and the driver names no UUIDs for its ranks to find them by."""
     if len(gpus) > 1 and not gpu_uuids(gpus):
         what = (
             f"gpus is {asked.plain}, and the driver does not name a UUID of each of these GPUs, as with parts of a GPU "
