@@ -10,7 +10,17 @@ import pytest
 import torch
 from tests.golden.test_lora import adapted
 from tests.support.plans import ledger_of
-from tests.support.ranks import SharedStore, UnevenDevice, trained
+from tests.support.ranks import (
+    LANES,
+    STEP,
+    SharedStore,
+    UnevenDevice,
+    numbers_of,
+    results,
+    rows_of,
+    trained,
+    whole_life,
+)
 from tests.support.tiny_models import Engine
 
 from horizon_server.engine.device.host import HostDevice
@@ -22,55 +32,7 @@ from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import Parallel
 
 if TYPE_CHECKING:
-    from tests.support.tiny_models import TinyModel
-
-LANES = 8
-# Fourteen documents, so that some lanes have two and none is cut.
-LENGTHS = [(9, 14, 5), (21,), (7, 3, 12), (16, 4), (11, 8), (6, 19, 10)]
-STEP: dict[str, Any] = {"micro_batch_tokens": 24, "tokens_per_step": 160, "weight_decay": 0.1}
-
-Steps = Sequence[Sequence[MicroBatch]]
-
-
-def rows_of(engine: Engine, *, num_steps: int = 3) -> Steps:
-    return [
-        [engine.pack(engine.documents(*lengths, seed=10 * step + index)) for index, lengths in enumerate(LENGTHS)]
-        for step in range(num_steps)
-    ]
-
-
-def numbers_of(figures: StepFigures) -> tuple[Any, ...]:
-    return figures.loss, figures.grad_norm, figures.skipped, figures.noise_scale_tokens, figures.method_figures
-
-
-def whole_life(rows: Steps) -> Callable[[Trainer], list[Any]]:
-    """Steps, an evaluation and log-probabilities."""
-
-    def work(trainer: Trainer) -> list[Any]:
-        figures = [trainer.train_step(step) for step in rows]
-        evaluated, logprobs = trainer.evaluate(rows[0]), trainer.log_probabilities(rows[1])
-        trainer.flush()
-        numbers = [values.numpy().tobytes() for values in logprobs]
-        return [*map(numbers_of, figures), (evaluated.eval_loss, evaluated.num_correct), numbers]
-
-    return work
-
-
-def results(
-    model: TinyModel,
-    work: Callable[[Trainer], Any],
-    *,
-    ranks: Sequence[int],
-    grad_dtype: torch.dtype | None = torch.float32,
-    **how: Any,
-) -> list[Any]:
-    """What the work says and leaves in the store, for each number of ranks."""
-    found = []
-    for num_ranks in ranks:
-        shared = SharedStore(model, grad_dtype=grad_dtype)
-        said = trained(shared, work, num_ranks=num_ranks, **{"lanes": LANES, **STEP, **how})
-        found.append((said, shared.bits()))
-    return found
+    pass
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
 from tests.golden.test_lora import adapted
-from tests.golden.test_ranks import LANES, STEP, numbers_of, pairs, results, rows_of, weighted, whole_life
+from tests.golden.test_ranks import pairs, weighted
 from tests.golden.test_trainable import frozen_but
 from tests.support.plans import ledger_of
-from tests.support.ranks import SharedStore, trained
+from tests.support.ranks import LANES, STEP, SharedStore, numbers_of, results, rows_of, trained, whole_life
 from tests.support.tiny_models import Engine
 
 from horizon_server.engine.device.cuda import CudaDevice

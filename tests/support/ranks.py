@@ -11,22 +11,23 @@ import copy
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from tests.support.plans import settings
-from tests.support.tiny_models import TinyModel
+from tests.support.tiny_models import Engine, TinyModel
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.protocol import Work
+from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.ranks import ALONE, GROUPS, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
-from horizon_server.figures import CollectiveKind, DeviceFigures
+from horizon_server.figures import CollectiveKind, DeviceFigures, StepFigures
 from horizon_server.records.execution import Parallel
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
@@ -34,6 +35,12 @@ from horizon_server.store.layout import StoreLayout
 from horizon_server.store.planes import create_memory_file
 
 _PATIENCE = timedelta(seconds=30)
+LANES = 8
+# Fourteen documents, so that some lanes have two and none is cut.
+LENGTHS = [(9, 14, 5), (21,), (7, 3, 12), (16, 4), (11, 8), (6, 19, 10)]
+STEP: dict[str, Any] = {"micro_batch_tokens": 24, "tokens_per_step": 160, "weight_decay": 0.1}
+
+Steps = Sequence[Sequence[MicroBatch]]
 Result = TypeVar("Result")
 
 
@@ -51,7 +58,12 @@ def group_of(store: Store, name: str, rank: int, num_ranks: int) -> dist.Process
 
 
 def in_ranks(
-    num_ranks: int, work: Callable[[Ranks], Result], *, parallel: Parallel = "rows", gathers: bool = False
+    num_ranks: int,
+    work: Callable[[Ranks], Result],
+    *,
+    parallel: Parallel = "rows",
+    gathers: bool = False,
+    kind: type[Ranks] = Ranks,
 ) -> Result:
     """Run `work` in a thread for each rank; returns the first one's result. Raises the first error."""
     store, results, errors = HashStore(), dict[int, Result](), list[BaseException]()
@@ -61,9 +73,7 @@ def in_ranks(
         try:
             torch.set_num_threads(1)
             groups = {name: group_of(store, name, rank, num_ranks) for name in GROUPS}
-            results[rank] = work(
-                Ranks(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
-            )
+            results[rank] = work(kind(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd))
         except BaseException as error:
             errors.append(error)
 
@@ -143,9 +153,10 @@ def trained(
     gathers: bool = False,
     num_steps: int = 10,
     make_device: Callable[[int], HostDevice] | None = None,
+    kind: type[Ranks] = Ranks,
     **how: Any,
 ) -> Result:
-    """What `work` returns that is given the first rank's trainer, on `num_ranks` ranks."""
+    """What `work` returns that is given the first rank's trainer, on `num_ranks` ranks of a kind."""
     recipe, execution = settings(lanes=lanes, num_ranks=num_ranks, **how)
     shared.attach(0).generations.share(num_ranks)
     # Here and not in their threads: a template tries its model out, with switches that are the whole process's.
@@ -178,6 +189,47 @@ def trained(
             device.close()
 
     parallel = execution.parallel
-    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, parallel=parallel, gathers=gathers)
+    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, parallel=parallel, gathers=gathers, kind=kind)
     assert result is not None
     return result
+
+
+def rows_of(engine: Engine, *, num_steps: int = 3) -> Steps:
+    return [
+        [engine.pack(engine.documents(*lengths, seed=10 * step + index)) for index, lengths in enumerate(LENGTHS)]
+        for step in range(num_steps)
+    ]
+
+
+def numbers_of(figures: StepFigures) -> tuple[Any, ...]:
+    return figures.loss, figures.grad_norm, figures.skipped, figures.noise_scale_tokens, figures.method_figures
+
+
+def whole_life(rows: Steps) -> Callable[[Trainer], list[Any]]:
+    """Steps, an evaluation and log-probabilities."""
+
+    def work(trainer: Trainer) -> list[Any]:
+        figures = [trainer.train_step(step) for step in rows]
+        evaluated, logprobs = trainer.evaluate(rows[0]), trainer.log_probabilities(rows[1])
+        trainer.flush()
+        numbers = [values.numpy().tobytes() for values in logprobs]
+        return [*map(numbers_of, figures), (evaluated.eval_loss, evaluated.num_correct), numbers]
+
+    return work
+
+
+def results(
+    model: TinyModel,
+    work: Callable[[Trainer], Any],
+    *,
+    ranks: Sequence[int],
+    grad_dtype: torch.dtype | None = torch.float32,
+    **how: Any,
+) -> list[Any]:
+    """What the work says and leaves in the store, for each number of ranks."""
+    found = []
+    for num_ranks in ranks:
+        shared = SharedStore(model, grad_dtype=grad_dtype)
+        said = trained(shared, work, num_ranks=num_ranks, **{"lanes": LANES, **STEP, **how})
+        found.append((said, shared.bits()))
+    return found
