@@ -37,7 +37,7 @@ from pathlib import Path
 
 from bench.gpu.process import StageProcess
 from bench.gpu.report import RESULTS, Report, read_results, without_folders
-from bench.gpu.shapes import QWEN25
+from bench.gpu.shapes import QWEN25, SIZES
 from bench.gpu.summary import Outcome, summary_lines
 from bench.gpu.task import PLANES, Clock, DeviceChoice, Task
 
@@ -102,6 +102,7 @@ class Plan:
     stages: Sequence[Stage] = STAGES
     shape: str = ""
     tokens: tuple[int, ...] = ()
+    points: tuple[str, ...] = ()
     host_gib: float = 0.0
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -125,6 +126,7 @@ def main() -> int:
         stages=[stage for stage in STAGES if stage.name in arguments.stages],
         shape=arguments.shape,
         tokens=tuple(arguments.tokens),
+        points=tuple(arguments.points),
         host_gib=arguments.host_gib,
     )
     outcomes = run(plan, clock)
@@ -259,6 +261,7 @@ class _Runner:
             end_s=time.monotonic() + seconds,
             shape=plan.shape,
             tokens=plan.tokens,
+            points=plan.points,
             host_gib=plan.host_gib,
             plane_fds=self._plane_fds,
             library=self._library,
@@ -300,6 +303,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="run only these (default: all)")
     parser.add_argument("--shape", choices=sorted(QWEN25), default="", help="default: the largest that fits; cpu: tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens per step of the curve's points")
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        choices=sorted({point.name for sizes in SIZES.values() for point in (*sizes.points, *sizes.adapter_points)}),
+        default=[],
+        metavar="POINT",
+        help='points of the curve and the adapters to run, in this order, as "65536, equal, fp8" (default: all)',
+    )
     parser.add_argument("--host-gib", type=float, default=0.0, help="host memory to use, where the system reports less")
     return parser.parse_args()
 

@@ -123,6 +123,8 @@ def run_points(
     A point that fails costs the others nothing but its device: where it ended its process or stood still, the next
     process goes on behind it.
     """
+    if task.points:
+        points = [point for name in task.points for point in points if point.name == name]
     clock, measured_points = task.clock(), list[tuple[Point, Model, _Measured]]()
     report.table(title, COLUMNS)
     rows = [row for row in read_results(task.folder) if row["stage"] == task.stage]

@@ -39,7 +39,8 @@ class Task:
     """One stage's orders.
 
     `end_s`, of the machine's monotonic clock, is when its process is stopped. `shape` is empty where the largest model
-    that fits is wanted, `tokens` where the stage chooses. `host_gib` replaces what the system says is free, for virtual
+    that fits is wanted, `tokens` where the stage chooses,
+    `points` where all of a stage's are. `host_gib` replaces what the system says is free, for virtual
     machines whose memory grows when it is used. `plane_fds` are the store's memory files, of size 0 until a stage makes
     the store; `library` is the folder of compiled layers.
     """
@@ -51,6 +52,7 @@ class Task:
     end_s: float
     shape: str = ""
     tokens: tuple[int, ...] = ()
+    points: tuple[str, ...] = ()
     host_gib: float = 0.0
     plane_fds: Mapping[str, int] = field(default_factory=dict)
     library: str = ""
@@ -59,7 +61,7 @@ class Task:
     def from_json(cls, text: str) -> Task:
         """The task that `to_json` wrote."""
         plain = json.loads(text)
-        return cls(**{**plain, "tokens": tuple(plain["tokens"])})
+        return cls(**{**plain, "tokens": tuple(plain["tokens"]), "points": tuple(plain["points"])})
 
     def to_json(self) -> str:
         """For the command line of the stage's process."""
