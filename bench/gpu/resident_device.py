@@ -144,10 +144,13 @@ class ResidentDevice:
         table_VD = self._units[unit.index].narrow(0, place.offset, place.num_elements).view(place.shape)
         torch.index_select(table_VD, 0, self.place(rows_R), out=out_RD)
 
-    def upload(self, source: Tensor, out: Tensor) -> None:
+    def hops(self) -> tuple[Queue, Queue]:
+        raise NotImplementedError("no other rank is there")
+
+    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
         out.copy_(source)
 
-    def download(self, source: Tensor, target: Tensor, *, label: str = "") -> None:
+    def download(self, source: Tensor, target: Tensor, *, label: str = "", queue: Queue | None = None) -> None:
         target.copy_(source)
 
     def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:

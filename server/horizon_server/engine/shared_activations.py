@@ -5,7 +5,7 @@ A rank has two hidden states on its device: A, which a layer reads, and B, which
 input again, and B the gradient. Host memory has one plane for the input of each layer that backward wants, and one for
 the last output. A layer's gradient goes where its input was. Next to the planes are counters: how many micro-batches
 each layer has done in this pass, forward and backward, and the head of each rank. Whoever reads waits for the counter
-of who writes, in the work of h2d; so a rank's compute waits for the others only through its own queues' events.
+of who writes, in a queue of its own; so a rank's compute waits for the others only through its own queues' events.
 
 A place is written again only by who has read it before: a layer's input by its gradient, and what no backward wants by
 the output of the next layer. Between two passes the ranks meet. The order of each queue is that of the schedule, and no
@@ -38,7 +38,7 @@ _COUNT_BITS = 24
 class SharedActivations(Activations):
     """Of one rank. `first_trained` is the first layer that is trained; EMBEDDING where the embedding is.
 
-    Thread: the driver's. Counters are read by h2d's and written by a queue's own.
+    Thread: the driver's. Counters are read by a queue's and written by a queue's own.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class SharedActivations(Activations):
         self._ranks, self._first_trained = ranks, first_trained
         self._own = [layer for layer in range(num_layers) if rank_of_layer(layer, ranks.num_ranks) == ranks.rank]
         assert self._own, "there are as many layers as ranks"
+        self._up, self._down = device.hops()
         self._signals = device.host_queue("signals")
         self._counters_bytes = counter_bytes(num_layers=num_layers, num_ranks=ranks.num_ranks)
         _grow(ranks.shared_fd, self._counters_bytes)
@@ -135,9 +136,9 @@ class SharedActivations(Activations):
         if wanted == layer + 1 == 0 or (wanted == self._num_layers and index not in self._own_edge):
             return
         # Only when compute has read what is there.
-        device.h2d.wait(device.compute.record())
+        self._up.wait(device.compute.record())
         self._receive(wanted, index, self._plane(0), self._forward_counter(wanted - 1), index + 1)
-        self._arrived[wanted, index] = device.h2d.record()
+        self._arrived[wanted, index] = self._up.record()
 
     def before_head(self) -> None:
         for index in self._own_edge:
@@ -166,10 +167,9 @@ class SharedActivations(Activations):
         if wanted >= max(0, self._first_trained):
             self._receive_for_backward(wanted, index)
         elif self._first_trained == EMBEDDING and index in self._own_edge:
-            device = self._device
             self._free_gradient(index)
             self._receive(0, index, self._plane(1), self._backward_counter(0), index + 1)
-            self._arrived[EMBEDDING, index] = device.h2d.record()
+            self._arrived[EMBEDDING, index] = self._up.record()
 
     def before_embedding_backward(self) -> None:
         for index in self._own_edge:
@@ -202,35 +202,35 @@ class SharedActivations(Activations):
             counter, count = self._head_counter(rank), count - self._edges[rank].start
         self._free_gradient(index)
         span = self._spans[index]
-        device.upload(self._host_part(layer, span), self._plane(0)[span])
+        device.upload(self._host_part(layer, span), self._plane(0)[span], queue=self._up)
         self._receive(layer + 1, index, self._plane(1), counter, count)
-        self._arrived[layer, index] = device.h2d.record()
+        self._arrived[layer, index] = self._up.record()
 
     def _free_gradient(self, index: int) -> None:
-        """Have h2d wait until compute and the copy to the host are done with a micro-batch's part of both planes."""
+        """Have the next copy up wait until compute and the copy down are done with a micro-batch's part of A and B."""
         device = self._device
-        device.h2d.wait(device.compute.record())
+        self._up.wait(device.compute.record())
         if index in self._gone:
-            device.h2d.wait(self._gone[index])
+            self._up.wait(self._gone[index])
 
     def _send(self, layer: int, index: int, source: Tensor) -> None:
         """Copy some tokens to where a layer's input has its place."""
         device, span = self._device, self._spans[index]
-        device.d2h.wait(device.compute.record())
-        device.download(source[span], self._host_part(layer, span), label=f"hidden states {layer}")
-        self._gone[index] = device.d2h.record()
+        self._down.wait(device.compute.record())
+        device.download(source[span], self._host_part(layer, span), label=f"hidden states {layer}", queue=self._down)
+        self._gone[index] = self._down.record()
 
     def _receive(self, layer: int, index: int, target: Tensor, counter: int, count: int) -> None:
         """Copy some tokens from where a layer's input has its place, once the counter is that far."""
         device, span = self._device, self._spans[index]
         wanted = self._value(count)
-        device.h2d.wait(RankEvent(lambda: self._counters[counter] >= wanted, self._ranks, device))
-        device.upload(self._host_part(layer, span), target[span])
+        self._up.wait(RankEvent(lambda: self._counters[counter] >= wanted, self._ranks, device))
+        device.upload(self._host_part(layer, span), target[span], queue=self._up)
 
     def _signal(self, counter: int, count: int) -> None:
-        """Set a counter to this number of micro-batches, after the copies that d2h was given before."""
-        # On a queue of the host's own: d2h's work ends when its copy is submitted, not when it is done.
-        self._signals.wait(self._device.d2h.record())
+        """Set a counter to this number of micro-batches, after the copies down that were submitted before."""
+        # On a queue of the host's own: a copy's work ends when it is submitted, not when it is done.
+        self._signals.wait(self._down.record())
         value = self._value(count)
         self._signals.submit(partial(self._counters.__setitem__, counter, value), label="signal")
 

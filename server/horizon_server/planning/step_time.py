@@ -161,7 +161,7 @@ class _RankQueues:
     """The queues of one of the ranks that layers go round, in one step. `updated` is when each unit was."""
 
     def __init__(self, start: float, visits: Sequence[Visit], updated: Mapping[int, float]) -> None:
-        self.h2d = self.compute = self.d2h = start
+        self.h2d = self.compute = self.d2h = self.hops_up = self.hops_down = start
         self.computed_s = 0.0
         self._slots: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
         self._gradients: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
@@ -175,23 +175,25 @@ class _RankQueues:
         up, each, down = (
             seconds / num_micro_batches for seconds in (visit.hop_up_s, visit.compute_s, visit.hop_down_s)
         )
-        # Uploads keep their order, so hidden states come behind the weights of the unit after this one.
         self._fetch()
-        first_up = max(self.h2d, landed.first_s) + up
-        last_up = max(first_up + visit.hop_up_s - up, landed.last_s + up)
+        first_up, last_up = landed.first_s, landed.last_s
         if visit.hop_up_s:
-            self.h2d = last_up
-        else:
-            first_up, last_up = landed.first_s, landed.last_s
+            # On a queue of their own, over the link that weights use as well.
+            first_up = max(self.hops_up, landed.first_s) + up
+            last_up = self.hops_up = max(first_up + visit.hop_up_s - up, landed.last_s + up)
+            self.h2d += visit.hop_up_s
         begin = max(self.compute, self._ready.popleft(), first_up)
         if visit.gradient:
             begin = max(begin, self._gradients[visit.ring].popleft())
         self.compute = max(begin + visit.compute_s, last_up + each)
         self.computed_s += visit.compute_s
         self._slots[visit.ring].append(self.compute)
-        first = max(self.d2h, begin + each) + down
+        first = max(self.hops_down, begin + each) + down
         last = max(first + visit.hop_down_s - down, self.compute + down)
-        self.d2h = last + visit.download_s if visit.hop_down_s or visit.download_s else self.d2h
+        if visit.hop_down_s:
+            self.hops_down = last
+        if visit.download_s:
+            self.d2h = max(self.d2h, self.compute) + visit.hop_down_s + visit.download_s
         if visit.gradient:
             self._gradients[visit.ring].append(self.d2h)
         return begin, _Landed(first, last)
@@ -231,7 +233,7 @@ def play_by_layers(
                 parts = [landed.part(index, num_ranks) for index in range(num_ranks)]
                 found = [rank.visit(visit, _Landed(at, at), of_rank)[1] for rank, at in zip(ranks, parts, strict=True)]
                 landed = _Landed(found[0].first_s, max(part.last_s for part in found))
-        now = max(max(rank.compute, rank.d2h) for rank in ranks)
+        now = max(max(rank.compute, rank.d2h, rank.hops_down) for rank in ranks)
         timeline.step_s, timeline.compute_s = now - start, ranks[0].computed_s
         timeline.tail_s = now - max(rank.compute for rank in ranks)
         updated, optimizer = _updated_together(updates, max(optimizer, now), layers, num_ranks)

@@ -176,11 +176,11 @@ def test_a_pass_is_played_as_simulated(hop: int) -> None:
 def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: float, hop: float) -> float:
     """Seconds of both passes over layers, piece by piece in the order of each rank's queues: a layer takes a second
     forward and two and a half in backward for each micro-batch, `upload` its weights up and its gradient down, and
-    `hop` a hidden state."""
+    `hop` a hidden state, on queues of their own that slow the others down by as much."""
     units = [(layer, False) for layer in range(num_layers)] + [(layer, True) for layer in reversed(range(num_layers))]
     ranks = range(num_ranks)
     own = [[unit for unit in units if unit[0] % num_ranks == rank] for rank in ranks]
-    h2d, compute, d2h = ([0.0] * num_ranks for _ in range(3))
+    h2d, compute, d2h, up, down = ([0.0] * num_ranks for _ in range(5))
     slots, gradients = ([[0.0, 0.0] for _ in ranks] for _ in range(2))
     there: dict[tuple[int, bool], float] = {}
 
@@ -197,15 +197,18 @@ def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: f
     for layer, backward in units:
         fetch(rank := layer % num_ranks)
         free = gradients[rank].pop(0) if backward else 0.0
+        num_up = 2 if backward else 1
+        h2d[rank] += num_micro_batches * num_up * hop
         for m in range(num_micro_batches):
-            h2d[rank] = max(h2d[rank], landed[m]) + (2 if backward else 1) * hop
-            compute[rank] = max(compute[rank], h2d[rank], there[layer, backward], free) + (2.5 if backward else 1.0)
-            landed[m] = d2h[rank] = max(d2h[rank], compute[rank]) + hop
+            up[rank] = max(up[rank], landed[m]) + num_up * hop
+            compute[rank] = max(compute[rank], up[rank], there[layer, backward], free) + (2.5 if backward else 1.0)
+            landed[m] = down[rank] = max(down[rank], compute[rank]) + hop
         slots[rank].append(compute[rank])
         if backward:
-            d2h[rank] += upload
+            if upload:
+                d2h[rank] = max(d2h[rank], compute[rank]) + num_micro_batches * hop + upload
             gradients[rank].append(d2h[rank])
-    return max(*compute, *d2h)
+    return max(*compute, *d2h, *down)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, memory_refusals
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
-from horizon_server.engine.device.protocol import Component, HostComponent
+from horizon_server.engine.device.protocol import Component, HostComponent, Queue
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
 from horizon_server.figures import DeviceFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS
@@ -41,7 +41,9 @@ class CudaDevice(QueuedDevice):
     name: DeviceKind = "cuda"
     compute_dtype = torch.bfloat16
     gradient_dtype = torch.bfloat16
+    h2d: CudaQueue
     compute: CudaQueue
+    d2h: CudaQueue
     _cast: Tensor | None = None
     _packed: Tensor | None = None
 
@@ -62,22 +64,37 @@ class CudaDevice(QueuedDevice):
             **switches,
         )
         self._pinned = PinnedRanges(self._runtime)
-        streams = {name: self._runtime.new_stream() for name in ("h2d", "compute", "d2h")}
-        self._clock = StreamClock(self._runtime, streams["compute"])
+        computes = self._runtime.new_stream()
+        self._clock = StreamClock(self._runtime, computes)
         self.h2d, self.compute, self.d2h = (
-            CudaQueue(
-                name,
-                self._group,
-                num_threads=min(_COPY_THREADS, available_cpus()),
-                runtime=self._runtime,
-                stream=stream,
-                clock=self._clock,
-            )
-            for name, stream in streams.items()
+            self._new_queue("h2d"),
+            self._new_queue("compute", computes),
+            self._new_queue("d2h"),
         )
-        # One for each direction, because a ring belongs to one queue's thread.
-        self._up = StagingRing(self._runtime, streams["h2d"], num_bytes=staging_bytes)
-        self._down = StagingRing(self._runtime, streams["d2h"], num_bytes=staging_bytes)
+        self._staging_bytes = staging_bytes
+        # One for each queue, because a ring belongs to one queue's thread.
+        self._rings = {queue.name: self._new_ring(queue) for queue in (self.h2d, self.d2h)}
+
+    def hops(self) -> tuple[CudaQueue, CudaQueue]:
+        """CUDA: with streams of their own."""
+        up, down = super().hops()
+        for queue in (up, down):
+            if queue.name not in self._rings:
+                self._rings[queue.name] = self._new_ring(queue)
+        return up, down
+
+    def _new_ring(self, queue: CudaQueue) -> StagingRing:
+        return StagingRing(self._runtime, queue.stream, num_bytes=self._staging_bytes)
+
+    def _new_queue(self, name: str, stream: Any = None) -> CudaQueue:
+        return CudaQueue(
+            name,
+            self._group,
+            num_threads=min(_COPY_THREADS, available_cpus()),
+            runtime=self._runtime,
+            stream=stream or self._runtime.new_stream(),
+            clock=self._clock,
+        )
 
     @property
     def generator(self) -> torch.Generator:
@@ -198,20 +215,23 @@ class CudaDevice(QueuedDevice):
         """Through the staging ring: it is small, and both halves of the master are joined on the host."""
 
         def copy() -> None:
-            self._up.upload(store.exact(index, read).view(-1), out)
+            self._rings["h2d"].upload(store.exact(index, read).view(-1), out)
 
         self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
-        work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
+        work = partial(self._rings["h2d"].upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
         self.h2d.submit(work, num_bytes=out_RD.nbytes, label=f"rows of {name}")
 
-    def upload(self, source: Tensor, out: Tensor) -> None:
-        self._upload(source, out, label="layer input")
+    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
+        self._upload(source, out, label="layer input", queue=queue)
 
-    def download(self, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
-        work = partial(self._send_to_host, source.view(-1), target.view(-1))
-        self.d2h.submit(work, num_bytes=target.nbytes, label=label)
+    def download(
+        self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
+    ) -> None:
+        queue = queue or self.d2h
+        work = partial(self._send_to_host, source.view(-1), target.view(-1), queue.name)
+        queue.submit(work, num_bytes=target.nbytes, label=label)
 
     def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
         """CUDA: launches on the current stream. In fp32 within a block, as `download_unit`."""
@@ -229,7 +249,7 @@ class CudaDevice(QueuedDevice):
         def work() -> None:
             # Of the fp32 values, before they are rounded: the norm is the same whatever the store keeps.
             _copy(_square_sum(blocks), square_sum)
-            self._send_to_host(gradient.view(-1), target)
+            self._send_to_host(gradient.view(-1), target, "d2h")
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
 
@@ -271,18 +291,19 @@ class CudaDevice(QueuedDevice):
             # After an illegal access every call of the driver fails; the first error is the true one.
             self._group.keep(error)
 
-    def _upload(self, source: Tensor, out: Tensor, *, label: str) -> None:
+    def _upload(self, source: Tensor, out: Tensor, *, label: str, queue: Queue | None = None) -> None:
+        queue = queue or self.h2d
         # From memory that is not pinned, a copy would block the launching thread and run at a fraction of the speed.
-        direct = self._pinned.holds(source)
-        work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
-        self.h2d.submit(work, num_bytes=out.nbytes, label=label)
+        direct, ring = self._pinned.holds(source), self._rings[queue.name]
+        work = partial(_copy, source, out) if direct else partial(ring.upload, source.view(-1), out.view(-1))
+        queue.submit(work, num_bytes=out.nbytes, label=label)
 
-    def _send_to_host(self, source: Tensor, target: Tensor) -> None:
+    def _send_to_host(self, source: Tensor, target: Tensor, queue_name: str) -> None:
         def land(start: int, values: Tensor) -> None:
             target[start : start + values.numel()].copy_(values)
 
         if not self._pinned.holds(target):
-            self._down.download(source, target.dtype, land)
+            self._rings[queue_name].download(source, target.dtype, land)
             return
         if source.dtype == target.dtype:
             _copy(source, target)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.memory import Arena, HostBuffers
+from horizon_server.engine.device.protocol import Queue
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.adamw import square_blocks, sum_squares
@@ -53,8 +54,10 @@ class HostDevice(QueuedDevice):
         # First, because OpenMP's own threads take the count that any thread has set last. Theirs must stay 1, or a
         # product inside attention would be summed in another order once torch has given them a count.
         self.compute = HostQueue("compute", self._group, num_threads=num_threads)
-        self.h2d = HostQueue("h2d", self._group, num_threads=1)
-        self.d2h = HostQueue("d2h", self._group, num_threads=1)
+        self.h2d, self.d2h = self._new_queue("h2d"), self._new_queue("d2h")
+
+    def _new_queue(self, name: str) -> HostQueue:
+        return HostQueue(name, self._group, num_threads=1)
 
     @property
     def generator(self) -> torch.Generator:
@@ -146,11 +149,13 @@ class HostDevice(QueuedDevice):
 
         self.h2d.submit(copy, num_bytes=out_RD.nbytes, label=f"rows of {name}")
 
-    def upload(self, source: Tensor, out: Tensor) -> None:
-        self._copy(self.h2d, source, out)
+    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
+        self._copy(queue or self.h2d, source, out)
 
-    def download(self, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
-        self._copy(self.d2h, source, target, label=label)
+    def download(
+        self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
+    ) -> None:
+        self._copy(queue or self.d2h, source, target, label=label)
 
     def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
         out.copy_(square_blocks(values, block_elements))
@@ -167,7 +172,7 @@ class HostDevice(QueuedDevice):
 
         self.d2h.submit(copy, num_bytes=target.nbytes, label=label)
 
-    def _copy(self, queue: HostQueue, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
+    def _copy(self, queue: Queue, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
         def copy() -> None:
             with self._link(target.nbytes):
                 target.copy_(source)

@@ -90,6 +90,10 @@ class Device(Protocol):
     def d2h(self) -> Queue:
         """Copies to the host."""
 
+    def hops(self) -> tuple[Queue, Queue]:
+        """Queues of their own for hidden states from other ranks and to them, made by the first call: on h2d and d2h
+        they would wait behind weights and gradients, which nobody needs so soon."""
+
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the arena.
 
@@ -165,12 +169,14 @@ class Device(Protocol):
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         """Append the gathering and copy of some rows of a 2-D parameter to h2d."""
 
-    def upload(self, source: Tensor, out: Tensor) -> None:
-        """Append the copy of host memory, from `allocate_host`, to h2d."""
+    def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
+        """Append the copy of host memory, from `allocate_host`, to h2d, or to a queue for hops."""
 
-    def download(self, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
-        """Append the copy of device memory to d2h, rounded to the dtype of `target`, which comes from `allocate_host`
-        or the store."""
+    def download(
+        self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
+    ) -> None:
+        """Append the copy of device memory to d2h, or to a queue for hops, rounded to the dtype of `target`, which
+        comes from `allocate_host` or the store."""
 
     def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
         """Write the sum of squares of each block of flat fp32 values into `out`, which is where they are. In work of

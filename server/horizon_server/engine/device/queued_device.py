@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
-from horizon_server.engine.device.timeline import Span, Timeline, Trace, summarise
+from horizon_server.engine.device.timeline import HOPS, Span, Timeline, Trace, summarise
 from horizon_server.figures import CollectiveKind, DeviceFigures
 
 Task = Callable[[], object]
@@ -172,6 +172,17 @@ class QueuedDevice:
         self._poison_on_free = poison_on_free
         self._group = QueueGroup(max_delay_s=max_delay_s, delay_seed=delay_seed, trace=trace)
         self._host_queues: list[HostQueue] = []
+        self._hops: tuple[Any, Any] | None = None
+
+    def hops(self) -> tuple[Any, Any]:
+        if self._hops is None:
+            up, down = HOPS
+            self._hops = self._new_queue(up), self._new_queue(down)
+        return self._hops
+
+    def _new_queue(self, name: str) -> Any:
+        """One that copies."""
+        raise NotImplementedError
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         tensor = self.arena.allocate(component, num_elements, dtype)
@@ -239,6 +250,7 @@ class QueuedDevice:
             compute=self.compute.timeline,
             d2h=self.d2h.timeline,
             host_queues=[queue.timeline for queue in self._host_queues],
+            hops=[queue.timeline for queue in self._hops or ()],
         )
 
     def peak_bytes(self) -> Mapping[str, int]:
@@ -249,7 +261,7 @@ class QueuedDevice:
 
     def close(self) -> None:
         # In any order: each finishes what it was given, so that events that another one waits for still happen.
-        for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
+        for queue in (self.h2d, self.compute, self.d2h, *(self._hops or ()), *self._host_queues):
             queue.close()
 
 

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, TransferFigures
+from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, TransferFigures, total_transfer
 
 # The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON.
 MAX_SPANS = 50_000
 
 Interval = tuple[float, float]
 
+HOPS = ("hops up", "hops down")
+"""Queues for hidden states from other ranks and to them."""
 RANKS = "ranks"
 """In the place of a queue's name: a wait for what other ranks do."""
 
@@ -111,7 +113,14 @@ class Timeline:
         return [s for s in spans if s.waits_for is None], [s for s in spans if s.waits_for is not None]
 
 
-def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> DeviceFigures:
+def summarise(
+    *,
+    h2d: Timeline,
+    compute: Timeline,
+    d2h: Timeline,
+    host_queues: Iterable[Timeline],
+    hops: Iterable[Timeline] = (),
+) -> DeviceFigures:
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
@@ -119,6 +128,7 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     it lacks copies of both directions, the time counts once: for the one it asks for first, which the schedule makes
     the weights, up to their arrival, and then for the other.
     """
+    # Of the queues of HOPS, what is copied counts for its direction.
     compute_work, compute_waits = compute.take()
     collectives: dict[CollectiveKind, CollectiveFigures] = {}
     ranks_wait_s = 0.0
@@ -147,7 +157,7 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
         exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
 
         def held(*, by_ranks: bool) -> float:
-            found = [w for w in waits if w.waits_for not in ("h2d", "compute", "d2h")]
+            found = [w for w in waits if w.waits_for not in ("h2d", "compute", "d2h", *HOPS)]
             return overlap_s(exposed, [(w.start_s, w.end_s) for w in found if (w.waits_for == RANKS) == by_ranks])
 
         # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
@@ -159,9 +169,10 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
         return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
 
     (up, up_held_s), (down, down_held_s) = transfer("h2d", h2d), transfer("d2h", d2h)
+    of_hops = [transfer(name, timeline)[0] for name, timeline in zip(HOPS, hops, strict=False)]
     return DeviceFigures(
-        h2d=up,
-        d2h=down,
+        h2d=total_transfer([up, *of_hops[:1]]),
+        d2h=total_transfer([down, *of_hops[1:]]),
         compute_s=_length_s(compute_work),
         launching_s=sum(span.launching_s for span in compute_work),
         optimizer_s=_length_s(host_work),
