@@ -4,6 +4,8 @@ tests/daemon_parts.py."""
 from __future__ import annotations
 
 import fcntl
+import importlib
+import importlib.util
 import logging
 import os
 import signal
@@ -12,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -97,6 +100,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[_HAS_FAILED] = item.stash.get(_HAS_FAILED, False) or report.failed
     return report
+
+
+@pytest.fixture
+def triton_interpreter() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of Triton kernels for Triton's interpreter, which is chosen when it is imported."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton, which is for Linux only: pip install triton")
+    if os.environ.get("HORIZON_REQUIRE_GPU"):
+        pytest.skip("kernels are compiled here: tests/gpu runs them")
+    loaded: list[str] = []
+
+    def load(name: str) -> ModuleType:
+        loaded.append(name)
+        return importlib.import_module(name)
+
+    yield load
+    for name in loaded:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

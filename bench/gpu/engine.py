@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.predicted import with_fp8, with_unpacking
+from bench.gpu.predicted import with_fp8
 from bench.gpu.shapes import Engine
 from bench.gpu.steps import Model, folder_of, job_of, placed, trainer_for
 from bench.gpu.task import Task
@@ -110,7 +110,7 @@ def set_up(model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, 
             residency = Residency(resident_layers=next(n for n in counts if resident_bytes(n) <= room_bytes))
         else:
             residency = choose_residency(
-                # As a plan predicts it, which knows nothing of casts and of packed weights.
+                # As a plan predicts it, which knows nothing of casts.
                 lambda kept: predict_step(work(kept), rates, shares_processors=False).step_s,
                 room_bytes=room_bytes,
                 num_layers=num_layers,
@@ -123,8 +123,6 @@ def set_up(model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, 
     counted = work(residency)
     if engine == "fp8":
         counted = with_fp8(counted, "eager")
-    if model.base == "nf4":
-        counted = with_unpacking(counted, folder.layout, rates)
     execution = replace(execution, residency=residency)
     return SetUp(
         plan=plan_memory(folder, recipe, execution),

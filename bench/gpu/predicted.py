@@ -22,9 +22,6 @@ FP8_TIMES_AS_FAST = 1.55
 # Of a token and layer, in bytes per hidden element: five passes for each cast, and the same input cast for each of its
 # maps.
 _CAST_BYTES = 654
-# Of a weight in 4 bits that becomes bf16 in separate operations: 32 bytes of traffic, and many launches, which take as
-# long as 18 more.
-UNPACK_BYTES = 50
 # AdamW on a device reads and writes master and moments, and reads a gradient in fp32.
 _STATE_BYTES = 26
 
@@ -45,29 +42,6 @@ def with_fp8(work: StepWork, kind: Fp8) -> StepWork:
             forward_bytes=layer.forward_bytes + cast,
             recompute_bytes=layer.recompute_bytes + cast,
             backward_bytes=layer.backward_bytes + cast,
-        ),
-    )
-
-
-def with_unpacking(work: StepWork, layout: StoreLayout, rates: DeviceRates) -> StepWork:
-    """Frozen weights in 4 bits become numbers on the device at each visit of their layer: after their copy, on its
-    queue, and of the device's memory, whose time compute lacks."""
-    layers = [unit for unit in layout.units if unit.kind == "layer"]
-    packed = sum(tensor.num_elements for unit in layers for tensor in unit.tensors if tensor.packing != "none")
-    unpack_s = UNPACK_BYTES * packed / len(layers) / rates.at(work.hidden_size).elementwise_bytes_per_s
-    # What is resident became numbers before the first step.
-    visited = sum(not unit.resident for unit in work.layers) / len(work.layers)
-    traffic, layer = visited * UNPACK_BYTES * packed / len(layers), work.layer
-    # Of the link, in bytes that it would copy meanwhile.
-    upload = unpack_s * rates.h2d_bytes_per_s
-    return dataclasses.replace(
-        work,
-        layer=dataclasses.replace(
-            layer, forward_bytes=layer.forward_bytes + traffic, recompute_bytes=layer.recompute_bytes + traffic
-        ),
-        layers=tuple(
-            unit if unit.resident else dataclasses.replace(unit, upload_bytes=unit.upload_bytes + upload)
-            for unit in work.layers
         ),
     )
 

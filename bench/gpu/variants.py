@@ -17,7 +17,6 @@ from bench.gpu.predicted import (
     with_elementwise,
     with_fp8,
     with_resident_states,
-    with_unpacking,
 )
 from bench.gpu.shapes import Base, Engine
 from horizon_server.planning.gpus import estimated_rates
@@ -71,7 +70,6 @@ class Variant:
     for_hopper: bool = False
     fewer_copies: bool = False
     fp8: Fp8 | None = None
-    unpacks: bool = False
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -123,12 +121,11 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         title="LoRA, nf4 base, nothing resident",
         base="nf4",
-        unpacks=True,
         measured_by=Measures(base="nf4", engine="streamed"),
     ),
-    Variant(title="LoRA, nf4 base, a job", base="nf4", unpacks=True, residents=True, measured_by=Measures(base="nf4")),
+    Variant(title="LoRA, nf4 base, a job", base="nf4", residents=True, measured_by=Measures(base="nf4")),
     Variant(
-        title="LoRA, nf4 base, one kernel, packed resident, the rest as above",
+        title="LoRA, nf4 base, packed resident, the rest as above",
         base="nf4",
         facts=_NO_TABLE,
         all_resident=True,
@@ -153,8 +150,6 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
             work = with_elementwise(work, _FEWER_COPIES)
         if variant.fp8:
             work = with_fp8(work, variant.fp8)
-        if variant.unpacks:
-            work = with_unpacking(work, folder.layout, rates)
         if variant.resident_states:
             work = with_resident_states(work, folder.layout, num_layers * _STATE_LAYERS_OF_28 // 28)
         return predict_step(work, rates, shares_processors=False)

@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizon_server.engine.fused import rms_norm, rotary, swiglu
-from horizon_server.engine.fused.availability import runs_triton
+from horizon_server.engine.square_sums import square_blocks
+from horizon_server.store.layout import Packing, TensorLayout, UnitLayout
+from horizon_server.store.packing import pack, unpack
+from horizon_server.store.triton_kernels import runs_triton
 
 pytestmark = pytest.mark.gpu
 # Of the result's norm.
@@ -103,3 +106,32 @@ def test_more_elements_than_32_bits_count() -> None:
     del product
     normed = rms_norm.rms_norm(gate, torch.ones(size, dtype=torch.bfloat16, device="cuda"), 1e-6, 0.0, True)
     assert torch.equal(normed[0, -1], normed[0, 0])
+
+
+@pytest.mark.parametrize("size", [2048, 3584, 100])
+def test_a_block_s_sum_of_squares_does_not_depend_on_how_many_there_are(size: int) -> None:
+    values = random(64 * size, dtype=torch.float32)
+    sums = torch.zeros(64, dtype=torch.float64, device="cuda")
+    square_blocks(values, size, sums)
+    torch.testing.assert_close(sums, values.double().square().view(64, -1).sum(1), rtol=1e-14, atol=0)
+    for number in (1, 2, 5, 16, 63):
+        fewer = torch.zeros(number, dtype=torch.float64, device="cuda")
+        square_blocks(values[-number * size :], size, fewer)
+        assert torch.equal(fewer, sums[-number:])
+
+
+@pytest.mark.parametrize("packing", ["int8", "nf4"])
+def test_packed_weights_have_the_bits_of_the_cpu(packing: Packing) -> None:
+    shape = (300, 1000)
+    place = TensorLayout(
+        name="w", shape=shape, offset=0, num_elements=300_000, decay=False, trained=False, packing=packing
+    )
+    unit = UnitLayout(name="", kind="layer", index=0, offset=0, num_elements=300_000, tensors=(place,))
+    block, part = torch.zeros(unit.packed_bytes, dtype=torch.uint8), unit.packed_parts["w"]
+    pack(random(*shape, dtype=torch.float32).cpu().view(-1), place, block, part)
+    for dtype in DTYPES:
+        expected = torch.zeros(place.num_elements, dtype=dtype)
+        found = torch.zeros(place.num_elements, dtype=dtype, device="cuda")
+        unpack(place, block, part, expected)
+        unpack(place, block.cuda(), part, found)
+        assert torch.equal(found.cpu(), expected)

@@ -51,6 +51,8 @@ for queue in (device.h2d, device.compute, device.d2h):
             ranks.complete(whole, [slice(0, 1000)], name)
             ranks.exchange(received, source, [1000], [1000], name)
 
+        # The queue's stream does not wait for the one that has made these.
+        torch.cuda.synchronize()
         queue.submit(work, label="collectives")
         queue.record().wait()
         assert torch.equal(whole, source) and torch.equal(received, source), (queue.name, dtype)
@@ -119,8 +121,8 @@ def test_any_number_of_ranks_gives_the_same_bits(
         max_grad_norm=0.5,
     )
     for num_ranks, (said, planes) in zip(ranks[1:], others, strict=True):
+        assert [name for name in planes if planes[name] != first[1][name]] == [], num_ranks
         assert said == first[0], num_ranks
-        assert planes == first[1], num_ranks
 
 
 def test_nccl_carries_what_the_queues_give_it(tmp_path: Path) -> None:

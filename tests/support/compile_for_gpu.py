@@ -13,7 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from horizon_server.engine import square_sums_triton
 from horizon_server.engine.fused import rms_norm_triton, rotary_triton, swiglu_triton
+from horizon_server.store import packing_triton
 
 H100 = GPUTarget("cuda", 90, 32)
 KERNELS: list[tuple[Any, Mapping[str, Any], int]] = [
@@ -25,8 +27,17 @@ KERNELS: list[tuple[Any, Mapping[str, Any], int]] = [
     (rotary_triton._rotary_turn, {"IS_BACKWARD": True, "ROUNDS": False, "HEADS": 1, "HALF": 1, "KEPT": 16}, 4),
     (swiglu_triton._swiglu_forward, {"BLOCK": 4096}, 8),
     (swiglu_triton._swiglu_backward, {"BLOCK": 4096}, 8),
+    (square_sums_triton._block_kernel, {"TILE": 1024}, 4),
+    (packing_triton._unpack_nf4, {"BLOCK": 64, "GROUP": 256, "TILE": 2048}, 4),
+    (packing_triton._unpack_int8, {"TILE": 2048}, 4),
 ]
-POINTERS = {"partial_sums": "*fp32"} | dict.fromkeys(
+POINTERS = {
+    "partial_sums": "*fp32",
+    "codes": "*u8",
+    "scales": "*u8",
+    "group_scales": "*fp32",
+    "levels": "*fp32",
+} | dict.fromkeys(
     ("values", "added", "total", "weight", "out", "gradient", "gate", "up", "for_gate", "for_up", "cos", "sin"), "*bf16"
 )
 NUMBERS = {"eps": "fp32", "offset": "fp32"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizon_server.engine.fused.availability import runs_triton
+from horizon_server.store.triton_kernels import runs_triton
 
 # In fp32 elements: 2 MiB, which a processor's own cache holds. On a GPU enough to keep it busy.
 _BLOCK_ELEMENTS = 1 << 19

@@ -17,6 +17,8 @@ scales of scales.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from horizon_server.store.layout import (
     TensorLayout,
     UnitLayout,
 )
+from horizon_server.store.triton_kernels import runs_triton
 
 NF4_LEVELS = (
     -1.0,
@@ -90,6 +93,16 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
     In bf16 they are the fp32 values, rounded. CUDA: launches on the current stream and does not wait.
     """
     codes, scales = block[part.codes], block[part.scales]
+    if runs_triton(block.device):
+        from horizon_server.store import packing_triton
+
+        if place.packing == "int8":
+            codes_RW = codes.view(torch.int8).view(-1, place.shape[-1])
+            packing_triton.unpack_int8(codes_RW, scales.view(torch.bfloat16), out_N)
+        else:
+            group_scales = block[part.group_scales].view(torch.float32)
+            packing_triton.unpack_nf4(codes, scales, group_scales, _levels_on(block.device), out_N)
+        return
     if place.packing == "int8":
         # A code has 7 bits and a scale 8: fp32 holds the product exactly.
         rows_RW = codes.view(torch.int8).view(-1, place.shape[-1])
@@ -101,7 +114,7 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
         return
     group_scales = block[part.group_scales].view(torch.float32)
     # Both weights of a byte at once.
-    levels = torch.tensor(NF4_LEVELS, device=block.device)
+    levels = _levels_on(block.device)
     pairs_256x2 = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     scales_B = group_scales.repeat_interleave(BLOCKS_PER_GROUP)[: len(scales)] * (scales.float() / 255)
     for start in range(0, len(out_N), PACKED_PIECE_ELEMENTS):
@@ -127,6 +140,12 @@ def round_rows(values_RW: Tensor, packing: Packing) -> None:
     values_N = values_RW.view(-1)
     pack(values_N, place, block, part)
     unpack(place, block, part, values_N)
+
+
+@cache
+def _levels_on(device: torch.device) -> Tensor:
+    """Once: copying them waits for the device."""
+    return torch.tensor(NF4_LEVELS, device=device)
 
 
 def _pack_int8(rows_RW: Tensor, codes_RW: Tensor, scales_R: Tensor) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,17 +42,9 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[RowLosses]:
-    """The kernel in Triton's interpreter, which is chosen when the module is imported."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton, which is for Linux only: pip install triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    name = "horizon_server.engine.cross_entropy_triton"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    row_losses: RowLosses = importlib.import_module(name).row_losses
-    yield row_losses
-    # The next importer must get the compiled one.
-    sys.modules.pop(name, None)
+def kernel(triton_interpreter: Callable[[str], Any]) -> RowLosses:
+    row_losses: RowLosses = triton_interpreter("horizon_server.engine.cross_entropy_triton").row_losses
+    return row_losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +111,17 @@ def test_pieces_give_the_same_bytes_as_the_whole(kind: Packing, monkeypatch: pyt
     monkeypatch.setattr(packing, "PACKED_PIECE_ELEMENTS", step)
     unpack(place, whole, part, found)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 11)], ids=str)
+def test_the_gpu_s_kernels_give_the_bits_of_the_cpu(
+    shape: tuple[int, ...], kind: Packing, triton_interpreter: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_interpreter("horizon_server.store.packing_triton")
+    expected = there_and_back(values_of(shape), kind)
+    monkeypatch.setattr(packing, "runs_triton", lambda device: True)
+    assert torch.equal(there_and_back(values_of(shape), kind), expected)
 
 
 def test_levels_are_those_of_bitsandbytes() -> None:

@@ -19,10 +19,10 @@ from horizon_server.engine.compiled.layers import call_patterns
 from horizon_server.engine.compiled.library import CodeLibrary, Entry, Kernels, Target, layer_key, sha256_of
 from horizon_server.engine.compiled.package import CompilerFailed, LayerCode, build_package
 from horizon_server.engine.compiled.trial import TOLERANCE, try_layer
-from horizon_server.engine.fused.availability import runs_triton
 from horizon_server.engine.fused.graphs import fuse_sums, has_fused_operators
 from horizon_server.engine.fused.substitution import Substitution
 from horizon_server.engine.template import Template
+from horizon_server.store.triton_kernels import runs_triton
 
 Report = Callable[[str], None]
 # Documents of the row that layers are tried on, in shares: several, because packed rows are the rule.

@@ -23,8 +23,8 @@ import torch
 import transformers
 
 from horizon_server.durable import replace_file
-from horizon_server.engine.fused.availability import triton_version
 from horizon_server.engine.template import Template
+from horizon_server.store.triton_kernels import triton_version
 
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = 2 << 30

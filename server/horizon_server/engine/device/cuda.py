@@ -24,6 +24,7 @@ from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent, Queue
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
+from horizon_server.engine.square_sums import square_blocks
 from horizon_server.figures import DeviceFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS
 from horizon_server.records.execution import DeviceKind
@@ -234,8 +235,8 @@ class CudaDevice(QueuedDevice):
         queue.submit(work, num_bytes=target.nbytes, label=label)
 
     def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
-        """CUDA: launches on the current stream. In fp32 within a block, as `download_unit`."""
-        out.copy_(torch.linalg.vector_norm(values.view(-1, block_elements), dim=1).double().square_())
+        """CUDA: launches on the current stream."""
+        square_blocks(values, block_elements, out)
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         self.d2h.submit(partial(_copy, source, target), label="loss")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizon_server.engine.fused.availability import runs_triton
+from horizon_server.store.triton_kernels import runs_triton
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizon_server.engine.fused.availability import runs_triton
+from horizon_server.store.triton_kernels import runs_triton
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
