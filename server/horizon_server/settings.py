@@ -119,7 +119,8 @@ class Settings(BaseSettings):
     )
     numa_interleave: bool = Field(
         True,
-        description="Spread a worker's memory over all NUMA nodes. A policy that the daemon was started with (numactl) "
+        description="Spread a worker's memory over all NUMA nodes; where its GPUs are next to all of them, put what "
+        "each GPU's process owns next to it. A policy that the daemon was started with (numactl) "
         "is kept.",
     )
     trace_workers: bool = Field(

@@ -178,7 +178,7 @@ async def test_native_code_that_gives_up_for_lack_of_memory_is_no_crash(tmp_path
 
 async def test_the_search_for_gpus_at_its_limit(tmp_path: Path) -> None:
     tight = limited(tmp_path / "limited", child_environment(), memory_bytes=48 * MIB)
-    gpus = (Gpu(index=0, name="a", memory_bytes=1, uuid="GPU-00-aa", pci_bus_id=""),)
+    gpus = (Gpu(index=0, name="a", memory_bytes=1, uuid="GPU-00-aa"),)
     assert await machine.usable_accelerators(gpus, tight) == (), "jobs run on the host"
 
 

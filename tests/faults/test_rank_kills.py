@@ -79,7 +79,9 @@ def life(
     complete = sorted(path for path in checkpoints.glob("step-*") if is_complete(path)) if checkpoints.is_dir() else []
     again = {**request, "resume_from": str(complete[-1]) if complete else None}
     if chance is not None:
-        how = {"num_ranks": chance.choice([2, 2, 2, 3]), "parallel": chance.choice(["rows", "layers"])}
+        # The model has two layers.
+        num_ranks, parallel = chance.choice([(2, "rows"), (2, "layers"), (3, "rows")])
+        how = {"num_ranks": num_ranks, "parallel": parallel}
         execution = {**request["plan"]["execution"], **how}
         again["plan"] = {**request["plan"], "execution": execution}
     (folder / "journal.jsonl").unlink(missing_ok=True)

@@ -84,6 +84,7 @@ def worker_request(
     num_ranks: int = 1,
     lanes: int | None = None,
     parallel: Parallel = "rows",
+    numa_nodes: tuple[int, ...] = (),
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
@@ -102,6 +103,7 @@ def worker_request(
         num_ranks=num_ranks,
         lanes=lanes,
         parallel=parallel,
+        numa_nodes=numa_nodes,
     )
     layout = open_for_training(folder / "model", spec.train).layout
     plane_bytes = lent_planes(layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=lanes)

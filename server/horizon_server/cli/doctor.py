@@ -133,8 +133,7 @@ def _memory(settings: Settings) -> Part:
 def _accelerators(listed: tuple[Gpu, ...], usable: tuple[Gpu, ...]) -> Part:
     gpus = []
     for gpu in listed:
-        node = numa.node_of_pci_device(gpu.pci_bus_id)
-        at = "" if node is None else f", NUMA node {node}"
+        at = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
         used = ", jobs use it" if len(listed) > 1 and gpu in usable else ""
         gpus.append(f"{gpu.index}: {gpu.name}, {size_text(gpu.memory_bytes)}{at}{used}")
     facts = {"gpus": gpus, "device": "cuda" if usable else "host"}

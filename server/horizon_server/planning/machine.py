@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, FieldViolation, HorizonError, OutOfMemory, WorkerDied, WorkerFailed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
+from horizon_server.store import numa
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
@@ -65,13 +66,21 @@ class Gpu(Accelerator):
     machine."""
 
     uuid: str = ""
-    pci_bus_id: str = ""
+    numa_node: int | None = None
+    """That it is next to; None where the kernel does not say."""
 
 
 def gpu_uuids(gpus: Sequence[Accelerator]) -> str:
     """Return the UUIDs of GPUs with commas between; nothing where one has none."""
     uuids = [gpu.uuid if isinstance(gpu, Gpu) else "" for gpu in gpus]
     return ",".join(uuids) if all(uuids) else ""
+
+
+def numa_nodes_of(gpus: Sequence[Accelerator], with_memory: Collection[int]) -> tuple[int, ...]:
+    """Return the node of each GPU, where they are next to all nodes together; else nothing: memory next to some alone
+    would be slower than memory spread over all."""
+    nodes = [gpu.numa_node for gpu in gpus if isinstance(gpu, Gpu) and gpu.numa_node is not None]
+    return tuple(nodes) if len(nodes) == len(gpus) and len(set(nodes)) > 1 and set(nodes) == {*with_memory} else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,7 @@ async def find_accelerators() -> tuple[Gpu, ...]:
                     name=pynvml.nvmlDeviceGetName(handle),
                     memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
                     uuid=pynvml.nvmlDeviceGetUUID(handle),
-                    pci_bus_id=pynvml.nvmlDeviceGetPciInfo(handle).busId,
+                    numa_node=numa.node_of_pci_device(pynvml.nvmlDeviceGetPciInfo(handle).busId),
                 )
                 for index, handle in enumerate(handles)
             )

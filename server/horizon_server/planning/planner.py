@@ -21,6 +21,7 @@ from horizon_server.planning.machine import (
     RatesByDevice,
     gpu_uuids,
     host_memory,
+    numa_nodes_of,
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
@@ -41,6 +42,7 @@ from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferenceP
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import Gpus, JobSpec
 from horizon_server.spec.fields import MAX_LANES
+from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
 
@@ -65,6 +67,7 @@ class Planner:
         layer_memory: returns what a model's layers keep, where no formula says it.
         has_bf16: whether the CPU has instructions for bf16.
         free_devices: returns the names of the devices that no job is on; without it, all are free.
+        numa_nodes: those with memory.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Planner:
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
         free_devices: Callable[[], Collection[str]] | None = None,
+        numa_nodes: Collection[int] = (),
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -87,6 +91,7 @@ class Planner:
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
         self._free_devices = free_devices
+        self._numa_nodes = numa_nodes
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
 
     @classmethod
@@ -108,6 +113,7 @@ class Planner:
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
             free_devices=free_devices,
+            numa_nodes=[node.index for node in numa.nodes()],
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
@@ -353,6 +359,7 @@ class Planner:
             num_threads=num_threads,
             optimizer_threads=update_threads(num_updating, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,
+            numa_nodes=numa_nodes_of(gpus, self._numa_nodes) if self._settings.numa_interleave else (),
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
 

@@ -90,6 +90,9 @@ class Execution:
     """None: what `update_threads` makes of this process's CPUs."""
     numa_interleave: bool = False
     """Whether pages of the planes are taken from all NUMA nodes in turn."""
+    numa_nodes: tuple[int, ...] = ()
+    """The node of each rank's GPU, on which what the rank owns of the planes is to be, and its threads; empty where
+    that is not known, or would leave a node's memory out."""
     grad_bytes: int = 4
     """Of one stored gradient; 0 where none is stored, because each unit is updated as its gradient lands."""
     activation_placement: ActivationPlacement = "device"

@@ -21,6 +21,8 @@ from horizon_server.store.cpus import available_cpus
 from horizon_server.store.generations import Generations
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
+PlacePlane = Callable[[str, torch.Tensor], None]
+
 _PLANE_DTYPES = {
     "hi": torch.bfloat16,
     "lo": torch.int16,
@@ -56,6 +58,7 @@ class HostStore:
         num_threads: int,
         rank: int = 0,
         max_ranks: int = 1,
+        place: PlacePlane | None = None,
     ) -> None:
         """Map `fds`; use `allocate` or `attach`."""
         self.layout = layout
@@ -69,11 +72,13 @@ class HostStore:
         self.blank = {name for name in sizes if os.fstat(fds[name]).st_blocks == 0}
         for name, size_bytes in sizes.items():
             mapping = planes.map_memory_file(fds[name], size_bytes)
-            # Now and on all threads, so that lack of memory shows here and not as a kill in the middle of a step.
-            planes.touch(mapping, num_threads=num_threads or available_cpus())
             dtype = grad_dtype or torch.float32 if name == "grad" else _PLANE_DTYPES[name]
             # The tensor keeps the mapping alive, so closing the store never pulls memory from under a view.
             self._planes[name] = torch.frombuffer(mapping, dtype=dtype, count=size_bytes // dtype.itemsize)
+            if place is not None:
+                place(name, self._planes[name])
+            # Now and on all threads, so that lack of memory shows here and not as a kill in the middle of a step.
+            planes.touch(mapping, num_threads=num_threads or available_cpus())
 
     @classmethod
     def allocate(
@@ -99,10 +104,12 @@ class HostStore:
         grad_dtype: torch.dtype | None = torch.float32,
         rank: int = 0,
         max_ranks: int = 1,
+        place: PlacePlane | None = None,
     ) -> HostStore:
         """A store on memory files that another process created by `plane_sizes` and owns; contents stay as they are.
 
-        Up to `max_ranks` processes may share it; this one is `rank`.
+        Up to `max_ranks` processes may share it; this one is `rank`. `place` is given each plane before its memory is
+        touched, and may say where that is to be.
 
         Raises:
             ValueError: a plane's descriptor is missing.
@@ -117,7 +124,16 @@ class HostStore:
                     f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
                     "its folder has changed since; submit the job again"
                 )
-        return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0, rank=rank, max_ranks=max_ranks)
+        return cls(
+            layout,
+            fds,
+            grad_dtype=grad_dtype,
+            owns_fds=False,
+            num_threads=0,
+            rank=rank,
+            max_ranks=max_ranks,
+            place=place,
+        )
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no

@@ -1,13 +1,15 @@
-"""The NUMA nodes of this machine, and a worker's memory spread over all of them.
+"""The NUMA nodes of this machine, a worker's memory spread over all of them, and a rank's next to its GPU.
 
 Without a policy, a page of the planes is on the node of whichever thread touched it first. The optimizer's threads on
 other sockets and the GPU's copies then cross the interconnect as chance has it, and one node's memory bounds the speed.
-Spread evenly, every thread and every GPU sees the same mixture.
+Spread evenly, every thread and every GPU sees the same mixture. Ranks whose GPUs are next to all nodes do better: each
+finds the part of the store that it owns on its GPU's node, and runs there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 from collections.abc import Sequence
@@ -16,10 +18,11 @@ from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-# Numbers of set_mempolicy and get_mempolicy; the C library has no names for them.
-_SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-_DEFAULT, _INTERLEAVE = 0, 3  # MPOL_* of linux/mempolicy.h
+# Numbers of mbind, set_mempolicy and get_mempolicy; the C library has no names for them.
+_SYSTEM_CALLS = {"x86_64": (237, 238, 239), "aarch64": (235, 237, 236)}
+_DEFAULT, _PREFERRED, _INTERLEAVE = 0, 1, 3  # MPOL_* of linux/mempolicy.h
 _MASK_BITS = 1024
+_WHAT_HELPS = "steps may be slower; a container needs the capability SYS_NICE for that"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +34,10 @@ class NumaNode:
     cpus: str
 
 
-def nodes(folder: Path = _NODES) -> list[NumaNode]:
+def nodes(folder: Path | None = None) -> list[NumaNode]:
     """Return the nodes with memory; none where the kernel does not say."""
     found = []
-    for path in folder.glob("node[0-9]*"):
+    for path in (folder or _NODES).glob("node[0-9]*"):
         try:
             lines = (path / "meminfo").read_text("ascii").splitlines()
             (total,) = [line.split()[-2] for line in lines if "MemTotal" in line]
@@ -67,18 +70,49 @@ def interleave(indices: Sequence[int] | None = None) -> str:
     numbers = _SYSTEM_CALLS.get(platform.machine())
     if numbers is None or (indices is None and len(chosen) < 2):
         return ""
-    set_policy, get_policy = numbers
+    _, set_policy, get_policy = numbers
     libc, mode = ctypes.CDLL(None, use_errno=True), ctypes.c_int(_DEFAULT)
     if libc.syscall(get_policy, ctypes.byref(mode), None, 0, None, 0) == 0 and mode.value != _DEFAULT:
         return ""
-    word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
-    for index in chosen:
-        mask[index // word_bits] |= 1 << index % word_bits
-    if libc.syscall(set_policy, _INTERLEAVE, mask, ctypes.c_ulong(_MASK_BITS)) == 0:
+    if libc.syscall(set_policy, _INTERLEAVE, _mask_of(chosen), ctypes.c_ulong(_MASK_BITS)) == 0:
         return ""
     return (
         f"this worker's memory is not spread over the machine's {len(chosen)} NUMA nodes "
-        f"({os.strerror(ctypes.get_errno())}); steps may be "
-        "slower; a container needs the capability SYS_NICE for that, or start the daemon under numactl --interleave=all"
+        f"({os.strerror(ctypes.get_errno())}); {_WHAT_HELPS}, or start the daemon under numactl --interleave=all"
     )
+
+
+def prefer(address: int, num_bytes: int, node: int) -> str:
+    """Have pages that nothing has touched yet taken from a node while it has some, also for other processes where they
+    are of a shared file; returns why not, if so. An edge within a page takes the whole page."""
+    numbers = _SYSTEM_CALLS.get(platform.machine())
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = -(-(address + num_bytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if numbers is None or not num_bytes:
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = ctypes.c_void_p(start), ctypes.c_ulong(length)
+    if libc.syscall(numbers[0], *where, _PREFERRED, _mask_of([node]), ctypes.c_ulong(_MASK_BITS), 0) == 0:
+        return ""
+    why = os.strerror(ctypes.get_errno())
+    return f"the ranks' parts of the store are not next to their GPUs ({why}); {_WHAT_HELPS}"
+
+
+def run_on(node: int) -> None:
+    """Keep this thread, and threads that it starts later, on a node's CPUs, as far as it may use them."""
+    cpus = {cpu for found in nodes() if found.index == node for cpu in _numbers_in(found.cpus)}
+    if allowed := cpus & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
+
+
+def _numbers_in(text: str) -> list[int]:
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return [cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)]
+
+
+def _mask_of(indices: Sequence[int]) -> ctypes.Array[ctypes.c_ulong]:
+    word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
+    for index in indices:
+        mask[index // word_bits] |= 1 << index % word_bits
+    return mask

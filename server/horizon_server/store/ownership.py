@@ -12,6 +12,7 @@ Units: elements, unless a name says rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -55,6 +56,16 @@ class Ownership:
         """Whether the embedding is a trained table with nothing next to it."""
         tensors = self.layout.units[0].tensors
         return len(tensors) == 1 and tensors[0].trained and len(tensors[0].shape) == 2
+
+    def parts_in(self, plane: str, rank: int) -> Iterator[slice]:
+        """Where a plane has what a rank owns, in the order of units."""
+        for unit in self.layout.units:
+            offset = self.layout.offset_in(plane, unit)
+            # A negative one is that of a unit which the plane leaves out.
+            if offset >= 0:
+                parts = (self.trained, self.frozen) if plane == "hi" else (self.trained,)
+                for part in (of_ranks(unit.index)[rank] for of_ranks in parts):
+                    yield slice(offset + part.start, offset + part.stop)
 
     @property
     def num_numbers(self) -> int:

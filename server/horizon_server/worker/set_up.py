@@ -25,7 +25,9 @@ from horizon_server.records.execution import Execution
 from horizon_server.spec import TrainSpec
 from horizon_server.store import numa
 from horizon_server.store.checkpoint import AdapterExport
-from horizon_server.store.host_store import HostStore
+from horizon_server.store.host_store import HostStore, PlacePlane
+from horizon_server.store.layout import StoreLayout
+from horizon_server.store.ownership import Ownership
 from horizon_server.worker import continuation
 from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.objective import MethodData
@@ -63,6 +65,11 @@ class SetUp:
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         if execution.numa_interleave and (refusal := numa.interleave()):
             events.send(Message(level="warning", text=refusal))
+        homes = Homes(execution, template.layout)
+        store = attached_store(request, template, place=homes.place)
+        if homes.refusal:
+            events.send(Message(level="warning", text=homes.refusal))
+        run_at_home(execution, 0)
         trace = Trace() if request.trace else None
         return cls(
             request=request,
@@ -70,7 +77,7 @@ class SetUp:
             template=template,
             adapter=adapter,
             data=data,
-            store=attached_store(request, template),
+            store=store,
             device=device_for(
                 execution.device_kind,
                 compute_dtype=execution.compute_dtype,
@@ -144,12 +151,37 @@ def template_of(request: WorkerRequest) -> tuple[ModelFolder, Template]:
     return folder, Template.from_folder(folder.path, layout=folder.layout, recipe=request.spec.train.recipe)
 
 
-def attached_store(request: WorkerRequest, template: Template, *, rank: int = 0) -> HostStore:
+class Homes:
+    """Has what each rank owns of the planes taken from its node. `refusal` says why the kernel does not do it."""
+
+    def __init__(self, execution: Execution, layout: StoreLayout) -> None:
+        self._nodes = execution.numa_nodes
+        self._ownership = Ownership(layout=layout, num_ranks=execution.num_ranks, parallel=execution.parallel)
+        self.refusal = ""
+
+    def place(self, name: str, plane: torch.Tensor) -> None:
+        """Before anything touches a plane."""
+        # Packed weights are divided nowhere: every rank reads all of them.
+        parts_of_rank = [] if name == "packed" else [self._ownership.parts_in(name, r) for r in range(len(self._nodes))]
+        for node, parts in zip(self._nodes, parts_of_rank, strict=False):
+            for part in (plane[part] for part in parts):
+                self.refusal = self.refusal or numa.prefer(part.data_ptr(), part.nbytes, node)
+
+
+def run_at_home(execution: Execution, rank: int) -> None:
+    """Keep a rank's threads, which start later, next to its GPU."""
+    if execution.numa_nodes:
+        numa.run_on(execution.numa_nodes[rank])
+
+
+def attached_store(
+    request: WorkerRequest, template: Template, *, rank: int = 0, place: PlacePlane | None = None
+) -> HostStore:
     """Return the store on the planes that the daemon lends."""
     execution = request.plan.execution
     grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[execution.grad_bytes]
     return HostStore.attach(
-        template.layout, request.planes, grad_dtype=grad_dtype, rank=rank, max_ranks=execution.lanes
+        template.layout, request.planes, grad_dtype=grad_dtype, rank=rank, max_ranks=execution.lanes, place=place
     )
 
 

@@ -25,6 +25,7 @@ from horizon_server.planning.machine import (
     Machine,
     RateBook,
     measure_rates,
+    numa_nodes_of,
     usable_accelerators,
     worker_environment,
 )
@@ -112,9 +113,7 @@ def test_bf16_is_measured_on_the_host_where_the_cpu_has_instructions_for_it(
     assert found.measured == {"host": ("host", "float32"), **bf16}
 
 
-GPUS = tuple(
-    Gpu(index=i, name=name, memory_bytes=i + 1, uuid=f"GPU-{i}{i}-aa", pci_bus_id="") for i, name in enumerate("abc")
-)
+GPUS = tuple(Gpu(index=i, name=name, memory_bytes=i + 1, uuid=f"GPU-{i}{i}-aa") for i, name in enumerate("abc"))
 
 
 async def usable(
@@ -267,3 +266,23 @@ def test_a_v1_limit_counts_and_its_huge_number_means_none(tmp_path: Path) -> Non
     (tmp_path / "memory/box/memory.limit_in_bytes").write_text("1000000")
     (tmp_path / "memory/box/memory.usage_in_bytes").write_text("400000")
     assert machine.host_memory(tmp_path, tmp_path / "own").available_bytes == 600000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "with_memory", "wanted"),
+    [
+        ((0, 0, 1, 1), {0, 1}, (0, 0, 1, 1)),
+        ((0, 1), {0, 1}, (0, 1)),
+        # A node whose memory nobody would use.
+        ((0, 0), {0, 1}, ()),
+        ((0, 1), {0, 1, 2}, ()),
+        ((0, 0), {0}, ()),
+        ((0, None), {0, 1}, ()),
+        ((), {0}, ()),
+    ],
+)
+def test_ranks_have_homes_where_their_gpus_are_next_to_all_memory(
+    nodes: tuple[int | None, ...], with_memory: set[int], wanted: tuple[int, ...]
+) -> None:
+    gpus = [Gpu(index=i, name="a", memory_bytes=1, uuid=str(i), numa_node=node) for i, node in enumerate(nodes)]
+    assert numa_nodes_of(gpus, with_memory) == wanted

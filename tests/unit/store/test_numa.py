@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,18 @@ mapping = planes.map_anonymous(1 << 22)
 planes.touch(mapping, num_threads=4)
 maps = open("/proc/self/numa_maps").read()
 print(repr(refusal), repr(again), "interleave:0" in maps)
+"""
+
+
+_PREFER_PROBE = """
+import ctypes
+from horizon_server.store import numa, planes
+mapping = planes.map_memory_file(planes.create_memory_file("probe", 1 << 22), 1 << 22)
+start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+refusal = numa.prefer(start + 100, (1 << 20) - 200, 0)
+planes.touch(mapping, num_threads=4)
+lines = [line for line in open("/proc/self/numa_maps") if "probe" in line]
+print(repr(refusal), sum("prefer:0" in line for line in lines), len(lines))
 """
 
 
@@ -65,3 +78,24 @@ def test_memory_that_threads_touch_is_spread_and_an_earlier_policy_is_kept() -> 
     if "SYS_NICE" in done.stdout:
         pytest.skip("this container may not set a memory policy")
     assert done.stdout.split() == ["''", "''", "True"]
+
+
+@pytest.mark.skipif(not NUMA_MAPS.exists(), reason="the kernel has no NUMA")
+def test_a_part_of_a_memory_file_is_taken_from_a_node() -> None:
+    done = subprocess.run([sys.executable, "-c", _PREFER_PROBE], capture_output=True, text=True, check=True, timeout=60)
+    if "SYS_NICE" in done.stdout:
+        pytest.skip("this container may not set a memory policy")
+    # Whole pages of the first of four parts; the rest is another line.
+    assert done.stdout.split() == ["''", "1", "2"], done.stdout
+
+
+def test_a_thread_stays_on_the_cpus_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node(tmp_path, 0, kib=1024, cpus="0-3,8")
+    node(tmp_path, 1, kib=1024, cpus="4-7")
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 8})
+    chosen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: chosen.append(cpus))
+    for index in (0, 1, 2):
+        numa.run_on(index)
+    assert chosen == [{2, 3, 8}, {5}]

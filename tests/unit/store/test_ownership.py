@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from horizon_server.records.execution import Parallel
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS, build_layout, with_trained
 from horizon_server.store.ownership import Ownership, divided, length
 
@@ -42,6 +43,18 @@ def test_what_is_frozen_is_divided_by_itself() -> None:
     assert ownership.frozen(1)[0].start == unit.trained_elements
     assert ownership.frozen(1)[-1].stop == unit.unpacked_elements
     assert not ownership.has_rows
+
+
+@pytest.mark.parametrize("parallel", ["rows", "layers"])
+@pytest.mark.parametrize("plane", ["hi", "lo", "exp_avg", "grad"])
+def test_what_ranks_own_of_a_plane_is_all_of_it_once(plane: str, parallel: Parallel) -> None:
+    ownership = Ownership(layout=LAYOUT, num_ranks=2, parallel=parallel)
+    parts = sorted(
+        (part.start, part.stop) for rank in range(2) for part in ownership.parts_in(plane, rank) if length(part)
+    )
+    left_out = LAYOUT.units[0].trained_elements if plane == "grad" and LAYOUT.has_row_gradients else 0
+    assert (parts[0][0], parts[-1][1]) == (0, LAYOUT.num_elements - left_out)
+    assert all(one[1] == other[0] and one[1] % PAGE == 0 for one, other in pairwise(parts))
 
 
 def test_too_few_pages_are_the_last_rank_s() -> None:
