@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,12 @@ def test_kills_of_ranks_lose_nothing_and_change_no_bit(inputs: Callable[[str], P
     spec = spec_of(NUM_STEPS, train={"tokens_per_step": 64}, checkpoint={"every_steps": 5})
     whole, folder = inputs("whole"), inputs("killed")
     attempt(whole, spec, Daemon(always), lanes=LANES)
-    chance, losses = random.Random(SEED), dict[int, float]()
+    chance, losses, times = random.Random(SEED), dict[int, float](), Times()
     with worker_request(folder, spec, turns=True, num_ranks=2, lanes=LANES) as request:
         num_killed, lives, answer = 0, 0, None
         while answer is None:
             kill = None if num_killed >= NUM_KILLS else chance
-            answer, was_killed = life({**request, "resume_from_memory": lives > 0}, folder, kill, losses)
+            answer, was_killed = life({**request, "resume_from_memory": lives > 0}, folder, kill, losses, times)
             num_killed, lives = num_killed + was_killed, lives + 1
             # A job of few steps may be done before as many kills: it starts again, in the same memory.
             if answer is not None and num_killed < NUM_KILLS:
@@ -67,11 +68,25 @@ def test_kills_of_ranks_lose_nothing_and_change_no_bit(inputs: Callable[[str], P
     assert answer == Answer({"outcome": "succeeded", "reason": "", "message": ""})
     assert_same(result(folder, NUM_STEPS), result(whole, NUM_STEPS))
     assert sorted(losses) == list(range(1, NUM_STEPS + 1))
-    print(f"{num_killed} kills")
+    waited = ", ".join(f"{seconds:.1f}" for seconds in sorted(times.to_next_step_s))
+    print(f"{num_killed} kills; seconds from a kill to the next step: {waited}")
+
+
+@dataclass
+class Times:
+    """When something was killed since the newest step, and how long each next step took after it."""
+
+    killed_s: float | None = None
+    to_next_step_s: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        if self.killed_s is not None:
+            self.to_next_step_s.append(time.monotonic() - self.killed_s)
+        self.killed_s = None
 
 
 def life(
-    request: dict[str, Any], folder: Path, chance: random.Random | None, losses: dict[int, float]
+    request: dict[str, Any], folder: Path, chance: random.Random | None, losses: dict[int, float], times: Times
 ) -> tuple[Answer | None, bool]:
     """One worker, to its end or a kill; returns its answer, and whether it was killed. A step that is done again must
     have the loss that it had."""
@@ -93,13 +108,16 @@ def life(
             # A quarter while it starts, the others around some step.
             target = 0 if chance.random() < 0.25 else chance.randrange(1, NUM_STEPS)
             which, delay_s = chance.random(), chance.uniform(0.0, 0.1 if target else 6.0)
-            threading.Thread(target=kill_one, args=(worker, which, due, delay_s, killed), daemon=True).start()
+            threading.Thread(target=kill_one, args=(worker, which, due, delay_s, killed, times), daemon=True).start()
             if not target:
                 due.set()
         last = None
         for line in worker.lines():
             last = line
             if isinstance(line, StepDone):
+                # Steps that were on their way do not count.
+                if not killed.is_set():
+                    times.step()
                 assert losses.setdefault(line.step, line.loss) == line.loss, line.step
                 if line.step >= target:
                     due.set()
@@ -111,7 +129,9 @@ def life(
     return (last if isinstance(last, Answer) else None), killed.is_set()
 
 
-def kill_one(worker: LinkedWorker, which: float, due: threading.Event, delay_s: float, killed: threading.Event) -> None:
+def kill_one(
+    worker: LinkedWorker, which: float, due: threading.Event, delay_s: float, killed: threading.Event, times: Times
+) -> None:
     due.wait(240.0)
     time.sleep(delay_s)
     with suppress(psutil.Error):
@@ -119,8 +139,9 @@ def kill_one(worker: LinkedWorker, which: float, due: threading.Event, delay_s: 
         ranks = [first, *(child for child in first.children() if "--rank" in child.cmdline())]
         if first.status() == psutil.STATUS_ZOMBIE:
             return
-        ranks[int(which * len(ranks))].send_signal(signal.SIGKILL)
         killed.set()
+        times.killed_s = time.monotonic()
+        ranks[int(which * len(ranks))].send_signal(signal.SIGKILL)
 
 
 def wait_for_no_rank(folder: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from horizon_server import cpu_priority
 from horizon_server.codec import from_plain
 from horizon_server.worker import let_launchers_run
+from horizon_server.worker.rank_processes import RankProcesses
+from horizon_server.worker_link.request import WorkerRequest
 from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 
@@ -20,23 +22,20 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     """Run one attempt; returns its outcome with a reason and a message, as `Outcome` has them."""
     let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    # Heavy imports come after the orders are listened to, so that a stop during start-up is heard. What is no request
-    # is refused below.
-    if isinstance(request, dict) and request.get("yields_processors"):
-        # Of the jobs that share the device, those that train come first until this one has its first turn.
-        cpu_priority.lower_while_loading()
-        cpu_priority.in_lowered_thread(_import_libraries)
-    from horizon_server.worker.rank_processes import RankProcesses
-    from horizon_server.worker.training import Training
-    from horizon_server.worker_link.request import WorkerRequest
-
     asked = from_plain(WorkerRequest, request)
     others = None
     if (num_ranks := asked.plan.execution.num_ranks) > 1:
-        # First, so that they import and lay out the model while this process does.
+        # First, so that they load their libraries and lay out the model while this process does.
         others = RankProcesses(num_ranks, link.request_file, planes=asked.planes, alive_fd=link.alive_fd)
+    # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
+    if asked.yields_processors:
+        # Of the jobs that share the device, those that train come first until this one has its first turn.
+        cpu_priority.lower_while_loading()
+        cpu_priority.in_lowered_thread(_import_libraries)
     training = None
     try:
+        from horizon_server.worker.training import Training
+
         training = Training(asked, events=link, orders=link.orders, others=others)
         outcome = training.run()
     except BaseException as error:

@@ -15,13 +15,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from horizon_server.children.child import exit_reason
 from horizon_server.children.entry import Answer, Failure, decode_line
-from horizon_server.engine.ranks import Ranks
 from horizon_server.errors import HorizonError, WorkerDied
 from horizon_server.records.execution import Execution
 from horizon_server.store.planes import create_memory_file
+
+if TYPE_CHECKING:
+    from horizon_server.engine.ranks import Ranks
 
 MEETING_FILE = "ranks"
 """In the attempt's folder: where its ranks find each other."""
@@ -64,6 +67,9 @@ class RankProcesses:
 
     def join(self, execution: Execution) -> Ranks:
         """Meet them, as the first rank."""
+        # Loads torch, as they have done meanwhile.
+        from horizon_server.engine.ranks import Ranks
+
         ranks = Ranks.join(0, self._meeting, execution, shared_fd=self._shared_fd)
         with self._changed:
             self._ranks = ranks
