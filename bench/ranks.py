@@ -9,6 +9,9 @@
   In `link` and `few`, copies take as long as on a slow link, which each device has for itself: in `link` the devices
   complete layers among themselves, in `few` they have no other way than the host, so the step is divided by layers.
   The last column is the time that the plan's schedule predicts for such devices, in parts of the measured one.
+* `auto`: both ways on devices of ten kinds, emulated in the same manner, and whether the plan's schedule finds the
+  faster one.
+* `memory`: what the processes of four ranks take together, pages that they share counted once (PSS), against the plan.
 
 Ranks are joined by gloo over the loopback, which is the peers' way here.
 """
@@ -29,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from bench.models import qwen3_config, random_rows
@@ -39,6 +43,7 @@ from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import CollectiveKind
+from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates, PeerRates, WidthRates
 from horizon_server.planning.step_time import Seconds, Visit
@@ -67,6 +72,22 @@ REAL: dict[str, Any] = {
 }
 _WARM_STEPS = 6
 """Until lanes are dealt by speed."""
+
+
+KINDS = [
+    # Few tokens on slow links, with and without a way between the devices; then more tokens, faster links.
+    (2, 8, 1, 10, False),
+    (2, 8, 1, 10, True),
+    (4, 8, 1, 10, False),
+    (4, 8, 1, 10, True),
+    (2, 16, 5, 10, False),
+    (2, 16, 5, 40, True),
+    (4, 16, 10, 20, False),
+    (4, 16, 10, 40, True),
+    (2, 16, 20, 40, False),
+    (2, 32, 5, 40, True),
+]
+"""Of `auto`: ranks, rows, milliseconds of a micro-batch, megabytes a second of a link, and whether there are peers."""
 
 
 class WaitingQueue:
@@ -190,17 +211,50 @@ def begun(job: dict[str, Any]) -> Iterator[Trainer]:
         yield stack.enter_context(trainer_of(job, planes, ranks))
 
 
-def predicted_s(job: dict[str, Any]) -> float:
-    """How long the plan's schedule takes for a step on emulated devices: what they compute is the waits, what they copy
-    goes at the speed of the link."""
-    config, num_ranks, lanes = qwen3_config(job["shape"]), int(job["num_ranks"]), int(job["lanes"])
-    folder = ModelFolder(
+def folder_of(job: dict[str, Any]) -> ModelFolder:
+    """The model of a job as the planner sees it, without files."""
+    config = qwen3_config(job["shape"])
+    return ModelFolder(
         path=Path(),
         config=config.to_dict(),
         shape=ModelShape.from_config(config.to_dict()),
         headers={},
         layout=Template.from_config(config).layout,
     )
+
+
+def memory_of(job: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of host memory that the processes of a job take together after two steps, and those that are planned."""
+    with begun(job) as trainer:
+        rows = random_rows(qwen3_config(job["shape"]).vocab_size, num_rows=job["rows"], row_tokens=job["row_tokens"])
+        for _ in range(2):
+            trainer.train_step(rows)
+        own = psutil.Process()
+        pids = [own.pid, *(child.pid for child in own.children())]
+        taken = sum(pss_bytes(Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")) for pid in pids)
+    recipe = Recipe(
+        learning_rate=1e-5, tokens_per_step=job["rows"] * job["row_tokens"], sequence_length=job["row_tokens"]
+    )
+    execution = Execution(
+        num_ranks=job["num_ranks"],
+        lanes=job["lanes"],
+        parallel=job["parallel"],
+        num_threads=job["threads"],
+        micro_batch_tokens=job["micro_batch_tokens"],
+    )
+    return taken, plan_memory(folder_of(job), recipe, execution).host_total_bytes
+
+
+def pss_bytes(smaps: str) -> int:
+    """Bytes of a process in which a page that several map counts as a part for each."""
+    (line,) = (line for line in smaps.splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) << 10
+
+
+def predicted_s(job: dict[str, Any]) -> float:
+    """How long the plan's schedule takes for a step on emulated devices: what they compute is the waits, what they copy
+    goes at the speed of the link."""
+    folder, num_ranks, lanes = folder_of(job), int(job["num_ranks"]), int(job["lanes"])
     num_tokens = int(job["rows"] * job["row_tokens"])
     recipe = Recipe(learning_rate=1e-5, tokens_per_step=num_tokens, sequence_length=job["row_tokens"])
     # Not the host device, whose ranks share one machine's processors.
@@ -212,7 +266,8 @@ def predicted_s(job: dict[str, Any]) -> float:
         micro_batch_tokens=job["micro_batch_tokens"],
     )
     link = job["link_bytes_per_s"] or _FAST
-    rates = replace(_ENDLESS, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+    peers = _ENDLESS.peers if job["gathers"] or job["parallel"] == "layers" else None
+    rates = replace(_ENDLESS, h2d_bytes_per_s=link, d2h_bytes_per_s=link, peers=peers)
     seconds = Seconds.of(work_of_step(folder, recipe, execution), rates)
     num_all = max(lanes, -(-num_tokens // int(job["micro_batch_tokens"])))
     num_own, own_lanes = -(-num_all // num_ranks), -(-lanes // num_ranks)
@@ -268,7 +323,9 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--parts", nargs="+", default=["lanes", "threads", "uneven", "compute", "layers", "link", "few"]
+        "--parts",
+        nargs="+",
+        default=["lanes", "threads", "uneven", "compute", "layers", "link", "few", "auto", "memory"],
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=5)
@@ -314,6 +371,39 @@ def main() -> None:
             what = f"{part}, emulated: 1 rank; {num_ranks} ranks"
             forecast = predicted_s({**slow, "num_ranks": num_ranks})
             line(what, alone, found, times=num_ranks, predicted_s=forecast)
+    if "auto" in arguments.parts:
+        print("\n| ranks | rows of 32 | wait ms | link MB/s | peers | rows s | layers s | measured | predicted |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for num_ranks, rows, wait_ms, megabytes, gathers in KINDS:
+            found_s, forecast_s = dict[str, float](), dict[str, float]()
+            for parallel in ("rows", "layers"):
+                one: dict[str, Any] = {
+                    **waits,
+                    "num_ranks": num_ranks,
+                    "rows": rows,
+                    "wait_s": wait_ms / 1000,
+                    "parallel": parallel,
+                    "link_bytes_per_s": megabytes * 1e6,
+                    "gathers": gathers and parallel == "rows",
+                }
+                (seconds,) = steps_of([one], arguments.steps)
+                found_s[parallel], forecast_s[parallel] = statistics.median(seconds), predicted_s(one)
+            what = f"{num_ranks} | {rows} | {wait_ms} | {megabytes} | {'yes' if gathers else 'no'}"
+            verdicts = " | ".join(_faster(of_ways) for of_ways in (found_s, forecast_s))
+            print(f"| {what} | {found_s['rows']:.3f} | {found_s['layers']:.3f} | {verdicts} |", flush=True)
+    if "memory" in arguments.parts:
+        print("\n| ranks | way | MiB taken | MiB planned | taken / planned |")
+        print("| --- | --- | --- | --- | --- |")
+        for num_ranks, parallel in ((1, "rows"), (2, "rows"), (4, "rows"), (2, "layers"), (4, "layers")):
+            taken, planned = memory_of({**REAL, "num_ranks": num_ranks, "parallel": parallel})
+            sizes = f"{taken / 2**20:,.0f} | {planned / 2**20:,.0f} | {taken / planned:.3f}"
+            print(f"| {num_ranks} | {parallel} | {sizes} |", flush=True)
+
+
+def _faster(of_ways: dict[str, float]) -> str:
+    """Rows or layers, and by how much."""
+    slow, fast = sorted(of_ways, key=lambda way: -of_ways[way])
+    return f"{fast}, {of_ways[slow] / of_ways[fast]:.2f} times"
 
 
 if __name__ == "__main__":

@@ -51,6 +51,9 @@ _COUNTER_BYTES, _PAGE_BYTES = 8, 4096
 # step.
 WORKER_BYTES = 460 << 20
 
+# Of these, pages of libraries' files: processes of one machine share them.
+_LIBRARY_BYTES = 170 << 20
+
 # Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings.
 CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
 
@@ -228,9 +231,11 @@ def plan_memory(
             host["other"] += (
                 min(grown_bytes, layer.heap_at(row_tokens)) if layer and layer.peak_per_token else grown_bytes
             )
-    # The planes are there once; what is not in them, each rank has.
+    # The planes and what is read from files are there once, and the first rank alone writes checkpoints; all else, each
+    # rank has.
     for part in ("activations", "staging", "other"):
         host[part] *= execution.num_ranks
+    host["other"] -= (execution.num_ranks - 1) * (_LIBRARY_BYTES + _checkpoint_bytes(layout))
     if execution.parallel == "layers":
         # And once what they hand each other.
         plane_bytes = plane_elements_of(recipe.tokens_per_step, model.hidden_size) * element_bytes
@@ -330,12 +335,16 @@ def _landing_bytes(layout: StoreLayout, tokens_per_step: int, execution: Executi
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
     """What a worker takes whatever it computes on: libraries, threads, tokens, masks of the model's class, and writing
     checkpoints."""
-    # Every checkpoint starts new threads, which take over the heaps of earlier ones: in the end each heap has held a
-    # converted piece.
-    piece_elements = min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors()))
     masks = model.num_hidden_layers * model.position_mask_bytes
     threads = num_threads * THREAD_BYTES
-    return WORKER_BYTES + threads + tokens_per_step * TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
+    return WORKER_BYTES + threads + tokens_per_step * TOKEN_BYTES + masks + _checkpoint_bytes(layout)
+
+
+def _checkpoint_bytes(layout: StoreLayout) -> int:
+    """What writing checkpoints leaves in the process."""
+    # Every checkpoint starts new threads, which take over the heaps of earlier ones: in the end each heap has held a
+    # converted piece.
+    return min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors())) * _CHECKPOINT_BYTES
 
 
 def plane_elements_of(tokens_per_step: int, hidden_size: int) -> int:
