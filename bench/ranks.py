@@ -377,7 +377,7 @@ def main() -> None:
         for num_ranks, rows, wait_ms, megabytes, gathers in KINDS:
             found_s, forecast_s = dict[str, float](), dict[str, float]()
             for parallel in ("rows", "layers"):
-                one: dict[str, Any] = {
+                job: dict[str, Any] = {
                     **waits,
                     "num_ranks": num_ranks,
                     "rows": rows,
@@ -386,8 +386,8 @@ def main() -> None:
                     "link_bytes_per_s": megabytes * 1e6,
                     "gathers": gathers and parallel == "rows",
                 }
-                (seconds,) = steps_of([one], arguments.steps)
-                found_s[parallel], forecast_s[parallel] = statistics.median(seconds), predicted_s(one)
+                (seconds,) = steps_of([job], arguments.steps)
+                found_s[parallel], forecast_s[parallel] = statistics.median(seconds), predicted_s(job)
             what = f"{num_ranks} | {rows} | {wait_ms} | {megabytes} | {'yes' if gathers else 'no'}"
             verdicts = " | ".join(_faster(of_ways) for of_ways in (found_s, forecast_s))
             print(f"| {what} | {found_s['rows']:.3f} | {found_s['layers']:.3f} | {verdicts} |", flush=True)
