@@ -319,6 +319,29 @@ def line(
     print(f"| {what} | {first:.3f} | {second:.3f} | {ratios} | {forecast} |", flush=True)
 
 
+def print_choices(waits: dict[str, Any], num_steps: int) -> None:
+    """Print a row for each kind of device: both ways, measured and predicted."""
+    print("\n| ranks | rows of 32 | wait ms | link MB/s | peers | rows s | layers s | measured | predicted |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for num_ranks, rows, wait_ms, megabytes, gathers in KINDS:
+        found_s, forecast_s = dict[str, float](), dict[str, float]()
+        for parallel in ("rows", "layers"):
+            job = {
+                **waits,
+                "num_ranks": num_ranks,
+                "rows": rows,
+                "wait_s": wait_ms / 1000,
+                "parallel": parallel,
+                "link_bytes_per_s": megabytes * 1e6,
+                "gathers": gathers and parallel == "rows",
+            }
+            (seconds,) = steps_of([job], num_steps)
+            found_s[parallel], forecast_s[parallel] = statistics.median(seconds), predicted_s(job)
+        what = f"{num_ranks} | {rows} | {wait_ms} | {megabytes} | {'yes' if gathers else 'no'}"
+        verdicts = " | ".join(_faster(of_ways) for of_ways in (found_s, forecast_s))
+        print(f"| {what} | {found_s['rows']:.3f} | {found_s['layers']:.3f} | {verdicts} |", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -372,25 +395,7 @@ def main() -> None:
             forecast = predicted_s({**slow, "num_ranks": num_ranks})
             line(what, alone, found, times=num_ranks, predicted_s=forecast)
     if "auto" in arguments.parts:
-        print("\n| ranks | rows of 32 | wait ms | link MB/s | peers | rows s | layers s | measured | predicted |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-        for num_ranks, rows, wait_ms, megabytes, gathers in KINDS:
-            found_s, forecast_s = dict[str, float](), dict[str, float]()
-            for parallel in ("rows", "layers"):
-                job: dict[str, Any] = {
-                    **waits,
-                    "num_ranks": num_ranks,
-                    "rows": rows,
-                    "wait_s": wait_ms / 1000,
-                    "parallel": parallel,
-                    "link_bytes_per_s": megabytes * 1e6,
-                    "gathers": gathers and parallel == "rows",
-                }
-                (seconds,) = steps_of([job], arguments.steps)
-                found_s[parallel], forecast_s[parallel] = statistics.median(seconds), predicted_s(job)
-            what = f"{num_ranks} | {rows} | {wait_ms} | {megabytes} | {'yes' if gathers else 'no'}"
-            verdicts = " | ".join(_faster(of_ways) for of_ways in (found_s, forecast_s))
-            print(f"| {what} | {found_s['rows']:.3f} | {found_s['layers']:.3f} | {verdicts} |", flush=True)
+        print_choices(waits, arguments.steps)
     if "memory" in arguments.parts:
         print("\n| ranks | way | MiB taken | MiB planned | taken / planned |")
         print("| --- | --- | --- | --- | --- |")

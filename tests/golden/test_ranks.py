@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +30,6 @@ from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import StepFigures
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import Parallel
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -239,7 +236,8 @@ def test_a_step_says_what_the_ranks_sent_each_other(parallel: Parallel, engine: 
 
 
 @pytest.mark.parametrize(
-    ("speeds", "wanted"), [((1.0, 0.5), [6, 2]), ((1.0, 1.0), [4, 4]), ((0.1, 1.0, 1.0), [1, 4, 3])]
+    ("speeds", "wanted"),
+    [((1.0, 0.5), [6, 2]), ((1.0, 0.6), [5, 3]), ((1.0, 1.0), [4, 4]), ((0.1, 1.0, 1.0), [1, 4, 3])],
 )
 def test_faster_ranks_get_more_lanes_and_no_bit_changes(
     speeds: tuple[float, ...], wanted: list[int], engine: Engine
