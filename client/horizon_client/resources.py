@@ -250,7 +250,8 @@ class MemoryPlan:
     compute_dtype: str
     """What layers are computed in: float32 or bfloat16."""
     hint: str
-    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    """What would make the job faster: a change to the spec, with what it costs, or another tool; empty where none is
+    known."""
     kept: KeptMemory | None
     """What stays on the device because it has memory to spare; None where it has not, or that would save nothing."""
     num_trained_parameters: int

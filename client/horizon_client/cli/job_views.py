@@ -151,6 +151,15 @@ def warning_lines(plan: MemoryPlan) -> list[str]:
     return [f"warning: {clean(warning)}" for warning in plan.warnings]
 
 
+def advice_lines(plan: MemoryPlan) -> list[str]:
+    """Return each warning of a plan and its hint as a line of its own."""
+    return [*warning_lines(plan), *_hint_lines(plan)]
+
+
+def _hint_lines(plan: MemoryPlan) -> list[str]:
+    return [f"hint: {clean(plan.hint)}"] if plan.hint else []
+
+
 def total_text(plan: MemoryPlan) -> str:
     """Return how many steps the whole job has and how long they take; empty while nothing is known of its data."""
     if plan.num_steps is None:
@@ -188,11 +197,11 @@ def plan_page(plan: MemoryPlan) -> str:
     """Return the memory by component, whether the job fits, its predicted speed, and how long it takes."""
     memory = _memory_page(plan)
     total = f"\ntotal: {total_text(plan)}" if total_text(plan) else ""
+    hint = "".join(f"\n{line}" for line in _hint_lines(plan))
     if plan.prediction is None:
-        return f"{memory}\nno prediction yet: the node measures its speed when no job is running{total}"
+        return f"{memory}\nno prediction yet: the node measures its speed when no job is running{total}{hint}"
     step_s = plan.prediction.step_s
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
-    hint = f"\nhint: {clean(plan.hint)}" if plan.hint else ""
     before = f"\nbefore step 1: {references_text(plan)}" if plan.references else ""
     return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{before}{total}{hint}"
 

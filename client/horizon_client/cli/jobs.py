@@ -30,10 +30,10 @@ from horizon_client.cli.job_views import (
     JOB_VIEW,
     OUTLOOK_COLUMNS,
     DataView,
+    advice_lines,
     plan_page,
     speed_text,
     state_text,
-    warning_lines,
 )
 from horizon_client.cli.output import (
     clean,
@@ -341,7 +341,7 @@ def _watched(client: Client, queued: Job, output: str) -> int:
 def _print_submitted(queued: Job, output: str) -> None:
     speed = speed_text(queued.plan) if queued.plan else ""
     predicted = f"; predicted {speed}" if speed else ""
-    for line in warning_lines(queued.plan) if queued.plan else ():
+    for line in advice_lines(queued.plan) if queued.plan else ():
         click.echo(line, err=True)
     submitted = f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}"
     print_one(queued, JOB_VIEW, output, message=submitted)

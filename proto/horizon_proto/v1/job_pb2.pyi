@@ -1650,7 +1650,9 @@ class MemoryPlan(google.protobuf.message.Message):
     compute_dtype: builtins.str
     """What layers are computed in: float32 or bfloat16."""
     hint: builtins.str
-    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    """What would make the job faster: a change to the spec, with what it costs, or another tool; empty where none is
+    known.
+    """
     num_trained_parameters: builtins.int
     """Parameters that are trained; the others are frozen."""
     num_steps: builtins.int

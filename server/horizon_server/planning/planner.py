@@ -45,11 +45,20 @@ from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.generations import lent_planes
+from horizon_server.store.layout import StoreLayout
+from horizon_server.texts import size_text
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
 
 _GIGA = 1e9
+
+# Of a parameter in a trainer that keeps everything on its GPUs. Trained: the fp32 master and two fp32 moments, with a
+# bf16 weight and a bf16 gradient, or with an fp32 gradient. Frozen: the bf16 weight.
+_TRAINED_BYTES, _FROZEN_BYTES = 16, 2
+# Of each GPU's memory, up to which these count as fitting: activations, logits and the layers that are gathered take
+# the rest, by settings of the other trainer that no plan of ours knows.
+_STATE_SHARE = 0.7
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
 _DEFAULT_LANES = 8
@@ -386,7 +395,10 @@ class Planner:
         return warnings
 
     def _hint(self, case: Case, execution: Execution, prediction: StepPrediction | None) -> str:
-        if prediction is None or execution.device_kind != "host" or case.spec.train.compute_dtype != "auto":
+        """What would make the job faster."""
+        if execution.device_kind == "cuda":
+            return _keeping_everything(case.folder.layout, execution)
+        if prediction is None or case.spec.train.compute_dtype != "auto":
             return ""
         grad_bytes = ELEMENT_BYTES["bfloat16"] if execution.grad_bytes else 0
         in_bf16 = dataclasses.replace(execution, compute_dtype="bfloat16", grad_bytes=grad_bytes)
@@ -399,6 +411,23 @@ class Planner:
             f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the "
             "precision of bf16"
         )
+
+
+def _keeping_everything(layout: StoreLayout, execution: Execution) -> str:
+    """The hint that a job's several GPUs have the memory for all that it streams to them; empty where they have not."""
+    num_gpus, of_each = execution.num_ranks, execution.device_limit_bytes
+    if num_gpus == 1:
+        return ""
+    num_trained = layout.num_trained_parameters
+    num_frozen = sum(t.num_elements for _, t in layout.tensors() if not t.trained and t.packing == "none")
+    state_bytes = _TRAINED_BYTES * num_trained + _FROZEN_BYTES * num_frozen + sum(u.packed_bytes for u in layout.units)
+    if state_bytes > _STATE_SHARE * of_each * num_gpus:
+        return ""
+    return (
+        f"all {size_text(state_bytes)} of the job's weights, gradients and moments would fit in the "
+        f"{size_text(of_each * num_gpus)} that it may use of {num_gpus} GPUs: FSDP2, as in torchtitan, Axolotl or TRL, "
+        "keeps them there and is likely to be faster for this job"
+    )
 
 
 def _lanes(spec: JobSpec) -> int:

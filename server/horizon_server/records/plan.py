@@ -121,7 +121,8 @@ class Plan(Ledger):
     message: str = ""
     """When it does not fit: the numbers and the smallest change that would make it fit; else nothing."""
     hint: str = ""
-    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    """What would make the job faster: a change to the spec, with what it costs, or another tool; empty where none is
+    known."""
     device_range: DeviceRange | None = None
     """None where the job wants one number of devices."""
     prediction: StepPrediction | None = None

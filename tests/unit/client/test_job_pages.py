@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from horizon_client.cli.job_views import data_text, event_line, plan_page
+from horizon_client.cli.job_views import advice_lines, data_text, event_line, plan_page
 from horizon_client.resources import DeviceRange, MemoryPlan, MessageEvent, PredictedWays, PrepareEvent
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
@@ -80,3 +80,8 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
     kept = ", planned for 2 of 1 to 4 devices (3.0 GiB of host memory are kept for any number of them): it fits"
     page = plan_page(dataclasses.replace(plan, device_range=span))
     assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page
+    # A hint needs no prediction, and submit says it after the warnings.
+    hinted = dataclasses.replace(plan, hint="another tool is faster", warnings=("no",))
+    assert plan_page(hinted).endswith("\nhint: another tool is faster")
+    assert advice_lines(hinted) == ["warning: no", "hint: another tool is faster"]
+    assert "hint" not in page and advice_lines(plan) == []
