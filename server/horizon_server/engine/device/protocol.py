@@ -1,4 +1,4 @@
-"""What the engine needs of a device: three queues joined by events, and a bounded arena.
+"""What the engine needs of a device: queues joined by events, and a bounded arena.
 
 Work given to a queue runs in order, later than the call that submitted it, and must neither read results back nor wait
 for the host.
