@@ -144,8 +144,11 @@ class ResidentDevice:
         table_VD = self._units[unit.index].narrow(0, place.offset, place.num_elements).view(place.shape)
         torch.index_select(table_VD, 0, self.place(rows_R), out=out_RD)
 
-    def hops(self) -> tuple[Queue, Queue]:
+    def hops(self) -> tuple[Queue, Queue, Queue]:
         raise NotImplementedError("no other rank is there")
+
+    def drain(self) -> None:
+        self.compute.record().wait()
 
     def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
         out.copy_(source)

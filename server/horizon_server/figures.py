@@ -259,7 +259,7 @@ class EvalSetFigures:
 
 def overlap_ratio(transfers: Iterable[TransferFigures]) -> float:
     """Share of the copying time that compute hid: 1 is all of it, also where nothing was copied."""
-    total = total_transfer(transfers)
+    total = _total_transfer(transfers)
     # Waits can be longer than the copies themselves; the ratio is 0 then, not negative.
     return 1.0 if total.busy_s <= 0.0 else min(1.0, max(0.0, 1.0 - total.exposed_s / total.busy_s))
 
@@ -275,8 +275,8 @@ def total_evaluation(parts: Iterable[EvalFigures]) -> EvalFigures:
         num_correct=sum(part.num_correct for part in listed),
         num_tokens=sum(part.num_tokens for part in listed),
         duration_s=sum(part.duration_s for part in listed),
-        h2d=total_transfer(part.h2d for part in listed),
-        d2h=total_transfer(part.d2h for part in listed),
+        h2d=_total_transfer(part.h2d for part in listed),
+        d2h=_total_transfer(part.d2h for part in listed),
         compute_s=sum(part.compute_s for part in listed),
         launching_s=sum(part.launching_s for part in listed),
         optimizer_s=sum(part.optimizer_s for part in listed),
@@ -284,8 +284,7 @@ def total_evaluation(parts: Iterable[EvalFigures]) -> EvalFigures:
     )
 
 
-def total_transfer(parts: Iterable[TransferFigures]) -> TransferFigures:
-    """All of them together."""
+def _total_transfer(parts: Iterable[TransferFigures]) -> TransferFigures:
     listed = list(parts)
     return TransferFigures(
         bytes=sum(part.bytes for part in listed),

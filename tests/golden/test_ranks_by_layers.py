@@ -4,6 +4,7 @@ with a device each."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ from tests.support.tiny_models import Engine
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.protocol import Queue
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.ranks import Ranks
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import StepFigures
 from horizon_server.planning.model_folder import ModelShape
@@ -174,6 +177,64 @@ def test_a_failure_of_one_rank_ends_what_the_others_wait_for(engine: Engine) -> 
 
     with pytest.raises(RuntimeError, match=r"another rank has died|this rank's device is broken"):
         trained(SharedStore(model), work, num_ranks=2, lanes=LANES, parallel="layers", make_device=Broken, **STEP)
+
+
+class FailingHop(HostDevice):
+    """Fails at the copy of a hidden state to other ranks that is `fail_at` from now, once its other queues had time."""
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=1)
+        self.num_hops, self.fail_at = 0, 0
+
+    def download(self, *args: Any, queue: Queue | None = None, **kwargs: Any) -> None:
+        self.num_hops += queue is not None
+        if queue is not None and self.num_hops == self.fail_at:
+            queue.submit(self._fail)
+        else:
+            super().download(*args, queue=queue, **kwargs)
+
+    def _fail(self) -> None:
+        time.sleep(0.5)
+        raise RuntimeError("this copy failed")
+
+
+@pytest.mark.parametrize(("call", "last_of"), [("evaluate",) * 2, ("train_step", "evaluate"), ("train_step",) * 2])
+def test_a_failed_copy_to_other_ranks_ends_the_rank_at_once(call: str, last_of: str, engine: Engine) -> None:
+    """The last copy of a forward or of a whole step, for which the others wait before they come to an exchange."""
+    rows, all_ranks = rows_of(engine, num_steps=1)[0], list[Ranks]()
+    first = FailingHop()
+
+    class Noted(Ranks):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            all_ranks.append(self)
+
+    took_s = []
+
+    def work(trainer: Trainer) -> None:
+        # Before the copies are counted: the trial of packing has some of its own.
+        assert trainer.supports_packing
+        first.num_hops = 0
+        getattr(trainer, last_of)(rows)
+        first.num_hops, first.fail_at = 0, first.num_hops
+        start_s = time.monotonic()
+        try:
+            with pytest.raises(RuntimeError, match="this copy failed"):
+                getattr(trainer, call)(rows)
+            took_s.append(time.monotonic() - start_s)
+        finally:
+            # As the end of the first rank's process does.
+            for ranks in all_ranks:
+                ranks.is_broken = True
+        trainer.flush()
+
+    def device(rank: int) -> HostDevice:
+        return first if rank == 0 else HostDevice(num_threads=1)
+
+    how: dict[str, Any] = {"num_ranks": 2, "lanes": LANES, "parallel": "layers", **STEP}
+    with pytest.raises(RuntimeError, match=r"another rank has died|this copy failed"):
+        trained(SharedStore(engine.tiny_model("llama")), work, make_device=device, kind=Noted, **how)
+    assert took_s[0] < 10
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])

@@ -322,9 +322,7 @@ class ForwardBackward:
             # to launch.
             if len(done) > _UNITS_AHEAD:
                 done.popleft().wait()
-        # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
-        self._device.compute.wait(self._device.d2h.record())
-        self._device.compute.record().wait()
+        self._device.drain()
         # Only now, because after a failure the queues skip their work but let every event happen.
         try:
             self._device.raise_failure()

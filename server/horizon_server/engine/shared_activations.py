@@ -55,8 +55,7 @@ class SharedActivations(Activations):
         self._ranks, self._first_trained = ranks, first_trained
         self._own = [layer for layer in range(num_layers) if rank_of_layer(layer, ranks.num_ranks) == ranks.rank]
         assert self._own, "there are as many layers as ranks"
-        self._up, self._down = device.hops()
-        self._signals = device.host_queue("signals")
+        self._up, self._down, self._signals = device.hops()
         self._counters_bytes = counter_bytes(num_layers=num_layers, num_ranks=ranks.num_ranks)
         _grow(ranks.shared_fd, self._counters_bytes)
         # Forward by layer, backward by layer, head by rank.
@@ -176,7 +175,6 @@ class SharedActivations(Activations):
             self._await_arrival(EMBEDDING, index)
 
     def finish(self) -> None:
-        self._signals.record().wait()
         self._ranks.meet()
 
     def close(self) -> None:

@@ -375,8 +375,7 @@ class Trainer:
         if self._is_released:
             return
         with self._together(lambda: Call(name="release_device")):
-            for queue in (self._device.h2d, self._device.compute, self._device.d2h):
-                queue.record().wait()
+            self._device.drain()
             self._is_released = True
             # What is held back for the next pass too: it may be long until then, and a worker that is killed meanwhile
             # leaves whole weights.
@@ -396,8 +395,7 @@ class Trainer:
         """
         with self._together(lambda: Call(name="close")):
             # Work that is still queued would write into freed memory.
-            for queue in (self._device.h2d, self._device.compute, self._device.d2h):
-                queue.record().wait()
+            self._device.drain()
             self._optimizer.finish().wait()
             self._stream.close()
             self._sink.close()
@@ -455,8 +453,7 @@ class Trainer:
 
         if longest(sizes) < _WORTH_DEALING * longest(before):
             # Not later: what the queues hold is of this step.
-            for queue in (self._device.h2d, self._device.compute, self._device.d2h):
-                queue.record().wait()
+            self._device.drain()
             self._ranks.deal(sizes)
             self._sink.deal()
 

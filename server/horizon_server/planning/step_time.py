@@ -1,5 +1,5 @@
-"""How long a step takes at given rates, by part: the schedule of `planning.step_work` played through on its four
-queues. Torch-free.
+"""How long a step takes at given rates, by part: the schedule of `planning.step_work` played through on the
+device's queues and the optimizer's. Torch-free.
 
 Units go through the queues as in the engine: a unit's upload waits for its slot and for the last step's update of it,
 its compute for the upload, its gradient's way down for the compute, and its update for the end of the step (with
@@ -175,13 +175,11 @@ class _RankQueues:
         up, each, down = (
             seconds / num_micro_batches for seconds in (visit.hop_up_s, visit.compute_s, visit.hop_down_s)
         )
-        self._fetch()
         first_up, last_up = landed.first_s, landed.last_s
         if visit.hop_up_s:
-            # On a queue of their own, over the link that weights use as well.
             first_up = max(self.hops_up, landed.first_s) + up
             last_up = self.hops_up = max(first_up + visit.hop_up_s - up, landed.last_s + up)
-            self.h2d += visit.hop_up_s
+        self._fetch(visit.hop_up_s, first_up)
         begin = max(self.compute, self._ready.popleft(), first_up)
         if visit.gradient:
             begin = max(begin, self._gradients[visit.ring].popleft())
@@ -193,17 +191,20 @@ class _RankQueues:
         if visit.hop_down_s:
             self.hops_down = last
         if visit.download_s:
-            self.d2h = max(self.d2h, self.compute) + visit.hop_down_s + visit.download_s
+            self.d2h = max(self.d2h + visit.hop_down_s, self.compute) + visit.download_s
         if visit.gradient:
             self._gradients[visit.ring].append(self.d2h)
         return begin, _Landed(first, last)
 
-    def _fetch(self) -> None:
-        """Bring the weights of the unit that comes next, as soon as there is a slot."""
+    def _fetch(self, hop_up_s: float = 0.0, first_up: float = 0.0) -> None:
+        """Bring the weights of the unit that comes next, as soon as there is a slot. Hops have a queue of their own
+        over the same link: weights that are not there when the first has come up come later by all of them."""
         if self._coming:
             visit = self._coming.popleft()
             slot_s = self._slots[visit.ring].popleft()
             self.h2d = max(self.h2d, slot_s, self._updated.get(visit.unit, 0.0)) + visit.upload_s
+            if visit.upload_s and self.h2d > first_up:
+                self.h2d += hop_up_s
             self._ready.append(self.h2d)
 
 

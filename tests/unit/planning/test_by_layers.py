@@ -176,7 +176,7 @@ def test_a_pass_is_played_as_simulated(hop: int) -> None:
 def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: float, hop: float) -> float:
     """Seconds of both passes over layers, piece by piece in the order of each rank's queues: a layer takes a second
     forward and two and a half in backward for each micro-batch, `upload` its weights up and its gradient down, and
-    `hop` a hidden state, on queues of their own that slow the others down by as much."""
+    `hop` a hidden state, on a queue of its own; weights that are not there by then come later by as much."""
     units = [(layer, False) for layer in range(num_layers)] + [(layer, True) for layer in reversed(range(num_layers))]
     ranks = range(num_ranks)
     own = [[unit for unit in units if unit[0] % num_ranks == rank] for rank in ranks]
@@ -184,21 +184,22 @@ def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: f
     slots, gradients = ([[0.0, 0.0] for _ in ranks] for _ in range(2))
     there: dict[tuple[int, bool], float] = {}
 
-    def fetch(rank: int) -> None:
+    def fetch(rank: int, hops: float = 0.0, first_up: float = 0.0) -> None:
         if own[rank]:
             layer, backward = own[rank].pop(0)
             in_slot = backward and layer >= num_layers - 2 * num_ranks
             h2d[rank] = max(h2d[rank], slots[rank].pop(0)) + (0.0 if in_slot else upload)
+            if upload and not in_slot and h2d[rank] > first_up:
+                h2d[rank] += hops
             there[layer, backward] = h2d[rank]
 
     for rank in ranks:
         fetch(rank)
     landed = [0.0] * num_micro_batches
     for layer, backward in units:
-        fetch(rank := layer % num_ranks)
+        rank, num_up = layer % num_ranks, 2 if backward else 1
+        fetch(rank, num_micro_batches * num_up * hop, max(up[rank], landed[0]) + num_up * hop)
         free = gradients[rank].pop(0) if backward else 0.0
-        num_up = 2 if backward else 1
-        h2d[rank] += num_micro_batches * num_up * hop
         for m in range(num_micro_batches):
             up[rank] = max(up[rank], landed[m]) + num_up * hop
             compute[rank] = max(compute[rank], up[rank], there[layer, backward], free) + (2.5 if backward else 1.0)
@@ -206,7 +207,7 @@ def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: f
         slots[rank].append(compute[rank])
         if backward:
             if upload:
-                d2h[rank] = max(d2h[rank], compute[rank]) + num_micro_batches * hop + upload
+                d2h[rank] = max(d2h[rank] + num_micro_batches * hop, compute[rank]) + upload
             gradients[rank].append(d2h[rank])
     return max(*compute, *d2h, *down)
 
@@ -242,6 +243,19 @@ def test_a_step_with_its_copies_is_played_as_queue_by_queue(upload: float, hop: 
         ]
         found = play_by_layers(forward + backward, (), num_ranks=num_ranks, num_micro_batches=num_micro_batches).step_s
         assert found == pytest.approx(wanted, rel=1e-9), (num_layers, num_micro_batches, num_ranks)
+
+
+def test_hidden_states_and_weights_share_the_link() -> None:
+    def step_s(upload: float, hop: float) -> float:
+        visits = visits_of(8, 4.0, hop_up_s=hop)
+        visits[1:] = [dataclasses.replace(visit, upload_s=upload) for visit in visits[1:]]
+        return play_by_layers(visits, (), num_ranks=2, num_micro_batches=4).step_s
+
+    # Weights are the bottleneck: those of a rank's last layer come later by the hops of its three others. The other
+    # rank's last layer begins one more micro-batch's hop later.
+    assert step_s(64.0, 1.0) - step_s(64.0, 0.0) == pytest.approx(3 * 1.0 + 0.25)
+    # Compute is the bottleneck: of weights only the first layer's show, which come 0.25 s after its first hop.
+    assert step_s(0.5, 1.0) - step_s(0.0, 1.0) == pytest.approx(0.25)
 
 
 def test_updates_of_a_round_end_together_and_the_next_step_waits_for_them() -> None:

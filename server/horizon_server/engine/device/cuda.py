@@ -4,8 +4,8 @@ host in bf16.
 Device memory is torch's caching allocator under a limit, with an account by component: slots and activations are
 allocated once and counted exactly, the workspace is what the allocator's own peak says beyond them.
 
-CUDA: h2d, compute and d2h are streams; a queue's work launches inside its stream and never waits for the device, except
-where host memory could not be pinned, and for the few rows of an embedding.
+CUDA: compute and the queues that copy are streams; a queue's work launches inside its stream and never waits for the
+device, except where host memory could not be pinned, and for the few rows of an embedding.
 Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 """
 
@@ -73,19 +73,17 @@ class CudaDevice(QueuedDevice):
             self._new_queue("d2h"),
         )
         self._staging_bytes = staging_bytes
-        # One for each queue, because a ring belongs to one queue's thread.
-        self._rings = {queue.name: self._new_ring(queue) for queue in (self.h2d, self.d2h)}
+        # Now, so that there is memory for them. Those of hops are made where something could not be pinned.
+        self._rings = dict[str, StagingRing]()
+        for queue in (self.h2d, self.d2h):
+            self._ring(queue)
 
-    def hops(self) -> tuple[CudaQueue, CudaQueue]:
-        """CUDA: with streams of their own."""
-        up, down = super().hops()
-        for queue in (up, down):
-            if queue.name not in self._rings:
-                self._rings[queue.name] = self._new_ring(queue)
-        return up, down
-
-    def _new_ring(self, queue: CudaQueue) -> StagingRing:
-        return StagingRing(self._runtime, queue.stream, num_bytes=self._staging_bytes)
+    def _ring(self, queue: Queue) -> StagingRing:
+        """One for each queue, because a ring belongs to one queue's thread."""
+        if queue.name not in self._rings:
+            assert isinstance(queue, CudaQueue)
+            self._rings[queue.name] = StagingRing(self._runtime, queue.stream, num_bytes=self._staging_bytes)
+        return self._rings[queue.name]
 
     def _new_queue(self, name: str, stream: Any = None) -> CudaQueue:
         return CudaQueue(
@@ -231,7 +229,7 @@ class CudaDevice(QueuedDevice):
         self, source: Tensor, target: Tensor, *, label: str = "layer input", queue: Queue | None = None
     ) -> None:
         queue = queue or self.d2h
-        work = partial(self._send_to_host, source.view(-1), target.view(-1), queue.name)
+        work = partial(self._send_to_host, source.view(-1), target.view(-1), queue)
         queue.submit(work, num_bytes=target.nbytes, label=label)
 
     def square_blocks(self, values: Tensor, block_elements: int, out: Tensor) -> None:
@@ -250,7 +248,7 @@ class CudaDevice(QueuedDevice):
         def work() -> None:
             # Of the fp32 values, before they are rounded: the norm is the same whatever the store keeps.
             _copy(_square_sum(blocks), square_sum)
-            self._send_to_host(gradient.view(-1), target, "d2h")
+            self._send_to_host(gradient.view(-1), target, self.d2h)
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
 
@@ -295,22 +293,25 @@ class CudaDevice(QueuedDevice):
     def _upload(self, source: Tensor, out: Tensor, *, label: str, queue: Queue | None = None) -> None:
         queue = queue or self.h2d
         # From memory that is not pinned, a copy would block the launching thread and run at a fraction of the speed.
-        direct, ring = self._pinned.holds(source), self._rings[queue.name]
-        work = partial(_copy, source, out) if direct else partial(ring.upload, source.view(-1), out.view(-1))
+        if self._pinned.holds(source):
+            work = partial(_copy, source, out)
+        else:
+            work = partial(self._ring(queue).upload, source.view(-1), out.view(-1))
         queue.submit(work, num_bytes=out.nbytes, label=label)
 
-    def _send_to_host(self, source: Tensor, target: Tensor, queue_name: str) -> None:
+    def _send_to_host(self, source: Tensor, target: Tensor, queue: Queue) -> None:
         def land(start: int, values: Tensor) -> None:
             target[start : start + values.numel()].copy_(values)
 
         if not self._pinned.holds(target):
-            self._rings[queue_name].download(source, target.dtype, land)
+            self._ring(queue).download(source, target.dtype, land)
             return
         if source.dtype == target.dtype:
             _copy(source, target)
             return
         assert self._cast is not None and self._cast.dtype == target.dtype, "adopt comes first"
-        # One buffer is enough: the stream runs in order, so a part is rounded only when the part before has left.
+        assert queue is self.d2h, "hidden states keep their dtype"
+        # One buffer is enough: d2h runs in order, so a part is rounded only when the part before has left.
         for start in range(0, source.numel(), self._cast.numel()):
             part = source[start : start + self._cast.numel()]
             rounded = self._cast[: part.numel()]

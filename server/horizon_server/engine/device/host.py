@@ -5,6 +5,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.protocol import Queue
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
+from horizon_server.engine.device.timeline import HOPS
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.adamw import square_blocks, sum_squares
 from horizon_server.store.cpus import available_cpus
@@ -28,7 +30,8 @@ _GATHER_ROWS = 4096
 class HostDevice(QueuedDevice):
     """Trains on a CPU-only machine and makes the schedule testable: in fp32, or in bf16 exactly as a cuda device does.
 
-    `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the
+    `link_bytes_per_s` emulates a link of that speed in each direction, over which the copies of two queues go one after
+    the other. `num_threads` is compute's intra-op threads: the
     CPUs this process may use, unless given. Results do not depend on any option but this one and `compute_dtype`.
     """
 
@@ -50,6 +53,8 @@ class HostDevice(QueuedDevice):
         host_buffers = HostBuffers(num_threads=num_threads)
         super().__init__(arena=Arena(limit_bytes=limit_bytes), host_buffers=host_buffers, **switches)
         self._link_bytes_per_s = link_bytes_per_s
+        up, down = threading.Lock(), threading.Lock()
+        self._links = {"h2d": up, HOPS[0]: up, "d2h": down, HOPS[1]: down}
         self._workspace_bytes: dict[Hashable, int] = {}
         # First, because OpenMP's own threads take the count that any thread has set last. Theirs must stay 1, or a
         # product inside attention would be summed in another order once torch has given them a count.
@@ -117,7 +122,7 @@ class HostDevice(QueuedDevice):
         num_bytes = sum(out[part].nbytes for part in copied) + (0 if packed is None else packed.nbytes)
 
         def copy() -> None:
-            with self._link(num_bytes):
+            with self._link("h2d", num_bytes):
                 for part in copied:
                     if out.dtype is torch.float32:
                         store.merge_part(index, part, out[part])
@@ -131,14 +136,14 @@ class HostDevice(QueuedDevice):
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         def copy() -> None:
-            with self._link(out.nbytes):
+            with self._link("h2d", out.nbytes):
                 out.copy_(store.exact(index, read).view(-1))
 
         self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         def copy() -> None:
-            with self._link(out_RD.nbytes):
+            with self._link("h2d", out_RD.nbytes):
                 if out_RD.dtype is not torch.float32:
                     torch.index_select(store.tensor(name, "hi"), 0, rows_R, out=out_RD)
                     return
@@ -165,7 +170,7 @@ class HostDevice(QueuedDevice):
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         def copy() -> None:
-            with self._link(target.nbytes):
+            with self._link("d2h", target.nbytes):
                 target.copy_(gradient.view(-1))
             # Off the link's time: a GPU takes the sum before it copies, at the speed of its own memory.
             square_sum.fill_(sum_squares(gradient.view(-1)).value)
@@ -174,18 +179,20 @@ class HostDevice(QueuedDevice):
 
     def _copy(self, queue: Queue, source: Tensor, target: Tensor, *, label: str = "layer input") -> None:
         def copy() -> None:
-            with self._link(target.nbytes):
+            with self._link(queue.name, target.nbytes):
                 target.copy_(source)
 
         queue.submit(copy, num_bytes=target.nbytes, label=label)
 
     @contextmanager
-    def _link(self, num_bytes: int) -> Iterator[None]:
-        start_s = time.perf_counter()
-        yield
+    def _link(self, queue: str, num_bytes: int) -> Iterator[None]:
         if self._link_bytes_per_s is None:
+            yield
             return
-        # The copy's own time counts too, or the emulated link would be slower than asked for.
-        left_s = num_bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)
-        if left_s > 0:
-            time.sleep(left_s)
+        with self._links[queue]:
+            start_s = time.perf_counter()
+            yield
+            # The copy's own time counts too, or the emulated link would be slower than asked for.
+            left_s = num_bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)
+            if left_s > 0:
+                time.sleep(left_s)

@@ -1,4 +1,4 @@
-"""What the engine needs of a device: three queues joined by events, and a bounded arena.
+"""What the engine needs of a device: queues joined by events, and a bounded arena.
 
 Work given to a queue runs in order, later than the call that submitted it, and must neither read results back nor wait
 for the host.
@@ -90,9 +90,13 @@ class Device(Protocol):
     def d2h(self) -> Queue:
         """Copies to the host."""
 
-    def hops(self) -> tuple[Queue, Queue]:
-        """Queues of their own for hidden states from other ranks and to them, made by the first call: on h2d and d2h
-        they would wait behind weights and gradients, which nobody needs so soon."""
+    def hops(self) -> tuple[Queue, Queue, Queue]:
+        """Queues for hidden states from other ranks, for those to them, and for telling the others of these; made by
+        the first call. On h2d and d2h they would wait behind weights and gradients, which nobody needs so soon. From
+        then on, a collective waits for what was submitted to the third, which runs on the host."""
+
+    def drain(self) -> None:
+        """Block until all copies and all computation submitted so far are done; work of `host_queue` may go on."""
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the arena.

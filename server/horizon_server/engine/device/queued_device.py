@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class QueueGroup:
 
     def __init__(self, *, max_delay_s: float = 0.0, delay_seed: int = 0, trace: Trace | None = None) -> None:
         self.max_delay_s, self.delay_seed, self.trace = max_delay_s, delay_seed, trace
+        self.signals: HostQueue | None = None
+        """What tells other ranks that hidden states have gone to them."""
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -110,6 +112,9 @@ class HostQueue:
         self, work: Work, *, num_bytes: int = 0, label: str = "", collective: CollectiveKind | None = None
     ) -> None:
         """Append work; its error, if any, is kept in the group."""
+        if collective is not None and self._group.signals is not None:
+            # Else it could be in there when a copy fails without which the others never come: nothing would end it.
+            self.wait(self._group.signals.record())
         self._tasks.put(partial(self._run, work, num_bytes, label, collective))
 
     def wait(self, event: Event) -> None:
@@ -172,15 +177,22 @@ class QueuedDevice:
         self._poison_on_free = poison_on_free
         self._group = QueueGroup(max_delay_s=max_delay_s, delay_seed=delay_seed, trace=trace)
         self._host_queues: list[HostQueue] = []
-        self._hops: tuple[Any, Any] | None = None
+        self._hops: tuple[HostQueue, HostQueue, HostQueue] | None = None
 
-    def hops(self) -> tuple[Any, Any]:
+    def hops(self) -> tuple[HostQueue, HostQueue, HostQueue]:
         if self._hops is None:
-            up, down = HOPS
-            self._hops = self._new_queue(up), self._new_queue(down)
+            up, down, signals = HOPS
+            self._group.signals = HostQueue(signals, self._group, num_threads=1)
+            self._hops = self._new_queue(up), self._new_queue(down), self._group.signals
         return self._hops
 
-    def _new_queue(self, name: str) -> Any:
+    def drain(self) -> None:
+        # By way of compute, so that a tail of copies shows as exposed time.
+        for queue in (self.h2d, self.d2h, *(self._hops or ())):
+            self.compute.wait(queue.record())
+        self.compute.record().wait()
+
+    def _new_queue(self, name: str) -> HostQueue:
         """One that copies."""
         raise NotImplementedError
 

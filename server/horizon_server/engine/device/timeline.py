@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, TransferFigures, total_transfer
+from horizon_server.figures import CollectiveFigures, CollectiveKind, DeviceFigures, TransferFigures
 
 # The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON.
 MAX_SPANS = 50_000
 
 Interval = tuple[float, float]
 
-HOPS = ("hops up", "hops down")
-"""Queues for hidden states from other ranks and to them."""
+HOPS = ("hops up", "hops down", "signals")
+"""Queues for hidden states from other ranks, for those to them, and for telling the others of these."""
 RANKS = "ranks"
 """In the place of a queue's name: a wait for what other ranks do."""
 
@@ -119,16 +119,16 @@ def summarise(
     compute: Timeline,
     d2h: Timeline,
     host_queues: Iterable[Timeline],
-    hops: Iterable[Timeline] = (),
+    hops: Sequence[Timeline] = (),
 ) -> DeviceFigures:
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue,
     that queue (the optimizer) is what is exposed, not the copy; where it waits for other ranks, nothing here is. When
     it lacks copies of both directions, the time counts once: for the one it asks for first, which the schedule makes
-    the weights, up to their arrival, and then for the other.
+    the weights, up to their arrival, and then for the other. `hops` are the queues of HOPS, where there are such; a
+    link that two queues copy over is busy once.
     """
-    # Of the queues of HOPS, what is copied counts for its direction.
     compute_work, compute_waits = compute.take()
     collectives: dict[CollectiveKind, CollectiveFigures] = {}
     ranks_wait_s = 0.0
@@ -151,28 +151,32 @@ def summarise(
     # What compute itself does with the others, nothing hides.
     note_collectives(compute_work, [(span.start_s, span.end_s) for span in compute_work])
 
-    def transfer(name: str, timeline: Timeline) -> tuple[TransferFigures, float]:
+    def transfer(queues: Sequence[tuple[str, Timeline]]) -> tuple[TransferFigures, float]:
         nonlocal ranks_wait_s
-        work, waits = timeline.take()
-        exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
-
-        def held(*, by_ranks: bool) -> float:
+        copies, exposed_s, optimizer_s = list[Span](), 0.0, 0.0
+        for name, timeline in queues:
+            work, waits = timeline.take()
+            exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
             found = [w for w in waits if w.waits_for not in ("h2d", "compute", "d2h", *HOPS)]
-            return overlap_s(exposed, [(w.start_s, w.end_s) for w in found if (w.waits_for == RANKS) == by_ranks])
+            # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
+            held_s, held_by_ranks_s = (
+                overlap_s(exposed, [(w.start_s, w.end_s) for w in found if (w.waits_for == RANKS) == by_ranks])
+                for by_ranks in (False, True)
+            )
+            note_collectives(work, exposed)
+            ranks_wait_s += held_by_ranks_s
+            optimizer_s += held_s
+            exposed_s += sum(end_s - start_s for start_s, end_s in exposed) - held_s - held_by_ranks_s
+            copies += work
+        num_bytes = sum(span.num_bytes for span in copies if not span.collective)
+        return TransferFigures(bytes=num_bytes, busy_s=_busy_s(copies), exposed_s=exposed_s), optimizer_s
 
-        # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
-        held_s, held_by_ranks_s = held(by_ranks=False), held(by_ranks=True)
-        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s - held_by_ranks_s
-        num_bytes = sum(span.num_bytes for span in work if not span.collective)
-        note_collectives(work, exposed)
-        ranks_wait_s += held_by_ranks_s
-        return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
-
-    (up, up_held_s), (down, down_held_s) = transfer("h2d", h2d), transfer("d2h", d2h)
-    of_hops = [transfer(name, timeline)[0] for name, timeline in zip(HOPS, hops, strict=False)]
+    of_hops = list(zip(HOPS, hops, strict=True)) if hops else []
+    up, up_held_s = transfer([("h2d", h2d), *of_hops[:1]])
+    down, down_held_s = transfer([("d2h", d2h), *of_hops[1:]])
     return DeviceFigures(
-        h2d=total_transfer([up, *of_hops[:1]]),
-        d2h=total_transfer([down, *of_hops[1:]]),
+        h2d=up,
+        d2h=down,
         compute_s=_length_s(compute_work),
         launching_s=sum(span.launching_s for span in compute_work),
         optimizer_s=_length_s(host_work),
@@ -194,6 +198,15 @@ def overlap_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
             i += 1
         else:
             j += 1
+    return total_s
+
+
+def _busy_s(spans: Iterable[Span]) -> float:
+    """Seconds in which there was at least one."""
+    total_s, last_s = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start_s):
+        total_s += max(0.0, span.end_s - max(span.start_s, last_s))
+        last_s = max(last_s, span.end_s)
     return total_s
 
 

@@ -59,6 +59,48 @@ def test_a_device_that_is_full_refuses_to_place_tensors_with_numbers() -> None:
     device.close()
 
 
+@pytest.mark.parametrize("pinnable_bytes", [0, 1 << 40])
+def test_hidden_states_go_through_staging_memory_only_where_theirs_is_not_pinned(
+    pinnable_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = small_device(runtime := CpuRuntime(pinnable_bytes=pinnable_bytes))
+    staging, pin = list[torch.Tensor](), runtime.pinned
+
+    def pinned(num_bytes: int) -> torch.Tensor:
+        staging.append(pin(num_bytes))
+        return staging[-1]
+
+    monkeypatch.setattr(runtime, "pinned", pinned)
+    up, down, _ = device.hops()
+    num_elements = 100_000  # more than both pieces of a ring
+    source, back = (device.allocate("activations", num_elements, torch.bfloat16) for _ in range(2))
+    source.copy_(torch.arange(num_elements) % 251)
+    on_host = device.allocate_host("activations", num_elements, torch.bfloat16)
+
+    device.download(source, on_host, queue=down)
+    up.wait(down.record())
+    device.upload(on_host, back, queue=up)
+    device.drain()
+
+    device.raise_failure()
+    assert torch.equal(on_host, source) and torch.equal(back, source)
+    assert len(staging) == (4 if pinnable_bytes == 0 else 0)
+    use = device.take_use()
+    assert use.h2d.bytes == use.d2h.bytes == 2 * num_elements
+    device.close()
+
+
+def test_hidden_states_keep_their_dtype() -> None:
+    device = small_device(CpuRuntime())
+    # What gradients are rounded in.
+    device._cast = device.allocate("gradients", 64, torch.bfloat16)
+    device.download(torch.ones(64), device.allocate_host("activations", 64, torch.bfloat16), queue=device.hops()[1])
+    device.drain()
+    with pytest.raises(AssertionError, match="hidden states keep their dtype"):
+        device.raise_failure()
+    device.close()
+
+
 def test_what_is_freed_after_the_device_broke_does_not_hide_why_it_did() -> None:
     runtime = CpuRuntime()
     device = small_device(runtime)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -196,3 +197,23 @@ def test_workspace_is_measured_once_and_charged_ever_after(device: HostDevice) -
     with device.workspace("square"):
         assert device.arena.held_bytes()["workspace"] == 400
     assert device.arena.held_bytes()["workspace"] == 0
+
+
+def test_copies_of_one_direction_share_the_emulated_link() -> None:
+    device = HostDevice(num_threads=1, link_bytes_per_s=4e6)
+    up, down, _ = device.hops()
+    on_host, on_device = torch.ones(4, 50_000), torch.zeros(4, 50_000)
+    start_s = time.monotonic()
+
+    device.upload(on_host[0], on_device[0])
+    device.upload(on_host[1], on_device[1], queue=up)
+    device.download(on_device[2], on_host[2])
+    device.download(on_device[3], on_host[3], queue=down)
+    device.drain()
+
+    # Each takes 0.05 s.
+    assert time.monotonic() - start_s >= 0.1
+    use = device.take_use()
+    assert use.h2d.bytes == use.d2h.bytes == 400_000
+    assert use.h2d.busy_s >= 0.1 and use.d2h.busy_s >= 0.1
+    device.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.queued_device import HostEvent, HostQueue, QueueGroup
 
 
@@ -88,6 +89,47 @@ def test_each_queue_has_its_own_number_of_threads(group: QueueGroup) -> None:
         queue.close()
 
     assert numbers == {1: 1, 2: 2}
+
+
+def test_an_exchange_waits_until_the_others_know_of_hidden_states_for_them() -> None:
+    device = HostDevice(num_threads=1)
+    gate, seen = threading.Event(), list[str]()
+    *_, signals = hops = device.hops()
+    assert device.hops() is hops
+    signals.submit(lambda: gate.wait(10))
+    signals.submit(lambda: seen.append("signal"))
+
+    device.d2h.submit(lambda: seen.append("copy"))
+    device.d2h.record().wait()
+    device.d2h.submit(lambda: seen.append("exchange"), collective="numbers")
+    assert seen == ["copy"]
+    gate.set()
+    device.drain()
+
+    assert seen == ["copy", "signal", "exchange"]
+    device.close()
+
+
+def test_where_hidden_states_for_the_others_failed_no_exchange_begins() -> None:
+    device = HostDevice(num_threads=1)
+    gate, seen = threading.Event(), list[str]()
+    _, down, signals = device.hops()
+
+    def fail() -> None:
+        gate.wait(10)
+        raise ValueError("this copy failed")
+
+    down.submit(fail)
+    signals.wait(down.record())
+    for queue in (device.h2d, device.compute, device.d2h):
+        queue.submit(lambda: seen.append("exchange"), collective="numbers")
+    gate.set()
+    device.drain()
+
+    assert not seen
+    with pytest.raises(ValueError, match="this copy failed"):
+        device.raise_failure()
+    device.close()
 
 
 def _wait(gate: threading.Event) -> None:

@@ -74,6 +74,24 @@ def test_exchanges_with_other_ranks_and_waits_for_them_are_told_from_copies() ->
     assert use.optimizer_exposed_s == 0
 
 
+def test_a_link_that_two_queues_copy_over_is_busy_once() -> None:
+    up = timeline(busy(1, 4, 10), wait(4, 6, RANKS), busy(6, 7, 10))
+    down = timeline(busy(6, 9, 20))
+    use = summarise(
+        h2d=timeline(busy(0, 3, 100), busy(5, 6, 100)),
+        compute=timeline(wait(0, 3, "h2d"), wait(3, 7, "hops up"), wait(8, 9, "hops down"), wait(9, 9.5, "signals")),
+        d2h=timeline(busy(5, 8, 50)),
+        host_queues=[],
+        hops=(up, down, timeline(wait(6, 9, "hops down"))),
+    )
+    assert (use.h2d.bytes, use.h2d.busy_s) == (220, 6)
+    assert (use.d2h.bytes, use.d2h.busy_s) == (70, 4)
+    # Of the four seconds for hidden states from other ranks, these had not written them for two.
+    assert (use.h2d.exposed_s, use.d2h.exposed_s, use.ranks_wait_s, use.optimizer_exposed_s) == (5, 1.5, 2, 0)
+    with pytest.raises(ValueError, match="zip"):
+        summarise(h2d=timeline(), compute=timeline(), d2h=timeline(), host_queues=[], hops=(up, down))
+
+
 def test_compute_while_its_launches_are_made_is_told_from_compute_that_was_queued() -> None:
     use = summarise(
         h2d=timeline(),
