@@ -31,8 +31,8 @@ class HostDevice(QueuedDevice):
     """Trains on a CPU-only machine and makes the schedule testable: in fp32, or in bf16 exactly as a cuda device does.
 
     `link_bytes_per_s` emulates a link of that speed in each direction, over which the copies of two queues go one after
-    the other. `num_threads` is compute's intra-op threads: the
-    CPUs this process may use, unless given. Results do not depend on any option but this one and `compute_dtype`.
+    the other. `num_threads` is compute's intra-op threads: the CPUs this process may use, unless given. Results do not
+    depend on any option but this one and `compute_dtype`.
     """
 
     name: DeviceKind = "host"
@@ -183,6 +183,9 @@ class HostDevice(QueuedDevice):
                 target.copy_(source)
 
         queue.submit(copy, num_bytes=target.nbytes, label=label)
+
+    def release_memory(self) -> None:
+        """It holds nothing of its own."""
 
     @contextmanager
     def _link(self, queue: str, num_bytes: int) -> Iterator[None]:

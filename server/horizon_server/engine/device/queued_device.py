@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
@@ -155,7 +156,7 @@ class HostQueue:
         self.timeline.add(Span(self.name, start_s, time.perf_counter(), waits_for=event.origin))
 
 
-class QueuedDevice:
+class QueuedDevice(ABC):
     """The common part of a `Device`; subclasses set `h2d`, `compute` and `d2h` and make the copies."""
 
     h2d: HostQueue
@@ -192,9 +193,9 @@ class QueuedDevice:
             self.compute.wait(queue.record())
         self.compute.record().wait()
 
+    @abstractmethod
     def _new_queue(self, name: str) -> HostQueue:
         """One that copies."""
-        raise NotImplementedError
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         tensor = self.arena.allocate(component, num_elements, dtype)
@@ -232,9 +233,6 @@ class QueuedDevice:
 
     def free_host(self, tensor: Tensor) -> None:
         self._host_buffers.free(tensor)
-
-    def release_memory(self) -> None:
-        """It holds nothing of its own."""
 
     def charge(self, component: Component, num_bytes: int) -> None:
         self.arena.charge(component, num_bytes)
