@@ -20,7 +20,7 @@ from horizon_server.planning.residency import resident_units, skips_projection
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DeviceKind, Execution
-from horizon_server.store.adapters import scaled_sizes
+from horizon_server.store.adapters import adapted_sizes, scaled_sizes
 from horizon_server.store.layout import UnitLayout
 
 _FP32 = 4
@@ -45,6 +45,9 @@ _NORM_BYTES = 4 * _FP32
 # Of an output of a map with magnitudes: both products read, scaled, added up, and added to the output; then their
 # gradients.
 _SCALED_ACCESSES, _SCALED_BACKWARD_ACCESSES = 11, 14
+# Of an output of a map with an adapter: the adapter's product is written, and added to the map's. Of an input in
+# backward: the same of both gradients. On an H100, eager steps of 65,536 tokens took within 3 % of what this gives.
+_ADAPTED_ACCESSES, _ADAPTED_BACKWARD_ACCESSES = 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +328,11 @@ class _Counter:
         forward += norm_bytes + _SCALED_ACCESSES * output_bytes
         recompute += norm_bytes + _SCALED_ACCESSES * output_bytes
         backward += _SCALED_BACKWARD_ACCESSES * output_bytes
+        if not self.facts.fused:
+            outputs, inputs = (size / len(layers) for size in adapted_sizes(self.folder.layout))
+            forward += _ADAPTED_ACCESSES * outputs * num_tokens * self.element
+            recompute += _ADAPTED_ACCESSES * outputs * num_tokens * self.element
+            backward += _ADAPTED_BACKWARD_ACCESSES * inputs * num_tokens * self.element
         # Where inputs are dropped, what a magnitude multiplies is a second product of the weight, with a gradient of
         # its inputs.
         again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.recipe.adapter_dropout else 0.0

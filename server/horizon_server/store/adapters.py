@@ -118,3 +118,11 @@ def scaled_sizes(layout: StoreLayout) -> tuple[int, int]:
     magnitudes = [tensor for _, tensor in layout.tensors() if tensor.norm_dim is not None]
     weights = [layout.find(tensor.adapts)[1] for tensor in magnitudes]
     return sum(weight.num_elements for weight in weights), sum(tensor.num_elements for tensor in magnitudes)
+
+
+def adapted_sizes(layout: StoreLayout) -> tuple[int, int]:
+    """Of all adapted weights without magnitudes together: their outputs, and their inputs."""
+    scaled = {tensor.adapts for _, tensor in layout.tensors() if tensor.norm_dim is not None}
+    plain = [tensor for _, tensor in layout.tensors() if tensor.adapts and tensor.adapts not in scaled]
+    outputs = sum(tensor.shape[0] for tensor in plain if tensor.name.endswith(LORA_B))
+    return outputs, sum(tensor.shape[1] for tensor in plain if tensor.name.endswith(LORA_A))
