@@ -14,6 +14,7 @@ from tests.support.ranks import (
     LANES,
     STEP,
     SharedStore,
+    StoresOfNodes,
     UnevenDevice,
     numbers_of,
     results,
@@ -60,6 +61,20 @@ def test_any_number_of_ranks_gives_the_same_bits(
     )
     for num_ranks, other in zip(ranks[1:], others, strict=True):
         assert other == first, num_ranks
+
+
+@pytest.mark.parametrize(("model_type", "max_grad_norm"), [("qwen3", 0.5), ("mixtral", None)])
+def test_ranks_that_gather_need_no_memory_in_common(
+    engine: Engine, model_type: str, max_grad_norm: float | None
+) -> None:
+    """As on two machines with two devices each: a rank reads and writes what it owns, and nothing else of a store."""
+    how: dict[str, Any] = {"max_grad_norm": max_grad_norm}
+    grad_dtype = None if max_grad_norm is None else torch.float32
+    model, work = engine.tiny_model(model_type), whole_life(rows_of(engine))
+    (alone,) = results(model, work, ranks=(1,), grad_dtype=grad_dtype, **how)
+    stores = StoresOfNodes(model, 4, grad_dtype=grad_dtype)
+    said = trained(stores, work, num_ranks=4, lanes=LANES, gathers=True, **STEP, **how)
+    assert (said, stores.bits()) == alone
 
 
 @pytest.mark.parametrize("case", ["adapters", "bfloat16", "offloaded", "one row at a time", "long"])

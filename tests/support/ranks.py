@@ -32,6 +32,7 @@ from horizon_server.records.execution import Parallel
 from horizon_server.store.generations import PLANE, plane_bytes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import StoreLayout
+from horizon_server.store.ownership import Ownership
 from horizon_server.store.planes import create_memory_file
 
 _PATIENCE = timedelta(seconds=30)
@@ -111,6 +112,37 @@ class SharedStore:
         }
 
 
+class StoresOfNodes:
+    """The memory of two machines: the first half of the ranks attach to one store, the others to another, and in both
+    what the ranks of the other own is spoilt."""
+
+    def __init__(self, model: TinyModel, num_ranks: int, **how: Any) -> None:
+        self.model, self._num_ranks = model, num_ranks
+        self._stores = [SharedStore(model, **how) for _ in range(2)]
+        self._ownership = Ownership(layout=model.template.layout, num_ranks=num_ranks)
+        for index, store in enumerate(self._stores):
+            here = store.attach(0)
+            here.generations.share(num_ranks)
+            others = [rank for rank in range(num_ranks) if 2 * rank // num_ranks != index]
+            for name, spoilt in (("hi", torch.nan), ("lo", 999), ("exp_avg", torch.nan), ("exp_avg_sq", torch.nan)):
+                for part in (part for rank in others for part in self._ownership.parts_in(name, rank)):
+                    here.plane(name)[part] = spoilt
+
+    def attach(self, rank: int) -> HostStore:
+        return self._stores[2 * rank // self._num_ranks].attach(rank)
+
+    def bits(self) -> dict[str, bytes]:
+        """Weights and moments, of each part what its owner has."""
+        found = {}
+        for name in ("lo", "exp_avg", "exp_avg_sq", "hi"):
+            plane = self.attach(0).plane(name).clone()
+            for rank in range(self._num_ranks):
+                for part in self._ownership.parts_in(name, rank):
+                    plane[part] = self.attach(rank).plane(name)[part]
+            found[name] = (plane.view(torch.int16) if name == "hi" else plane).numpy().tobytes()
+        return found
+
+
 class UnevenDevice(HostDevice):
     """Says of its compute that each micro-batch of the first layer took a given time, whatever it took."""
 
@@ -145,7 +177,7 @@ def template_of_rank(model: TinyModel, rank: int) -> Template:
 
 
 def trained(
-    shared: SharedStore,
+    shared: SharedStore | StoresOfNodes,
     work: Callable[[Trainer], Result],
     *,
     num_ranks: int,
