@@ -223,11 +223,11 @@ def _measure(
 ) -> _Measured:
     row_tokens = point.row_tokens or SIZES[task.device].row_tokens
     rows = rows_for(model.template.vocab_size, kind=point.rows, tokens=point.tokens, row_tokens=row_tokens)
-    found = set_up(model, rows, point.engine, host_gbps=point.host_gbps)
+    found = set_up(task, model, rows, point.engine, host_gbps=point.host_gbps)
     if threads is not None:
         found = dataclasses.replace(found, execution=dataclasses.replace(found.execution, optimizer_threads=threads))
     forget(model.kind)
-    trainer, layers = job_trainer(task, model, store, device, found, point.engine)
+    trainer = job_trainer(model, store, device, found)
     try:
         trainer.train_step(rows[:2])
         with sampled(on=model.kind == "cuda") as clocks:
@@ -239,8 +239,8 @@ def _measure(
         allocated_bytes, reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return _Measured(
         found=found,
-        num_compiled=layers.num_layers,
-        refusals=layers.refusals,
+        num_compiled=found.layers.num_layers,
+        refusals=found.layers.refusals,
         reports=reports,
         allocated_bytes=allocated_bytes,
         reserved_bytes=reserved_bytes,

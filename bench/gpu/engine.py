@@ -42,12 +42,13 @@ _NO_MICRO_BATCHES: frozenset[Engine] = frozenset({"row by row"})
 
 @dataclass(frozen=True, kw_only=True)
 class SetUp:
-    """How a point runs. `predicted` is for one H100."""
+    """How a point runs. `predicted` is for one H100, with layers compiled as they are here."""
 
     plan: Ledger
     recipe: Recipe
     execution: Execution
     predicted: StepPrediction
+    layers: CompiledLayers
 
     def text(self) -> str:
         """For the table."""
@@ -75,7 +76,9 @@ def compiled_layers(task: Task, model: Model, num_tokens: int) -> CompiledLayers
     return CompiledLayers.load(model.template, CodeLibrary(Path(task.library)), target_of(model, num_tokens))
 
 
-def set_up(model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, host_gbps: float = 0.0) -> SetUp:
+def set_up(
+    task: Task, model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, host_gbps: float = 0.0
+) -> SetUp:
     """What a job's plan would be for a step of these rows. `host_gbps` is that of the prediction, if it is another one.
 
     Raises:
@@ -88,12 +91,15 @@ def set_up(model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, 
     threads = update_threads(available_cpus(), device_kind=model.kind)
     execution = replace(execution, micro_batch_tokens=together, optimizer_threads=threads)
     rates = estimated_rates(PREDICTED_FOR, host_bytes_per_s=(host_gbps or HOST_GBPS) * 1e9)
+    layers = CompiledLayers(model.template)
+    if engine in _COMPILED:
+        layers = compiled_layers(task, model, recipe.sequence_length)
     # Rows of their full length: a single row's documents may be shorter, which attention alone knows.
     documents = replace(recipe, sequence_length=max(max(row.document_lengths) for row in rows))
 
     def work(residency: Residency) -> StepWork:
         on_h100 = replace(execution, device_kind="cuda", compute_dtype="bfloat16", grad_bytes=2, residency=residency)
-        return work_of_step(folder, documents, on_h100, facts=replace(TODAY, fused=engine in _COMPILED))
+        return work_of_step(folder, documents, on_h100, facts=replace(TODAY, fused=layers.num_layers > 0))
 
     ledger, execution = placed(model, recipe, execution)
     needed, residency = ledger.device_total_bytes, NOTHING_STAYS
@@ -129,14 +135,10 @@ def set_up(model: Model, rows: Sequence[MicroBatch], engine: Engine = "job", *, 
         recipe=recipe,
         execution=execution,
         predicted=predict_step(counted, rates, shares_processors=False),
+        layers=layers,
     )
 
 
-def job_trainer(
-    task: Task, model: Model, store: HostStore, device: Device, found: SetUp, engine: Engine
-) -> tuple[Trainer, CompiledLayers]:
-    """A trainer with what the worker would give it, and its compiled layers; without a `grad` plane it does not
-    clip."""
-    longest = found.recipe.sequence_length
-    layers = compiled_layers(task, model, longest) if engine in _COMPILED else CompiledLayers(model.template)
-    return trainer_for(model, store, device, (found.recipe, found.execution), layers), layers
+def job_trainer(model: Model, store: HostStore, device: Device, found: SetUp) -> Trainer:
+    """A trainer with what the worker would give it; without a `grad` plane it does not clip."""
+    return trainer_for(model, store, device, (found.recipe, found.execution), found.layers)

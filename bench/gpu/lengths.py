@@ -32,9 +32,9 @@ def run(task: Task, report: Report) -> None:
             "note": "",
         },
     )
-    found = set_up(model, kinds["packed"])
+    found = set_up(task, model, kinds["packed"])
     with opened(task, model) as (store, device):
-        trainer, _ = job_trainer(task, model, store, device, found, "job")
+        trainer = job_trainer(model, store, device, found)
         try:
             # Of lengths that do not come again, so that only what depends on the length is left for the first step.
             short = sizes.shortest_length // 2

@@ -31,9 +31,9 @@ def _run(task: Task, report: Report, engine: Engine, *, writes_trace: bool) -> N
     sizes, model, trace = SIZES[task.device], choose_model(task), Trace()
     on_gpu = task.device == "cuda"
     rows = rows_for(model.template.vocab_size, kind="equal", tokens=sizes.profile_tokens, row_tokens=sizes.row_tokens)
-    found = set_up(model, rows, engine)
+    found = set_up(task, model, rows, engine)
     with opened(task, model, trace=trace) as (store, device):
-        trainer, _ = job_trainer(task, model, store, device, found, engine)
+        trainer = job_trainer(model, store, device, found)
         try:
             trainer.train_step(rows)
             plain = trainer.train_step(rows)

@@ -76,12 +76,12 @@ def run(task: Task, report: Report) -> None:
 
 
 def _run(task: Task, model: Model, rows: list[MicroBatch], engine: Engine) -> _Run:
-    found = set_up(model, rows, engine)
+    found = set_up(task, model, rows, engine)
     with opened(task, model) as (store, device):
         for plane in _MOMENTS:
             store.plane(plane).zero_()
         forget(model.kind)
-        trainer, layers = job_trainer(task, model, store, device, found, engine)
+        trainer = job_trainer(model, store, device, found)
         try:
             steps = [trainer.train_step(rows) for _ in range(_NUM_STEPS)]
             trainer.flush()
@@ -91,7 +91,7 @@ def _run(task: Task, model: Model, rows: list[MicroBatch], engine: Engine) -> _R
             losses=[step.loss for step in steps],
             norms=[step.grad_norm for step in steps],
             weights=_digest(store),
-            num_compiled=layers.num_layers,
+            num_compiled=found.layers.num_layers,
         )
 
 
