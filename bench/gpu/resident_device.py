@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -98,15 +99,7 @@ class ResidentDevice:
         return torch.zeros(num_elements, dtype=dtype)
 
     def share_host(
-        self,
-        component: HostComponent,
-        fd: int,
-        num_elements: int,
-        dtype: torch.dtype,
-        *,
-        offset_bytes: int,
-        piece_elements: int,
-        is_counted: bool,
+        self, component: HostComponent, memory: mmap, dtype: torch.dtype, *, piece_elements: int, is_counted: bool
     ) -> Tensor:
         raise NotImplementedError("no other rank is there")
 

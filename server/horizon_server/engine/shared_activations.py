@@ -30,6 +30,7 @@ from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.ranks import RankEvent, Ranks
 from horizon_server.planning.ledger import counter_bytes, num_shared_planes, plane_elements_of
 from horizon_server.store.ownership import rank_of_layer
+from horizon_server.store.planes import map_memory_file
 
 # Bits of a counter below the number of the pass.
 _COUNT_BITS = 24
@@ -74,16 +75,11 @@ class SharedActivations(Activations):
         # All ranks need the same size: the first one here extends the file.
         device = self._device
         self._stride = plane_elements_of(self.capacity_tokens, self._hidden_size)
-        num_elements = num_shared_planes(self._num_kept) * self._stride
-        _grow(self._ranks.shared_fd, self._counters_bytes + num_elements * device.compute_dtype.itemsize)
+        num_bytes = num_shared_planes(self._num_kept) * self._stride * device.compute_dtype.itemsize
+        _grow(self._ranks.shared_fd, self._counters_bytes + num_bytes)
+        memory = map_memory_file(self._ranks.shared_fd, num_bytes, offset_bytes=self._counters_bytes)
         self._host = device.share_host(
-            "activations",
-            self._ranks.shared_fd,
-            num_elements,
-            device.compute_dtype,
-            offset_bytes=self._counters_bytes,
-            piece_elements=self._stride,
-            is_counted=self._ranks.leads,
+            "activations", memory, device.compute_dtype, piece_elements=self._stride, is_counted=self._ranks.leads
         )
 
     def start(self, purpose: Purpose, spans: Sequence[slice], edges: Sequence[range]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from mmap import mmap
 from typing import Any, Unpack
 
 import torch
@@ -150,27 +151,11 @@ class CudaDevice(QueuedDevice):
         return tensor
 
     def share_host(
-        self,
-        component: HostComponent,
-        fd: int,
-        num_elements: int,
-        dtype: torch.dtype,
-        *,
-        offset_bytes: int,
-        piece_elements: int,
-        is_counted: bool,
+        self, component: HostComponent, memory: mmap, dtype: torch.dtype, *, piece_elements: int, is_counted: bool
     ) -> Tensor:
         """Registered with the driver, by each process for itself."""
-        tensor = super().share_host(
-            component,
-            fd,
-            num_elements,
-            dtype,
-            offset_bytes=offset_bytes,
-            piece_elements=piece_elements,
-            is_counted=is_counted,
-        )
-        self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements), num_elements])
+        tensor = super().share_host(component, memory, dtype, piece_elements=piece_elements, is_counted=is_counted)
+        self._pinned.add(tensor, cuts=[*range(0, len(tensor), piece_elements), len(tensor)])
         return tensor
 
     def free_host(self, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -125,23 +126,12 @@ class HostBuffers(Arena):
         # The tensor keeps the mapping alive; the last view to go unmaps it.
         return torch.frombuffer(mapping, dtype=dtype, count=num_elements)
 
-    def share(
-        self,
-        component: str,
-        fd: int,
-        num_elements: int,
-        dtype: torch.dtype,
-        *,
-        offset_bytes: int,
-        is_counted: bool,
-    ) -> Tensor:
-        """A flat tensor in a memory file, from `offset_bytes` on; on the account where it `is_counted`."""
-        num_bytes = num_elements * dtype.itemsize
-        counted_bytes = num_bytes if is_counted else 0
+    def share(self, component: str, memory: mmap, dtype: torch.dtype, *, is_counted: bool) -> Tensor:
+        """A flat tensor in memory that other processes map as well; on the account where it `is_counted`."""
+        counted_bytes = len(memory) if is_counted else 0
         self.charge(component, counted_bytes)
-        mapping = planes.map_memory_file(fd, num_bytes, offset_bytes=offset_bytes)
-        planes.touch(mapping, num_threads=self._num_threads)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=num_elements)
+        planes.touch(memory, num_threads=self._num_threads)
+        tensor = torch.frombuffer(memory, dtype=dtype)
         self._note(tensor, component, counted_bytes)
         return tensor
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from mmap import mmap
 from typing import Literal, Protocol
 
 import torch
@@ -120,18 +121,10 @@ class Device(Protocol):
         """
 
     def share_host(
-        self,
-        component: HostComponent,
-        fd: int,
-        num_elements: int,
-        dtype: torch.dtype,
-        *,
-        offset_bytes: int,
-        piece_elements: int,
-        is_counted: bool,
+        self, component: HostComponent, memory: mmap, dtype: torch.dtype, *, piece_elements: int, is_counted: bool
     ) -> Tensor:
-        """As `allocate_host`, in a memory file that other processes map as well, from `offset_bytes` on, a multiple of
-        a page. Of those that map it, the one that counts it has it on its account."""
+        """As `allocate_host`, in memory that other processes map as well. Of those, the one that counts it has it on
+        its account."""
 
     def free_host(self, tensor: Tensor) -> None:
         """Free what `allocate_host` or `share_host` returned."""

@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
+from mmap import mmap
 from queue import SimpleQueue
 from typing import TypedDict
 
@@ -217,19 +218,9 @@ class QueuedDevice(ABC):
         return tensor
 
     def share_host(
-        self,
-        component: HostComponent,
-        fd: int,
-        num_elements: int,
-        dtype: torch.dtype,
-        *,
-        offset_bytes: int,
-        piece_elements: int,
-        is_counted: bool,
+        self, component: HostComponent, memory: mmap, dtype: torch.dtype, *, piece_elements: int, is_counted: bool
     ) -> Tensor:
-        return self._host_buffers.share(
-            component, fd, num_elements, dtype, offset_bytes=offset_bytes, is_counted=is_counted
-        )
+        return self._host_buffers.share(component, memory, dtype, is_counted=is_counted)
 
     def free_host(self, tensor: Tensor) -> None:
         self._host_buffers.free(tensor)
