@@ -378,7 +378,8 @@ def main() -> None:
         (alone,) = steps_of([dealt], arguments.steps)
         (found,) = steps_of([{**dealt, "num_ranks": 2, "deals": True}], arguments.steps)
         line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=1.5)
-    link = {"wait_s": 0.001, "link_bytes_per_s": 10e6, "rows": 8}
+    # So slow that what processors and Python really do takes little of it.
+    link = {"wait_s": 0.004, "link_bytes_per_s": 2.5e6, "rows": 8}
     cases = {
         "compute": waits,
         "layers": {**waits, "parallel": "layers"},
