@@ -39,10 +39,9 @@ class Task:
     """One stage's orders.
 
     `end_s`, of the machine's monotonic clock, is when its process is stopped. `shape` is empty where the largest model
-    that fits is wanted, `tokens` where the stage chooses,
-    `points` where all of a stage's are. `host_gib` replaces what the system says is free, for virtual
-    machines whose memory grows when it is used. `plane_fds` are the store's memory files, of size 0 until a stage makes
-    the store; `library` is the folder of compiled layers.
+    that fits is wanted, `tokens` where the stage chooses, `points` where all of a stage's are. `host_gib` replaces what
+    the system says is free, for virtual machines whose memory grows when it is used. `plane_fds` are the store's memory
+    files, of size 0 until a stage makes the store; `library` is the folder of compiled layers.
     """
 
     stage: str

@@ -22,5 +22,5 @@ def square_blocks(values_N: Tensor, block_elements: int, out_B: Tensor) -> None:
 
         block_sums(values_N, block_elements, out_B)
         return
-    # In fp32 within a block. Torch's reduction on a GPU takes another order for fewer than 16 blocks.
+    # In fp32 within a block. On a GPU, torch may take another order for few blocks.
     out_B.copy_(torch.linalg.vector_norm(values_N.view(-1, block_elements), dim=1).double().square_())

@@ -57,7 +57,7 @@ _GIGA = 1e9
 # bf16 weight and a bf16 gradient, or with an fp32 gradient. Frozen: the bf16 weight.
 _TRAINED_BYTES, _FROZEN_BYTES = 16, 2
 # Of each GPU's memory, up to which these count as fitting: activations, logits and the layers that are gathered take
-# the rest, by settings of the other trainer that no plan of ours knows.
+# the rest, by settings of the other trainer that this planner does not know.
 _STATE_SHARE = 0.7
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.

@@ -68,18 +68,24 @@ def interleave(indices: Sequence[int] | None = None) -> str:
     """
     chosen = [node.index for node in nodes()] if indices is None else list(indices)
     numbers = _SYSTEM_CALLS.get(platform.machine())
-    if numbers is None or (indices is None and len(chosen) < 2):
+    if numbers is None or (indices is None and len(chosen) < 2) or has_policy():
         return ""
-    _, set_policy, get_policy = numbers
-    libc, mode = ctypes.CDLL(None, use_errno=True), ctypes.c_int(_DEFAULT)
-    if libc.syscall(get_policy, ctypes.byref(mode), None, 0, None, 0) == 0 and mode.value != _DEFAULT:
-        return ""
-    if libc.syscall(set_policy, _INTERLEAVE, _mask_of(chosen), ctypes.c_ulong(_MASK_BITS)) == 0:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(numbers[1], _INTERLEAVE, _mask_of(chosen), ctypes.c_ulong(_MASK_BITS)) == 0:
         return ""
     return (
         f"this worker's memory is not spread over the machine's {len(chosen)} NUMA nodes "
         f"({os.strerror(ctypes.get_errno())}); {_WHAT_HELPS}, or start the daemon under numactl --interleave=all"
     )
+
+
+def has_policy() -> bool:
+    """Whether this thread, or who started it, has said where its memory is to be."""
+    numbers, mode = _SYSTEM_CALLS.get(platform.machine()), ctypes.c_int(_DEFAULT)
+    if numbers is None:
+        return False
+    failed = ctypes.CDLL(None).syscall(numbers[2], ctypes.byref(mode), None, 0, None, 0)
+    return not failed and mode.value != _DEFAULT
 
 
 def prefer(address: int, num_bytes: int, node: int) -> str:

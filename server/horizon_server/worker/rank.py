@@ -28,7 +28,7 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.worker import let_launchers_run
 from horizon_server.worker.compilation import compile_request
 from horizon_server.worker.rank_processes import MEETING_FILE
-from horizon_server.worker.set_up import attached_store, gpu_of_rank, run_at_home, template_of
+from horizon_server.worker.set_up import Homes, attached_store, gpu_of_rank, template_of
 from horizon_server.worker_link.request import WorkerRequest
 
 
@@ -38,10 +38,11 @@ def work(plain: Any, folder: Path, rank: int, shared_fd: int) -> None:
     request = from_plain(WorkerRequest, plain)
     execution = request.plan.execution
     _, template = template_of(request)
+    homes = Homes(execution, template.layout)
     # What it pins by itself comes from its own node, where that is known.
-    if execution.numa_interleave and not execution.numa_nodes:
+    if execution.numa_interleave and not homes.nodes:
         numa.interleave()
-    run_at_home(execution, rank)
+    homes.run_rank(rank)
     device = device_for(
         execution.device_kind,
         compute_dtype=execution.compute_dtype,

@@ -62,14 +62,14 @@ class SetUp:
             raise InvalidSpec.of("train.sequence_length", problem)
         adapter = adapter_export(request, template)
         data = MethodData(request.prepared, request.spec)
+        homes = Homes(execution, template.layout)
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         if execution.numa_interleave and (refusal := numa.interleave()):
             events.send(Message(level="warning", text=refusal))
-        homes = Homes(execution, template.layout)
         store = attached_store(request, template, place=homes.place)
         if homes.refusal:
             events.send(Message(level="warning", text=homes.refusal))
-        run_at_home(execution, 0)
+        homes.run_rank(0)
         trace = Trace() if request.trace else None
         return cls(
             request=request,
@@ -152,26 +152,27 @@ def template_of(request: WorkerRequest) -> tuple[ModelFolder, Template]:
 
 
 class Homes:
-    """Has what each rank owns of the planes taken from its node. `refusal` says why the kernel does not do it."""
+    """The NUMA nodes of an attempt's ranks; none where the daemon was started with a memory policy, which is kept.
+    `refusal` says why the kernel does not place memory."""
 
     def __init__(self, execution: Execution, layout: StoreLayout) -> None:
-        self._nodes = execution.numa_nodes
+        """Before this process sets a policy of its own."""
+        self.nodes = () if numa.has_policy() else execution.numa_nodes
         self._ownership = Ownership(layout=layout, num_ranks=execution.num_ranks, parallel=execution.parallel)
         self.refusal = ""
 
     def place(self, name: str, plane: torch.Tensor) -> None:
-        """Before anything touches a plane."""
+        """Have what each rank owns of a plane that nothing has touched yet taken from its node."""
         # Packed weights are divided nowhere: every rank reads all of them.
-        parts_of_rank = [] if name == "packed" else [self._ownership.parts_in(name, r) for r in range(len(self._nodes))]
-        for node, parts in zip(self._nodes, parts_of_rank, strict=False):
-            for part in (plane[part] for part in parts):
-                self.refusal = self.refusal or numa.prefer(part.data_ptr(), part.nbytes, node)
+        for rank, node in enumerate(self.nodes if name != "packed" else ()):
+            for part in self._ownership.parts_in(name, rank):
+                memory = plane[part]
+                self.refusal = self.refusal or numa.prefer(memory.data_ptr(), memory.nbytes, node)
 
-
-def run_at_home(execution: Execution, rank: int) -> None:
-    """Keep a rank's threads, which start later, next to its GPU."""
-    if execution.numa_nodes:
-        numa.run_on(execution.numa_nodes[rank])
+    def run_rank(self, rank: int) -> None:
+        """Keep the threads that this process starts later next to the rank's GPU."""
+        if self.nodes:
+            numa.run_on(self.nodes[rank])
 
 
 def attached_store(

@@ -81,8 +81,8 @@ def test_two_ranks_give_the_bits_of_one(case: str, parallel: Parallel, inputs: I
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel has no NUMA")
 def test_what_a_rank_owns_is_on_its_node(inputs: Inputs) -> None:
-    """There may be one node only: that the kernel was told is what can be seen."""
-    folder, told = inputs("job"), list[str]()
+    """There may be one node only: the kernel's list of policies shows which memory has one."""
+    folder, mappings = inputs("job"), list[str]()
     with (
         worker_request(folder, spec_of(3), turns=True, num_ranks=2, lanes=2, numa_nodes=(0, 0)) as request,
         started(request, folder) as worker,
@@ -91,13 +91,13 @@ def test_what_a_rank_owns_is_on_its_node(inputs: Inputs) -> None:
             if isinstance(line, Message) and "SYS_NICE" in line.text:
                 pytest.skip("this container may not set a memory policy")
             if isinstance(line, StepDone) and line.step == 2:
-                told = Path(f"/proc/{worker.process.pid}/numa_maps").read_text().splitlines()
+                mappings = Path(f"/proc/{worker.process.pid}/numa_maps").read_text().splitlines()
             if orders := always(line):
                 worker.order(orders)
         assert worker.wait() == 0
-    placed = [line for line in told if "memfd" in line and "prefer:0" in line]
+    placed = [line for line in mappings if "memfd" in line and "prefer:0" in line]
     for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
-        assert any(f"-{plane}\\" in line for line in placed), (plane, told)
+        assert any(f"-{plane}\\" in line for line in placed), (plane, mappings)
 
 
 def test_memory_of_all_ranks_is_freed_between_turns(inputs: Inputs) -> None:
