@@ -57,6 +57,7 @@ from horizon_server.network import (
     ServerCertificate,
     is_loopback,
 )
+from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
     Accelerator,
@@ -279,6 +280,7 @@ async def wire(
         planner=planner,
         meter=UsageMeter(sharing, shares),
         view=view,
+        nodes=NodeDirectory(addresses=settings.nodes, key_file=settings.fleet_key_file),
         environment=environment,
         worker_module=worker_module,
     )

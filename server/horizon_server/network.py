@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import ipaddress
 import os
 import socket
 import ssl
+import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from horizon_server.errors import BadSetting
 # Laptops keep the authority's certificate, so that its end would have everybody fetch another one.
 _AUTHORITY_DAYS = 20 * 365
 _SERVER_DAYS = 5 * 365
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 RENEWED_DAYS = 30
 """How long before its end the daemon makes a new certificate of its own."""
 
@@ -72,6 +76,21 @@ def bound_socket(setting: str, address: Address) -> socket.socket:
             f"--{setting}"
         ) from error
     return listener
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an IPv4 address of this machine: what libraries of ranks are told to use.
+
+    Raises:
+        BadSetting: no interface has it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode("ascii")[:15])
+                if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    raise BadSetting(f"setting fleet_address: no network interface of this machine has the address {address}")
 
 
 def is_loopback(host: str) -> bool:

@@ -257,6 +257,28 @@ class Settings(BaseSettings):
         description="Folder with keys for trackers in files that only the daemon's user can read: user-NAME.env, "
         "project-NAME.env, everybody.env, with lines such as WANDB_API_KEY=...",
     )
+    fleet_address: str | None = Field(
+        None,
+        description="This machine's address on a private network, for jobs with nodes: horizond node serve listens "
+        "there, and ranks of other nodes meet there. What ranks say to each other is not encrypted.",
+    )
+    fleet_port: int = Field(7173, ge=0, le=65535, description="Port of horizond node serve; 0 picks a free one.")
+    fleet_key_file: Path | None = Field(
+        None,
+        description="Key of the fleet, made by horizond node key and copied to each of its nodes. Who has it may do "
+        "all that a node may.",
+    )
+    fleet_network_gbps: float | None = Field(
+        None,
+        gt=0,
+        description="Speed of the private network in Gbit/s, for predictions; default: what the kernel says of the "
+        "interface with fleet_address.",
+    )
+    nodes: Names = Field(
+        (),
+        description="HOST:PORT of further nodes, which run horizond node serve: jobs with nodes use them, in this "
+        "order.",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
 
@@ -324,6 +346,9 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         missing = "tls_key" if settings.tls_key is None else "tls_cert"
         raise BadSetting(f"setting {missing}: a certificate and its key belong together; give both, or neither")
+    if settings.nodes and not (settings.fleet_address and settings.fleet_key_file):
+        missing = "fleet_key_file" if settings.fleet_address else "fleet_address"
+        raise BadSetting(f"setting {missing}: nodes need it (docs/nodes.md)")
     if "mlflow" in settings.trackers and not settings.mlflow_tracking_uri:
         raise BadSetting("setting mlflow_tracking_uri: trackers has mlflow, which needs to know where to write")
     return settings

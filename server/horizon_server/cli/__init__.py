@@ -14,6 +14,7 @@ from horizon_server.cli.doctor import doctor
 from horizon_server.cli.housekeeping import gc
 from horizon_server.cli.maintenance import backup_command, check_command, restore_command
 from horizon_server.cli.models import model_group
+from horizon_server.cli.nodes import node_group
 from horizon_server.cli.options import Commands, with_settings_options
 from horizon_server.cli.plan import plan
 from horizon_server.errors import HorizonError, NotAllowed, NotFound, Unauthenticated
@@ -92,6 +93,7 @@ _COMMANDS = (
     project_group,
     token_group,
     model_group,
+    node_group,
     audit,
     gc,
     plan,

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.device.timeline import RANKS
@@ -39,6 +39,9 @@ GROUPS = ("h2d", "compute", "d2h", "calls")
 _COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # A rank waits for the first one while that waits for its turn on the device. Who has died is seen otherwise.
 _PATIENCE = timedelta(days=365)
+# How long the first rank may take to listen: it does so before any other is started.
+_MEETING = timedelta(seconds=60)
+_TAG = 0
 # Between two looks at what another rank has done.
 _POLL_S = 5e-5
 _BACKENDS: Mapping[DeviceKind, Literal["gloo", "nccl"]] = {"host": "gloo", "cuda": "nccl"}
@@ -56,6 +59,32 @@ class Call:
     """JSON values."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """On the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of an attempt find each other: on one node in a file that all of them are given, which only
+    their account can read; else at the first rank, which listens on `listener` there."""
+
+    file: Path | None = None
+    host: str = ""
+    port: int = 0
+    listener: int = -1
+
+    def open(self, num_ranks: int) -> Store:
+        """What the ranks write into and read from until they are connected."""
+        if self.file is not None:
+            return FileStore(str(self.file), num_ranks)
+        leads = self.listener >= 0
+        return TCPStore(
+            self.host,
+            self.port,
+            num_ranks,
+            leads,
+            timeout=_MEETING,
+            wait_for_workers=False,
+            master_listen_fd=self.listener if leads else None,
+        )
 
 
 class Ranks:
@@ -86,18 +115,18 @@ class Ranks:
         """The library that carries what goes between devices."""
 
     @classmethod
-    def join(cls, rank: int, meeting_file: Path, execution: Execution, *, shared_fd: int) -> Ranks:
-        """Meet the other ranks, which are given the same file, and return once all are there.
+    def join(cls, rank: int, meeting: Meeting, execution: Execution, *, shared_fd: int) -> Ranks:
+        """Meet the other ranks and return once all are there.
 
         CUDA: the process's current device is the rank's.
         """
         num_ranks, device_kind, parallel = execution.num_ranks, execution.device_kind, execution.parallel
-        store = FileStore(str(meeting_file), num_ranks)
+        store = meeting.open(num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_PATIENCE)
         backends = {name: "gloo" if name == "calls" else _BACKENDS[device_kind] for name in GROUPS}
         groups = {name: dist.new_group(backend=backend, timeout=_PATIENCE) for name, backend in backends.items()}
         # Whole layers come from the store, each over the link of its rank.
-        gathers = device_kind == "cuda" and parallel == "rows"
+        gathers = parallel == "rows" and (device_kind == "cuda" or execution.num_nodes > 1)
         ranks = cls(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
         ranks.path = _BACKENDS[device_kind]
         return ranks
@@ -173,6 +202,14 @@ class Ranks:
         _all_gather(out, padded, group=self._groups["calls"])
         parts = out.view(self.num_ranks, -1)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def give(self, values: Tensor, rank: int) -> None:
+        """Send bytes to a rank, which takes them. On the CPU, contiguous."""
+        self._groups["calls"].send([values.view(torch.uint8)], rank, _TAG).wait()
+
+    def take(self, out: Tensor, rank: int) -> None:
+        """Receive in `out` what a rank gives."""
+        self._groups["calls"].recv([out.view(torch.uint8)], rank, _TAG).wait()
 
     def send(self, call: Call) -> None:
         """Have the other ranks `receive` a call."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -401,8 +402,9 @@ class Trainer:
             self._sink.close()
             self._forward_backward.activations.close()
 
-    def follow(self) -> None:
-        """Do what the first rank's trainer does, until that is closed. On every other rank."""
+    def follow(self, others: Mapping[str, Callable[[Call], object]] = MappingProxyType({})) -> None:
+        """Do what the first rank's trainer does, until that is closed. On every other rank. `others` are calls that are
+        not the trainer's."""
         calls: dict[str, Callable[[Call], object]] = {
             "train_step": lambda call: self.train_step(*given_rows(call)),
             "evaluate": lambda call: self.evaluate(given_rows(call)[0]),
@@ -413,6 +415,7 @@ class Trainer:
             "restore": lambda call: self.restore(call.values["state"]),
             "release_device": lambda call: self.release_device(),
             "close": lambda call: self.close(),
+            **others,
         }
         while True:
             call = self._ranks.receive()

@@ -20,7 +20,6 @@ import structlog
 
 from horizon_server.children.child import log_tail
 from horizon_server.codec import from_plain, to_plain
-from horizon_server.control_groups import WorkerGroup, worker_group
 from horizon_server.errors import (
     DatabaseUnavailable,
     DiskFull,
@@ -33,11 +32,22 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
+from horizon_server.jobs.fleet import fleet_environment, reserve_nodes
 from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
-from horizon_server.jobs.requests import MOVED, AttemptDevices, Move, first_request, request_on, text_of_broken
+from horizon_server.jobs.requests import (
+    MOVED,
+    WAITS_FOR_MEMORY,
+    AttemptDevices,
+    Move,
+    Stopped,
+    first_request,
+    group_of,
+    request_on,
+    text_of_broken,
+)
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import Participant
 from horizon_server.planning.machine import worker_environment
@@ -54,9 +64,6 @@ WORKER_MODULE = "horizon_server.worker"
 
 # Errors whose cause is in the log of the attempt.
 _UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
-
-WAITS_FOR_MEMORY = "WAITS_FOR_MEMORY"
-"""Reason of a job that was to be loaded and is queued again, as its memory was not free."""
 
 # A job that waits longer for its next attempt gives back its memory meanwhile.
 _LONGEST_PAUSE_WITH_MEMORY_S = 60.0
@@ -154,6 +161,8 @@ class Attempt:
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             await work()
+        except Stopped as error:
+            await self._finish("stopped", reason=error.reason, message=error.message)
         except _Explained as error:
             await self._fail(self._judge(error.cause))
         except (HorizonError, OSError) as error:
@@ -276,8 +285,7 @@ class Attempt:
             publish=functools.partial(self.runtime.journal.append, self.job.job_id),
         )
         if prepared is None or self._wanted:
-            await self._finish("stopped")
-            return
+            raise Stopped
         assert self.job.plan is not None, "no job is queued without a plan"
         await self.make_room(self.job.plan.kept_host_bytes)
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since
@@ -297,17 +305,16 @@ class Attempt:
             if not self.other_bytes():
                 raise DoesNotFit(plan.message)
             # Less is free than the plans of the other jobs say, or this one's plan has grown.
-            await self._finish("stopped", reason=WAITS_FOR_MEMORY, message=plan.message)
-            return
+            raise Stopped(WAITS_FOR_MEMORY, plan.message)
+        fleet = await reserve_nodes(self.runtime, self.job.job_id, plan, self.devices)
         # Of the node's devices, those that it is on.
         plan = dataclasses.replace(plan, device=self.devices.turns.device)
         known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=plan.summary, **known):
-            await self._finish("stopped")
-            return
+            raise Stopped
         with lent_memory(plan.plane_bytes) as planes:
             request = first_request(
-                self.devices, plan, model, prepared, job=self.job, runtime=self.runtime, log_file=self._log
+                self.devices, plan, model, prepared, fleet, job=self.job, runtime=self.runtime, log_file=self._log
             )
             await self._train(request, planes)
 
@@ -328,14 +335,10 @@ class Attempt:
                     worker = await self._started(self._asked_for, planes)
                 async with self._held(worker):
                     answer = await self._serve(worker, planes, after=after)
-            except OtherVersion:
-                answer = {"outcome": "stopped", **HAD_OTHER_VERSION}
-                break
+            except OtherVersion as error:
+                raise Stopped(**HAD_OTHER_VERSION) from error
             except HorizonError as error:
-                again = await self._again(self._asked_for, error)
-                if again is None:
-                    return
-                self._asked_for = again
+                self._asked_for = await self._again(self._asked_for, error)
             else:
                 if answer["outcome"] != "moved" or self._wanted is StopRequest.CANCEL or self._asked_for is None:
                     break
@@ -349,8 +352,8 @@ class Attempt:
             self.runtime.worker_module,
             to_plain(dataclasses.replace(request, planes=planes)),
             folder=self._log.parent,
-            environment=worker_environment(self.runtime.environment, kind, gpus),
-            group=self._group(),
+            environment=worker_environment(self.runtime.environment, kind, gpus) | fleet_environment(request.fleet),
+            group=group_of(self.job, self._number),
         )
         log.info("worker started", pid=worker.pid)
         return worker
@@ -378,12 +381,14 @@ class Attempt:
     async def _continued(self, request: WorkerRequest, *, from_memory: bool) -> WorkerRequest:
         """The request of another worker, which continues where the one before it has ended."""
         newest = await asyncio.to_thread(self.runtime.folders.checkpoints(self.job.job_id).newest)
-        return dataclasses.replace(request, attempt=self._number, resume_from=newest, resume_from_memory=from_memory)
+        fleet = await reserve_nodes(self.runtime, self.job.job_id, request.plan, self.devices, before=request.fleet)
+        again = dataclasses.replace(request, attempt=self._number, resume_from=newest, fleet=fleet)
+        return dataclasses.replace(again, resume_from_memory=from_memory)
 
-    async def _again(self, request: WorkerRequest | None, error: HorizonError) -> WorkerRequest | None:
-        """Return the request of the next worker, after a pause; None where the job was finished meanwhile.
+    async def _again(self, request: WorkerRequest | None, error: HorizonError) -> WorkerRequest:
+        """Return the request of the next worker, after a pause.
 
-        Raises the error where this attempt cannot be continued.
+        Raises the error where this attempt cannot be continued, and Stopped where it is not to be.
         """
         if self._reports.overrun:
             error = TurnOverrun(f"{self._reports.overrun}, and was killed")
@@ -399,8 +404,7 @@ class Attempt:
             left = [name for name in self.devices.names if name not in broken]
             text = text_of_broken(request, broken, left)
             if len(left) < request.plan.least_devices:
-                await self._finish("stopped", reason="DEVICE_OUT_OF_SERVICE", message=text)
-                return None
+                raise Stopped("DEVICE_OUT_OF_SERVICE", text)
             message, devices = f"{message}; {text}", self.find_devices(left)
             if (placed := await self._request_on(devices, request)) is not None:
                 request, self.devices, self.on_since_s, known["plan"] = placed, devices, time.time(), placed.plan
@@ -411,8 +415,7 @@ class Attempt:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), verdict.pause_s)
         if self._wanted:
-            await self._finish("stopped")
-            return None
+            raise Stopped
         return await self._continued(request, from_memory=verdict.trusts_memory)
 
     def _judge(self, error: Exception) -> Verdict:
@@ -421,17 +424,9 @@ class Attempt:
         failure = Failure.of(error, step=self._reports.reached)
         return judge(self.job, failure, max_restarts=self.runtime.settings.max_restarts, now_s=time.time())
 
-    def _group(self) -> WorkerGroup | None:
-        """The control group of this attempt's worker, where the node allows one."""
-        assert self.job.plan is not None, "STARTING sets it"
-        group, why = worker_group(f"{self.job.job_id}-{self._number}", self.job.plan.kept_host_bytes)
-        if group is None:
-            log.debug("the worker has no control group of its own", why=why)
-        return group
-
     async def _continue(self) -> None:
         folder, after = self._log.parent, self.job.journal_line
-        group = self._group()
+        group = group_of(self.job, self._number)
         if (worker := await Worker.find(folder, group)) is not None:
             log.info("found a worker of an earlier daemon", pid=worker.pid, after=after)
             written, request = json.loads(await asyncio.to_thread((folder / REQUEST_FILE).read_bytes)), None
@@ -448,8 +443,7 @@ class Attempt:
             group.remove()
         # Not the job's failure: nothing of it ran. A RUNNING job without that file comes from a backup.
         if self.job.job_state is not JobState.RUNNING and not (folder / ALIVE_FILE).exists():
-            await self._finish("stopped", **HAD_NO_WORKER)
-            return
+            raise Stopped(**HAD_NO_WORKER)
         try:
             answer = await replay_journal(folder, after, self._reports.handle)
         except (WorkerDied, WorkerCrashed):
@@ -486,7 +480,7 @@ class Attempt:
             with contextlib.suppress(DiskFull, DatabaseUnavailable) if leaves else contextlib.nullcontext():
                 await self._reports.flush()
 
-    async def _serve(self, worker: Worker, planes: dict[str, int], *, after: int) -> dict[str, str]:
+    async def _serve(self, worker: Worker, planes: dict[str, int], *, after: int) -> dict[str, Any]:
         """Connect, read all reports after that number, and return how the worker ended. Raises as `Worker.answer`, and
         OtherVersion."""
         is_earlier = not planes
@@ -510,7 +504,7 @@ class Attempt:
         if self._wanted:  # while the worker was being started, or by an earlier daemon
             worker.send_order(stop_order(self._wanted))
         try:
-            answer: dict[str, str] = await worker.answer(self._reports.handle, self._allowed_silence_s)
+            answer: dict[str, Any] = await worker.answer(self._reports.handle, self._allowed_silence_s)
         except WorkerSilent as error:
             log.error("the worker makes no progress and is killed", pid=worker.pid, why=error.message)
             await self.runtime.journal.append(self.job.job_id, Message(level="warning", text=error.message))
@@ -598,3 +592,5 @@ class Attempt:
             )
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
+        if self.job.plan is not None and self.job.plan.num_nodes > 1:
+            await self.runtime.nodes.release(self.job.job_id)

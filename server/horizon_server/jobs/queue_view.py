@@ -189,7 +189,7 @@ class QueueView:
     def _waiting(self, job: JobRecord) -> Job:
         plan, rate = job.plan, self._disk_bytes_per_s
         assert plan is not None, "no job is queued without a plan"
-        stored_bytes, num_devices = _stored_bytes(job), plan.execution.num_ranks
+        stored_bytes, num_devices = _stored_bytes(job), plan.num_devices
         least, most = plan.least_devices, num_devices if plan.device_range is None else plan.device_range.most
         load_s = self._load_times.expected_s(stored_bytes)
         return Job(

@@ -22,7 +22,7 @@ from horizon_server.errors import (
 )
 from horizon_server.records.job import JobRecord
 
-PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0)
+PAUSES_S = (1.0, 30.0, 120.0, 600.0, 1800.0)
 """Before the first restart without progress, the second, and so on; the last one holds from there on."""
 
 DAEMON_DIED = "DAEMON_DIED"

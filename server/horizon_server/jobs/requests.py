@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+
+from horizon_server.control_groups import WorkerGroup, worker_group
 from horizon_server.errors import DoesNotFit
 from horizon_server.events import Payload
 from horizon_server.jobs.joint_turn import JointTurn
@@ -20,10 +23,22 @@ from horizon_server.planning.machine import Accelerator
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import Plan
 from horizon_server.store.adapter_files import is_adapter_folder
-from horizon_server.worker_link.request import RunLimits, WorkerRequest
+from horizon_server.worker_link.request import Fleet, RunLimits, WorkerRequest
 
+log = structlog.get_logger(__name__)
+
+WAITS_FOR_MEMORY = "WAITS_FOR_MEMORY"
+"""Reason of a job that was to be loaded and is queued again, as its memory was not free."""
 MOVED = "MOVED"
 """Reason of a job that continues on other devices."""
+
+
+class Stopped(Exception):
+    """An attempt stops: its job goes where it was asked to go, else it is queued again, for a stable `reason`."""
+
+    def __init__(self, reason: str = "", message: str = "") -> None:
+        super().__init__(message)
+        self.reason, self.message = reason, message
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,11 +62,21 @@ class Move:
     asked_s: float = field(default_factory=time.monotonic)
 
 
+def group_of(job: JobRecord, attempt: int) -> WorkerGroup | None:
+    """Return the control group of an attempt's worker, where the node allows one."""
+    assert job.plan is not None, "no job is loaded without a plan"
+    group, why = worker_group(f"{job.job_id}-{attempt}", job.plan.kept_host_bytes)
+    if group is None:
+        log.debug("the worker has no control group of its own", why=why)
+    return group
+
+
 def first_request(
     devices: AttemptDevices,
     plan: Plan,
     model: Path,
     prepared: PreparedJob,
+    fleet: Fleet | None,
     *,
     job: JobRecord,
     runtime: Runtime,
@@ -72,12 +97,14 @@ def first_request(
         min_free_bytes=folders.min_free_bytes,
         adapter=start if is_adapter_folder(start) else None,
         resume_from=checkpoints.newest(),
-        compiled=folders.compiled,
+        # A library of compiled layers belongs to one node.
+        compiled=folders.compiled if plan.num_nodes == 1 else None,
         digests=folders.digests,
         trace=log_file.with_name("trace.json") if runtime.settings.trace_workers else None,
         turns=True,
         yields_processors=bool(devices.turns.participants),
         device_locks=tuple(map(folders.device_lock, devices.names)),
+        fleet=fleet,
         limits=RunLimits(
             max_steps=job.spec.limits.max_steps,
             deadline_s=None if max_hours is None else job.started_s + 3600.0 * max_hours,

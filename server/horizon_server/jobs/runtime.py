@@ -10,6 +10,7 @@ from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import FindInputs
 from horizon_server.jobs.queue_view import QueueView
 from horizon_server.jobs.usage import UsageMeter
+from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.planning.planner import Planner
 from horizon_server.settings import Settings
 from horizon_server.telemetry.metrics import Metrics
@@ -34,5 +35,6 @@ class Runtime:
     planner: Planner
     meter: UsageMeter
     view: QueueView
+    nodes: NodeDirectory
     environment: Mapping[str, str]
     worker_module: str

@@ -15,8 +15,10 @@ import structlog
 
 from horizon_server.errors import DatabaseUnavailable, DiskFull, HorizonError, WrongJobState
 from horizon_server.events import Message
-from horizon_server.jobs.attempt import WAITS_FOR_MEMORY, Attempt
+from horizon_server.jobs.attempt import Attempt
+from horizon_server.jobs.fleet import WAITS_FOR_NODES
 from horizon_server.jobs.queue_view import Residence, Situation
+from horizon_server.jobs.requests import WAITS_FOR_MEMORY
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.records.job import RESIDENT, JobRecord, JobState, StopRequest
@@ -294,7 +296,7 @@ class Scheduler:
             await self._fail(job_id, error)
         finally:
             del self._running[job_id]
-            if attempt.job.reason == WAITS_FOR_MEMORY:
+            if attempt.job.reason in (WAITS_FOR_MEMORY, WAITS_FOR_NODES):
                 self._held_back[job_id] = time.time() + _HELD_BACK_S
             else:  # its memory is free; two jobs that wait would otherwise wake each other all the time
                 self._held_back.clear()

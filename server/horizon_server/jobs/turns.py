@@ -121,7 +121,7 @@ def resident_job(job: JobRecord) -> Job:
         device=job.plan.execution.device_kind,
         host_bytes=job.plan.kept_host_bytes,
         device_bytes=job.plan.kept_device_bytes,
-        num_devices=job.plan.execution.num_ranks,
+        num_devices=job.plan.num_devices,
     )
 
 

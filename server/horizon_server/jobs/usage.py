@@ -27,7 +27,9 @@ class UsageMeter:
         self._used: dict[str, tuple[JobRecord, _Used]] = {}
 
     def add(self, job: JobRecord, device_s: float, *, num_tokens: int = 0) -> None:
-        """Count what a job has used just now."""
+        """Count what a job has used just now; `device_s` are those of a device of this node, and devices of others are
+        used as long."""
+        device_s *= 1 if job.plan is None else job.plan.num_nodes
         if device_s:
             self._shares.charge(job.project, job.owner, device_s, self._clock())
         _, used = self._used.setdefault(job.job_id, (job, _Used()))

@@ -1,5 +1,5 @@
 """What a step in several lanes takes beside one in a single lane, by the arithmetic of `engine.lane_sums`, and what one
-takes that is divided by layers. Torch-free.
+takes that is divided by layers or among nodes. Torch-free.
 
 Units: bytes, unless a name says elements or tokens.
 """
@@ -10,7 +10,7 @@ import math
 
 from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, num_sums, roots_of
 from horizon_server.records.execution import Execution
-from horizon_server.store.layout import StoreLayout
+from horizon_server.store.layout import PLANE_BYTES, StoreLayout
 from horizon_server.store.ownership import Ownership, length
 
 _FP32, _FP64 = 4, 8
@@ -65,6 +65,19 @@ def sent_row_bytes(layout: StoreLayout, execution: Execution, tokens_per_step: i
         # Every rank embeds all tokens, so each of them gets all rows in use.
         num_sent = execution.num_ranks * min(tokens_per_step, num_rows)
     return num_sent * width * execution.element_bytes
+
+
+def own_share(plane_bytes: dict[str, int], layout: StoreLayout, execution: Execution) -> dict[str, int]:
+    """Of the planes' bytes by component, what one node has: packed weights whole, of all else its part."""
+    packed = sum(unit.packed_bytes for unit in layout.units)
+    divided = {name: size - packed * (name == "weights") for name, size in plane_bytes.items()}
+    return {name: -(-size // execution.num_nodes) + packed * (name == "weights") for name, size in divided.items()}
+
+
+def in_flight_bytes(layout: StoreLayout) -> int:
+    """Host memory of the first node for tensors that belong to others, while a model or a checkpoint is read or
+    written: one for each thread."""
+    return sum(PLANE_BYTES.values()) * max(place.num_elements for _, place in layout.tensors())
 
 
 def lane_number_bytes(layout: StoreLayout, execution: Execution) -> int:

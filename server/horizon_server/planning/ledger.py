@@ -16,8 +16,10 @@ import re
 from dataclasses import dataclass
 
 from horizon_server.planning.lane_memory import (
+    in_flight_bytes,
     lane_gradient_bytes,
     lane_number_bytes,
+    own_share,
     owned_elements,
     sent_row_bytes,
     tokens_of_rank,
@@ -201,7 +203,7 @@ def plan_memory(
     if element_bytes == _BF16:
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
     host = {
-        **_plane_bytes(layout, execution.grad_bytes),
+        **own_share(_plane_bytes(layout, execution.grad_bytes), layout, execution),
         "activations": on_host * element_bytes,
         "staging": _landing_bytes(layout, recipe.tokens_per_step, execution),
         "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
@@ -234,8 +236,10 @@ def plan_memory(
     # The planes and what is read from files are there once, and the first rank alone writes checkpoints; all else, each
     # rank has.
     for part in ("activations", "staging", "other"):
-        host[part] *= execution.num_ranks
-    host["other"] -= (execution.num_ranks - 1) * (_LIBRARY_BYTES + _checkpoint_bytes(layout))
+        host[part] *= execution.ranks_per_node
+    host["other"] -= (execution.ranks_per_node - 1) * (_LIBRARY_BYTES + _checkpoint_bytes(layout))
+    if execution.num_nodes > 1:
+        host["staging"] += in_flight_bytes(layout)
     if execution.parallel == "layers":
         # And once what they hand each other.
         plane_bytes = plane_elements_of(recipe.tokens_per_step, model.hidden_size) * element_bytes

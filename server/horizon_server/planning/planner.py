@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidSpec
+from horizon_server.network import interface_of
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.layer_probe import LayerProbe
@@ -25,6 +26,7 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
@@ -52,6 +54,7 @@ from horizon_server.texts import size_text
 _LEAST_GAIN = 1.2
 
 _GIGA = 1e9
+_GIGABIT_BYTES = 1e9 / 8
 
 # Of a parameter in a trainer that keeps everything on its GPUs. Trained: the fp32 master and two fp32 moments, with a
 # bf16 weight and a bf16 gradient, or with an fp32 gradient. Frozen: the bf16 weight.
@@ -102,6 +105,11 @@ class Planner:
         self._free_devices = free_devices
         self._numa_nodes = numa_nodes
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
+        self._network_bytes_per_s: float | None = None
+        if settings.fleet_network_gbps is not None:
+            self._network_bytes_per_s = settings.fleet_network_gbps * _GIGABIT_BYTES
+        elif settings.nodes and settings.fleet_address:
+            self._network_bytes_per_s = link_speed(interface_of(settings.fleet_address))
 
     @classmethod
     def of_node(
@@ -161,7 +169,8 @@ class Planner:
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
-            num_ranks=spec.gpus.most,
+            num_ranks=spec.nodes * spec.gpus.most,
+            num_nodes=spec.nodes,
             lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
@@ -229,7 +238,8 @@ class Planner:
         """
         # By one process, in the job's lanes: sums of losses are in their order.
         lanes = _lanes(spec)
-        spec, folder = spec.model_copy(update={"device": "host", "gpus": Gpus()}), evaluated_folder(path, spec.train)
+        spec = spec.model_copy(update={"device": "host", "gpus": Gpus(), "nodes": 1})
+        folder = evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
         execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together, lanes=lanes)
         case = Case(
@@ -261,6 +271,7 @@ class Planner:
     ) -> Plan:
         """`num_on_node` are the devices of the kind that the node has; without, there are enough."""
         folder = open_for_training(path, spec.train)
+        check_exact(folder, execution)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             what = (
@@ -275,6 +286,7 @@ class Planner:
             layer=self._layer_memory(folder),
             data=data,
             longest_document=longest_document,
+            network_bytes_per_s=self._network_bytes_per_s,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
         asked, device_range = dataclasses.replace(execution, micro_batch_tokens=together), None
@@ -316,6 +328,7 @@ class Planner:
     ) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
         model. Without a number of devices, on as many as it may use, of those that are `free` where that is given."""
+        check_nodes(spec, num_further=len(self._settings.nodes))
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: "
@@ -327,18 +340,18 @@ class Planner:
         device_kind: DeviceKind = "cuda" if on_gpu else "host"
         self._check_devices(spec.gpus, device_kind)
         most = min(spec.gpus.most, self._num_devices(device_kind))
-        num_ranks = num_devices or most
+        num_devices = num_devices or most
         if free is not None:
             num_free = sum(name.partition(":")[0] == device_kind for name in free)
-            num_ranks = max(spec.gpus.least, min(most, num_free))
+            num_devices = max(spec.gpus.least, min(most, num_free))
         limit_bytes, num_threads, differ = self._arena_limit_bytes, self._num_threads, False
         if device_kind == "cuda":
             # Of a range the largest, so that what is planned for one number of them holds for the others.
             _check_names(spec.gpus, self._accelerators[:most])
-            chosen = gpus or self._accelerators[:num_ranks]
+            chosen = gpus or self._accelerators[:num_devices]
             within = self._accelerators if spec.gpus.is_range else chosen
             limit_bytes = usable_device_bytes(min(gpu.memory_bytes for gpu in within))
-            num_updating, num_threads = max(1, num_threads // num_ranks), max(1, num_threads // most)
+            num_updating, num_threads = max(1, num_threads // num_devices), max(1, num_threads // most)
             differ = len({gpu.name for gpu in within}) > 1
         else:
             num_updating = num_threads = max(1, num_threads // self._settings.host_devices)
@@ -362,13 +375,16 @@ class Planner:
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
-            num_ranks=num_ranks,
+            num_ranks=spec.nodes * num_devices,
+            num_nodes=spec.nodes,
             lanes=_lanes(spec),
-            deals_lanes=differ,
+            deals_lanes=differ and spec.nodes == 1,
             num_threads=num_threads,
             optimizer_threads=update_threads(num_updating, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,
-            numa_nodes=numa_nodes_of(gpus, self._numa_nodes) if self._settings.numa_interleave else (),
+            numa_nodes=numa_nodes_of(gpus, self._numa_nodes)
+            if self._settings.numa_interleave and spec.nodes == 1
+            else (),
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
 
@@ -433,13 +449,16 @@ def _keeping_everything(layout: StoreLayout, execution: Execution) -> str:
 def _lanes(spec: JobSpec) -> int:
     """The parts that a step is divided into, on whatever number of devices. Raises InvalidSpec where one would have
     none."""
-    lanes, gpus, least = spec.train.lanes, spec.gpus, 1 << (spec.gpus.most - 1).bit_length()
+    most = spec.nodes * spec.gpus.most
+    lanes, gpus, least = spec.train.lanes, spec.gpus, 1 << (most - 1).bit_length()
     if lanes is None:
-        return 1 if gpus.most == 1 else max(_DEFAULT_LANES, least)
-    if lanes < gpus.most:
+        return 1 if most == 1 else max(_DEFAULT_LANES, least)
+    if lanes < most:
+        of_nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
+        instead = f" or gpus: {gpus.at_most(lanes).plain}" if spec.nodes == 1 else ""
         what = (
-            f"train.lanes is {lanes} and gpus is {gpus.plain}, and each device computes one lane at least; use "
-            f"train.lanes: {least} or gpus: {gpus.at_most(lanes).plain}"
+            f"train.lanes is {lanes} and gpus is {gpus.plain}{of_nodes}, and each device computes one lane at least; "
+            f"use train.lanes: {least}{instead}"
         )
         raise InvalidSpec.of("train.lanes", what)
     return lanes
@@ -482,10 +501,10 @@ def _references(case: Case, execution: Execution) -> ReferencePass | None:
     work, data = case.work(execution), case.data
     rate = work.num_tokens / predict_forward(work, case.rates, shares_processors=execution.device_kind == "host")
     return ReferencePass(
-        tokens_per_second=rate,
+        tokens_per_second=execution.num_nodes * rate,
         num_tokens=None if data is None else data.num_tokens,
         tokens_estimated=case.is_estimated,
-        total_s=None if data is None else data.num_tokens / rate,
+        total_s=None if data is None else data.num_tokens / (execution.num_nodes * rate),
     )
 
 

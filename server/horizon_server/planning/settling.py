@@ -13,6 +13,7 @@ from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
 from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
@@ -45,6 +46,8 @@ class Case:
     """Of all documents, where something is known of them."""
     longest_document: int | None
     """Where the data is prepared."""
+    network_bytes_per_s: float | None = None
+    """Between nodes, in each direction; None where it is not known."""
 
     def ledger(self, execution: Execution) -> Ledger:
         """The memory that it takes."""
@@ -62,15 +65,26 @@ class Case:
         return on_device and ledger.host_total_bytes <= self.host_limit_bytes
 
     def work(self, execution: Execution) -> StepWork:
-        """What a step does."""
+        """What a step does; of several nodes, each."""
         facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
-        return work_of_step(self.folder, self.spec.train.recipe, execution, facts=facts)
+        recipe, num_nodes = self.spec.train.recipe, execution.num_nodes
+        if num_nodes > 1:
+            recipe = dataclasses.replace(recipe, tokens_per_step=-(-recipe.tokens_per_step // num_nodes))
+        return work_of_step(self.folder, recipe, of_one_node(execution), facts=facts)
 
     def prediction(self, execution: Execution) -> StepPrediction | None:
         """How long it takes; None where the device's speed is not known."""
         if self.rates is None:
             return None
-        return predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
+        predicted = predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
+        if execution.num_nodes == 1:
+            return predicted
+        return with_network(
+            predicted,
+            network_bytes(self.folder.layout, execution),
+            num_nodes=execution.num_nodes,
+            bytes_per_s=self.network_bytes_per_s,
+        )
 
     def with_train(self, **changes: Any) -> Case:
         """The case of a job with other fields of `train`, on the same layout."""
@@ -112,11 +126,12 @@ def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Sett
         InvalidSpec: the spec says `layers`, and that is not possible.
     """
     by_rows = taken = _Way.of(case, execution, uses_spare=uses_spare)
-    by_layers = _by_layers(case, execution, uses_spare=uses_spare) if execution.num_ranks > 1 else None
+    has_choice = execution.num_ranks > 1 and execution.num_nodes == 1
+    by_layers = _by_layers(case, execution, uses_spare=uses_spare) if has_choice else None
     if by_layers is not None and (case.spec.train.parallel == "layers" or _is_better(case, by_layers, by_rows)):
         taken = by_layers
     ways = None
-    if execution.num_ranks > 1 and case.rates is not None:
+    if has_choice and case.rates is not None:
         ways = PredictedWays(rows_s=by_rows.step_s, layers_s=None if by_layers is None else by_layers.step_s)
     others = [way for way in (by_rows, by_layers) if way is not None and way is not taken and way.fits]
     return Settled(

@@ -77,6 +77,8 @@ class Execution:
     that torch finds."""
     num_ranks: int = 1
     """Devices that compute each step together, with a process each (a rank)."""
+    num_nodes: int = 1
+    """Machines that the ranks are on, as many on each, in their order."""
     lanes: int = 1
     """Parts that a step is divided into, a power of two. The gradients of a lane add up in the order of its
     micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""
@@ -105,6 +107,11 @@ class Execution:
     num_gradient_slots: int = NUM_SLOTS
     head_chunk_tokens: int | None = None
     """Tokens whose logits live at a time; None takes what fits the vocabulary."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks, and so devices, on each machine."""
+        return self.num_ranks // self.num_nodes
 
     @property
     def element_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 from horizon_server.records.execution import Execution, Parallel, Residency
 from horizon_server.texts import size_text
 
-Bound = Literal["compute", "h2d", "d2h", "host memory"]
+Bound = Literal["compute", "h2d", "d2h", "host memory", "network"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +160,13 @@ class Plan(Ledger):
 
     @property
     def num_devices(self) -> int:
-        """That compute the job together; the device's bytes and limit are those of one."""
-        return self.execution.num_ranks
+        """Of each node that compute the job together; the device's bytes and limit are those of one."""
+        return self.execution.ranks_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that compute the job together; the host's bytes are those of one."""
+        return self.execution.num_nodes
 
     @property
     def least_devices(self) -> int:
@@ -225,8 +230,10 @@ class Plan(Ledger):
         if self.num_devices > 1 and on_device:
             on_device = f" and {size_text(self.device_total_bytes)} on each of {self.num_devices} devices"
         planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
-        if self.num_devices > 1:
-            planned += f" by {self.num_devices} devices in {self.lanes} lanes, by {self.parallel}"
+        if self.num_nodes > 1:
+            planned = planned.replace(" on the host", f" on each of {self.num_nodes} nodes", 1)
+        if self.execution.num_ranks > 1:
+            planned += f" by {self.execution.num_ranks} devices in {self.lanes} lanes, by {self.parallel}"
         if self.device_range is not None:
             planned += f" ({self.num_devices} of {self.device_range.least} to {self.device_range.most} devices)"
         if self.prediction is None:

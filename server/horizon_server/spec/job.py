@@ -13,6 +13,7 @@ from horizon_formats.trackers.known import TRACKERS
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import (
+    MAX_LANES,
     MAX_STEPS,
     NAME,
     NAME_RULE,
@@ -166,6 +167,14 @@ class JobSpec(Section):
         "another job needs, takes more that are free, and continues on the others where one fails; the result is the "
         "same. A user is charged for each that is used.",
         json_schema_extra={"default": 1},
+    )
+    nodes: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_LANES,
+        description="Nodes that compute the job together, each with as many gpus: this one and others of its fleet "
+        "(docs/nodes.md). A node holds its part of weights, gradients and moments, so a model may be larger than the "
+        "memory of one; the result is the same as on one node with as many lanes.",
     )
     eval_fraction: float = Field(
         default=0.0,

@@ -22,6 +22,7 @@ import math
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -365,33 +366,35 @@ def _pieces(
 ) -> Iterator[memoryview]:
     """The bytes of a tensor in the files of a stem; each piece is valid until the next is asked for."""
     if stem in _DTYPE_OF_PLANE:
-        yield store.flat(name, stem).view(torch.uint8).numpy().data
+        with store.reading(name, stem):
+            yield store.flat(name, stem).view(torch.uint8).numpy().data
         return
     hi, is_exact = store.flat(name, "hi"), store.layout.find(name)[1].exact
     # What has no `lo` half is what it would be if all of that were 0.
     lo = store.flat(name, "lo") if is_exact else torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16)
     is_merged = dtype in ("F32", "F16")
     master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
-    for start in range(0, len(hi), _PIECE_ELEMENTS):
-        part = slice(start, start + _PIECE_ELEMENTS)
-        lo_part = lo[part] if is_exact else lo[: len(hi[part])]
-        if is_merged:
-            merged = master[: len(hi[part])]
-            merge_master(hi[part], lo_part, merged)
-            written = merged if dtype == "F32" else merged.to(torch.float16)
-            if dtype == "F16" and on_overflow is not None and bool((written.isinf() & merged.isfinite()).any()):
-                on_overflow(name)
-                on_overflow = None
-            yield written.view(torch.uint8).numpy().data
-            continue
-        bits = hi[part].view(torch.uint16).numpy()
-        # 1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd.
-        down = np.where(lo_part.numpy() == _TIE, bits & np.uint16(1), np.uint16(0))
-        if stem == _ROUNDING:
-            yield np.packbits(down.astype(np.bool_)).data
-        else:
-            # Hardly any piece has a tie, so the plane's own memory is written.
-            yield (bits - down if down.any() else bits).view(np.uint8).data
+    with store.reading(name, "hi"), store.reading(name, "lo") if is_exact else nullcontext():
+        for start in range(0, len(hi), _PIECE_ELEMENTS):
+            part = slice(start, start + _PIECE_ELEMENTS)
+            lo_part = lo[part] if is_exact else lo[: len(hi[part])]
+            if is_merged:
+                merged = master[: len(hi[part])]
+                merge_master(hi[part], lo_part, merged)
+                written = merged if dtype == "F32" else merged.to(torch.float16)
+                if dtype == "F16" and on_overflow is not None and bool((written.isinf() & merged.isfinite()).any()):
+                    on_overflow(name)
+                    on_overflow = None
+                yield written.view(torch.uint8).numpy().data
+                continue
+            bits = hi[part].view(torch.uint16).numpy()
+            # 1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd.
+            down = np.where(lo_part.numpy() == _TIE, bits & np.uint16(1), np.uint16(0))
+            if stem == _ROUNDING:
+                yield np.packbits(down.astype(np.bool_)).data
+            else:
+                # Hardly any piece has a tie, so the plane's own memory is written.
+                yield (bits - down if down.any() else bits).view(np.uint8).data
 
 
 def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str, tuple[str, list[TensorHeader]]]:
@@ -445,21 +448,30 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
             hi, is_exact = store.flat(tensor.name, "hi"), store.layout.find(tensor.name)[1].exact
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == MODEL_STEM and tensor.dtype == "BF16" else stem
-            in_place = None
+            in_place, is_master = None, stem == MODEL_STEM and tensor.dtype == "F32"
             if plane in _DTYPE_OF_PLANE:
                 in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
-            for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
-                size = min(PIECE_BYTES, tensor.end - tensor.start - start)
-                piece = staging[:size] if in_place is None else in_place[start : start + size]
-                _read_into(stream, piece)
-                digest.update(piece)
-                if stem == _ROUNDING:
-                    bits = hi[8 * start : 8 * (start + size)].view(torch.uint16).numpy()
-                    bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
-                elif stem == MODEL_STEM and tensor.dtype == "F32":
-                    part = slice(start // 4, (start + size) // 4)
-                    lo = store.flat(tensor.name, "lo")[part] if is_exact else torch.empty(size // 4, dtype=torch.int16)
-                    split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo)
+            with ExitStack() as written:
+                # Those that the file's values go to; of a model in fp16 they are in other files.
+                written_planes = [plane] if in_place is not None else ["hi"] if is_master or stem == _ROUNDING else []
+                for name in [*written_planes, "lo"] if is_master and is_exact else written_planes:
+                    written.enter_context(store.writing(tensor.name, name, reads=stem == _ROUNDING))
+                for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
+                    size = min(PIECE_BYTES, tensor.end - tensor.start - start)
+                    piece = staging[:size] if in_place is None else in_place[start : start + size]
+                    _read_into(stream, piece)
+                    digest.update(piece)
+                    if stem == _ROUNDING:
+                        bits = hi[8 * start : 8 * (start + size)].view(torch.uint16).numpy()
+                        bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
+                    elif is_master:
+                        part = slice(start // 4, (start + size) // 4)
+                        lo = (
+                            store.flat(tensor.name, "lo")[part]
+                            if is_exact
+                            else torch.empty(size // 4, dtype=torch.int16)
+                        )
+                        split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo)
     return digest.hexdigest()
 
 

@@ -129,9 +129,14 @@ class Generations:
         """The daemon has what there is to know of the step that led to the newest state."""
         self._words[self._slot(self._words[1]) + 2] = 1
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether the memory is shared, and weights were loaded next to it."""
+        return self.is_shared and self._words[0] == _FORMAT
+
     def find(self) -> KeptState | str:
         """Return the state of the weights in memory, or why there is none. States of other weights are forgotten."""
-        if not self.is_shared or self._words[0] != _FORMAT:
+        if not self.is_valid:
             return "nothing was kept there"
         if (generation := self.generation) is None:
             return "the worker was killed in the middle of an update of the weights"

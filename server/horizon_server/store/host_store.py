@@ -10,7 +10,8 @@ that.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,7 +19,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store import generations as generations_plane
 from horizon_server.store import native, packing, planes, reference
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.generations import Generations
+from horizon_server.store.generations import Generations, KeptState
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
 PlacePlane = Callable[[str, torch.Tensor], None]
@@ -78,7 +79,9 @@ class HostStore:
             if place is not None:
                 place(name, self._planes[name])
             # Now and on all threads, so that lack of memory shows here and not as a kill in the middle of a step.
-            planes.touch(mapping, num_threads=num_threads or available_cpus())
+            item_bytes = dtype.itemsize
+            parts = [(part.start * item_bytes, part.stop * item_bytes) for part in self.held(name)]
+            planes.touch(mapping, num_threads=num_threads or available_cpus(), parts=parts)
 
     @classmethod
     def allocate(
@@ -115,15 +118,7 @@ class HostStore:
             ValueError: a plane's descriptor is missing.
             InvalidModel: a plane's file was not sized by this layout.
         """
-        sizes = _sizes(layout, grad_dtype)
-        if missing := sorted(set(sizes) - set(fds)):
-            raise ValueError(f"no memory file was given for the planes {', '.join(missing)}")
-        for name, size_bytes in sizes.items():
-            if (actual_bytes := os.fstat(fds[name]).st_size) != size_bytes:
-                raise InvalidModel(
-                    f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
-                    "its folder has changed since; submit the job again"
-                )
+        check_planes(layout, fds, grad_dtype)
         return cls(
             layout,
             fds,
@@ -134,6 +129,36 @@ class HostStore:
             max_ranks=max_ranks,
             place=place,
         )
+
+    def held(self, plane: str) -> Sequence[slice]:
+        """What of a plane is in this store's memory."""
+        return [slice(0, self._planes[plane].numel())]
+
+    def reading(self, name: str, plane: str) -> AbstractContextManager[None]:
+        """Have all of a parameter in a plane within the block, where the store holds only a part of it."""
+        return nullcontext()
+
+    def writing(self, name: str, plane: str, *, reads: bool = False) -> AbstractContextManager[None]:
+        """Write a parameter in a plane within the block, all of it; with `reads`, change what is there. At the end of
+        the block it is where it belongs."""
+        return nullcontext()
+
+    def start_loading(self) -> None:
+        """Other weights are to be loaded: what was kept with those that are there is forgotten."""
+        self.generations.reset()
+
+    def find_kept(self) -> KeptState | str:
+        """The state of the weights in memory, or why there is none."""
+        return self.generations.find()
+
+    def start_training(self, num_ranks: int) -> None:
+        """The weights are there: from now on, this many ranks update them."""
+        self.generations.share(num_ranks)
+
+    def zero(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """What the caller has to fill with zeros, so that these planes are zero: nothing of a plane that was never
+        written."""
+        return [self.plane(name)[part] for name in names if name not in self.blank for part in self.held(name)]
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no
@@ -252,6 +277,19 @@ class HostStore:
             for fd in self.fds.values():
                 os.close(fd)
         self.fds.clear()
+
+
+def check_planes(layout: StoreLayout, fds: Mapping[str, int], grad_dtype: torch.dtype | None) -> None:
+    """Let pass memory files that were sized by a layout. Raises ValueError and InvalidModel as `HostStore.attach`."""
+    sizes = _sizes(layout, grad_dtype)
+    if missing := sorted(set(sizes) - set(fds)):
+        raise ValueError(f"no memory file was given for the planes {', '.join(missing)}")
+    for name, size_bytes in sizes.items():
+        if (actual_bytes := os.fstat(fds[name]).st_size) != size_bytes:
+            raise InvalidModel(
+                f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
+                "its folder has changed since; submit the job again"
+            )
 
 
 def merge_master(hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor, *, num_threads: int = 1) -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -59,11 +60,10 @@ def load_model(
         added = []
     staging = _Staging()
     # A plane that was never touched is zero already: each byte of the store is written once.
-    to_zero = [plane for plane in ("lo", "exp_avg", "exp_avg_sq") if plane not in store.blank]
     parts = [
-        plane[start : start + _ZEROED_ELEMENTS]
-        for plane in map(store.plane, to_zero)
-        for start in range(0, len(plane), _ZEROED_ELEMENTS)
+        memory[start : start + _ZEROED_ELEMENTS]
+        for memory in store.zero(("lo", "exp_avg", "exp_avg_sq"))
+        for start in range(0, len(memory), _ZEROED_ELEMENTS)
     ]
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(_zero, parts))
@@ -132,14 +132,19 @@ def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
 
     Each tensor has random numbers of its own, so they depend neither on threads nor on which other adapters there are.
     """
+    norms = None if place.norm_dim is None else _norms(store, place.adapts, place.norm_dim)
     hi, lo = store.flat(place.name, "hi"), store.flat(place.name, "lo")
-    if place.norm_dim is not None:
-        split_master(_norms(store, place.adapts, place.norm_dim), hi, lo)
-        return
-    if place.name.endswith(LORA_B):
-        hi.zero_()
-        lo.zero_()
-        return
+    with store.writing(place.name, "hi"), store.writing(place.name, "lo"):
+        if norms is not None:
+            split_master(norms, hi, lo)
+        elif place.name.endswith(LORA_B):
+            hi.zero_()
+            lo.zero_()
+        else:
+            _draw_adapter(place, hi, lo, seed)
+
+
+def _draw_adapter(place: TensorLayout, hi: torch.Tensor, lo: torch.Tensor, seed: int) -> None:
     assert place.name.endswith(LORA_A)
     digest = hashlib.blake2b(f"{seed}/{place.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -166,23 +171,31 @@ def _norms(store: HostStore, name: str, norm_dim: int) -> torch.Tensor:
             master.copy_(hi)
         return master.view(-1, width)
 
-    if place.packing != "none" or not norm_dim:
-        whole = values(0, num_rows) if place.packing == "none" else store.unpacked(name)
-        return adapted_norms(whole, None, None, scale=0.0, norm_dim=norm_dim)
-    # In pieces: next to the largest models a whole matrix in fp32 is much.
-    step = rows_at_once(width)
-    pieces = (values(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-    return torch.cat([adapted_norms(piece, None, None, scale=0.0, norm_dim=norm_dim) for piece in pieces])
+    with ExitStack() as read:
+        for plane in ("hi", "lo") if place.exact else ("hi",) if place.packing == "none" else ():
+            read.enter_context(store.reading(name, plane))
+        if place.packing != "none" or not norm_dim:
+            whole = values(0, num_rows) if place.packing == "none" else store.unpacked(name)
+            return adapted_norms(whole, None, None, scale=0.0, norm_dim=norm_dim)
+        # In pieces: next to the largest models a whole matrix in fp32 is much.
+        step = rows_at_once(width)
+        pieces = (values(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+        return torch.cat([adapted_norms(piece, None, None, scale=0.0, norm_dim=norm_dim) for piece in pieces])
 
 
 def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> None:
     place = store.layout.find(header.name)[1]
     dtype = _DTYPES[header.dtype]
     if dtype is torch.bfloat16 and place.packing == "none":
-        _load_in_place(store.flat(header.name, "hi"), header)
+        with store.writing(header.name, "hi"):
+            _load_in_place(store.flat(header.name, "hi"), header)
         return
+    planes = ("hi", "lo") if place.packing == "none" else ("packed",)
     at_once = STAGING_ELEMENTS if place.packing == "none" else piece_elements(place, STAGING_ELEMENTS)
-    with header.file.open("rb", buffering=0) as stream:
+    with ExitStack() as written:
+        stream = written.enter_context(header.file.open("rb", buffering=0))
+        for plane in planes:
+            written.enter_context(store.writing(header.name, plane))
         for offset in range(0, place.num_elements, at_once):
             num_elements = min(at_once, place.num_elements - offset)
             view = memoryview(staging.raw)[: num_elements * dtype.itemsize]

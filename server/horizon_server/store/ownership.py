@@ -63,9 +63,10 @@ class Ownership:
             offset = self.layout.offset_in(plane, unit)
             # A negative one is that of a unit which the plane leaves out.
             if offset >= 0:
-                parts = (self.trained, self.frozen) if plane == "hi" else (self.trained,)
-                for part in (of_ranks(unit.index)[rank] for of_ranks in parts):
-                    yield slice(offset + part.start, offset + part.stop)
+                size = unit.elements_in(plane)
+                for part in (of_ranks(unit.index)[rank] for of_ranks in (self.trained, self.frozen)):
+                    if part.start < min(part.stop, size):
+                        yield slice(offset + part.start, offset + min(part.stop, size))
 
     @property
     def num_numbers(self) -> int:

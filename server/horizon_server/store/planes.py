@@ -7,14 +7,15 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from horizon_server import progress
 from horizon_server.errors import DoesNotFit
 
-_MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module has no name for it
+_MADV_REMOVE = 9  # linux/mman.h, as the next one; the mmap module's own madvise takes no address
+_MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 256 << 20
 
 
@@ -69,14 +70,18 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         return
 
 
-def touch(mapping: mmap.mmap, *, num_threads: int) -> None:
-    """Have the kernel provide every page now, on several threads, leaving the contents as they are.
+def touch(mapping: mmap.mmap, *, num_threads: int, parts: Iterable[tuple[int, int]] | None = None) -> None:
+    """Have the kernel provide every page now, on several threads, leaving the contents as they are; with `parts`, those
+    of these stretches (first byte and the one after the last), which begin on a page.
 
     Raises:
         DoesNotFit: the kernel has no memory left for the pages.
     """
-    size_bytes = len(mapping)
-    pieces = [(start, min(_TOUCH_BYTES, size_bytes - start)) for start in range(0, size_bytes, _TOUCH_BYTES)]
+    pieces = [
+        (start, min(_TOUCH_BYTES, stop - start))
+        for first, stop in ([(0, len(mapping))] if parts is None else parts)
+        for start in range(first, stop, _TOUCH_BYTES)
+    ]
     anchor = ctypes.c_char.from_buffer(mapping)
     try:
         base = ctypes.addressof(anchor)
@@ -85,6 +90,18 @@ def touch(mapping: mmap.mmap, *, num_threads: int) -> None:
     finally:
         # The mapping cannot be unmapped while a ctypes object points into it.
         del anchor
+
+
+def give_back(memory: memoryview) -> None:
+    """Give the whole pages of a stretch of a mapped memory file back to the kernel: they are zero from now on, for
+    every process that maps the file, and take no memory until they are written again."""
+    anchor = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(anchor)
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if stop > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_REMOVE):
+        raise OSError(ctypes.get_errno(), "the kernel did not take memory back")
 
 
 def _touch_piece(mapping: mmap.mmap, base: int, start: int, size_bytes: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from horizon_server import cpu_priority
 from horizon_server.codec import from_plain
 from horizon_server.worker import let_launchers_run
-from horizon_server.worker.rank_processes import RankProcesses
+from horizon_server.worker.rank_processes import OtherRanks
 from horizon_server.worker_link.request import WorkerRequest
 from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
@@ -24,9 +24,9 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     asked = from_plain(WorkerRequest, request)
     others = None
-    if (num_ranks := asked.plan.execution.num_ranks) > 1:
+    if asked.plan.execution.num_ranks > 1:
         # First, so that they load their libraries and lay out the model while this process does.
-        others = RankProcesses(num_ranks, link.request_file, planes=asked.planes, alive_fd=link.alive_fd)
+        others = OtherRanks(asked, link.request_file, alive_fd=link.alive_fd)
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
     if asked.yields_processors:
         # Of the jobs that share the device, those that train come first until this one has its first turn.

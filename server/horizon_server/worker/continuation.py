@@ -98,14 +98,14 @@ def load(
     """
     refusal = ""
     if from_memory:
-        found = store.generations.find()
+        found = store.find_kept()
         if isinstance(found, KeptState):
             state = json.loads(found.text)
             figures = state.pop("figures")
             return Continuation(state=state, from_memory=True, unreported=None if found.reported else figures)
         refusal = found
     # First: a worker that is killed while it loads leaves weights of no step.
-    store.generations.reset()
+    store.start_loading()
     if resume_from is not None:
         state = load_checkpoint(store, resume_from, base=model, base_sha256=base_sha256)
         return Continuation(state=state, refusal=refusal)

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from horizon_server.children.entry import end_with_parent
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.engine.device import device_for
-from horizon_server.engine.ranks import Ranks
+from horizon_server.engine.ranks import Meeting, Ranks
 from horizon_server.planning.rates import PeerRates
 from horizon_server.records.execution import DeviceKind, Execution
 
@@ -53,7 +53,7 @@ def _measure(
     end_with_parent()
     execution = Execution(device_kind=kind, num_ranks=num_devices, lanes=num_devices)
     with closing(device_for(kind, num_threads=1, gpu=gpus[rank] if gpus else "")) as device:
-        ranks = Ranks.join(rank, Path(meeting), execution, shared_fd=-1)
+        ranks = Ranks.join(rank, Meeting(file=Path(meeting)), execution, shared_fd=-1)
         part = num_elements // num_devices
         host = device.allocate_host("staging", part * num_devices, device.compute_dtype)
         whole = device.allocate("weights", part * num_devices, device.compute_dtype)

@@ -1,4 +1,5 @@
-"""The other ranks of an attempt: processes that its worker starts, one for each further device, and that end with it.
+"""The other ranks of an attempt: processes that its worker starts, one for each further device, here and on other
+nodes, and that end with it.
 
 A rank that dies takes the attempt with it at once, and not at a collective's timeout: the others cannot continue, and a
 new worker finds the weights in the same memory.
@@ -9,26 +10,29 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
+import socket
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from horizon_server.children.child import exit_reason
-from horizon_server.children.entry import Answer, Failure, decode_line
-from horizon_server.errors import HorizonError, WorkerDied
+from horizon_server.children.entry import Failure
+from horizon_server.codec import to_plain
+from horizon_server.errors import HorizonError
+from horizon_server.network import Address, bound_socket
+from horizon_server.nodes.processes import RANK_MODULE, RankProcesses
+from horizon_server.nodes.protocol import RankOrder
+from horizon_server.nodes.remote import RemoteRanks
 from horizon_server.records.execution import Execution
-from horizon_server.store.planes import create_memory_file
+from horizon_server.store.model_files import CONFIG_FILE
+from horizon_server.store.safetensors_files import read_safetensors_headers
+from horizon_server.worker_link.request import Fleet, WorkerRequest
 
 if TYPE_CHECKING:
-    from horizon_server.engine.ranks import Ranks
+    from horizon_server.engine.ranks import Meeting, Ranks
 
 MEETING_FILE = "ranks"
-"""In the attempt's folder: where its ranks find each other."""
-RANK_MODULE = "horizon_server.worker.rank"
+"""In the attempt's folder: where ranks of one node find each other."""
 
 log = logging.getLogger(__name__)
 
@@ -38,42 +42,56 @@ _END_S = 3.0
 _EXIT_S = 10.0
 
 
-class RankProcesses:
-    """The processes of ranks 1 and up. Thread: the worker's main thread; one for each process watches it."""
+class OtherRanks:
+    """The ranks from 1 up. Thread: the worker's main thread; others watch them."""
 
     def __init__(
-        self, num_ranks: int, request_file: Path, *, planes: Mapping[str, int], alive_fd: int, module: str = RANK_MODULE
+        self, request: WorkerRequest, request_file: Path, *, alive_fd: int = -1, module: str = RANK_MODULE
     ) -> None:
-        """Start them; they inherit the descriptors of the planes, and the one that is locked while the attempt is
-        alive."""
-        self._meeting = request_file.with_name(MEETING_FILE)
-        # Of a worker of this attempt that was killed.
-        self._meeting.unlink(missing_ok=True)
+        """Start them."""
+        execution, fleet = request.plan.execution, request.fleet
         self._ranks: Ranks | None = None
-        self._ends: list[Failure | Answer] = []
+        self._failures: list[Failure] = []
         self._changed = threading.Condition()
         self._is_closing = False
-        # It ends with the processes that map it.
-        self._shared_fd = create_memory_file("ranks", 0)
-        self._processes = [
-            self._start(module, rank, request_file, [*planes.values(), *([alive_fd] if alive_fd >= 0 else [])])
-            for rank in range(1, num_ranks)
-        ]
+        self._file = request_file.with_name(MEETING_FILE)
+        # Of a worker of this attempt that was killed.
+        self._file.unlink(missing_ok=True)
+        self._listener: socket.socket | None = None
+        self._listening_at = Address(host="", port=0)
+        meeting = ["--meeting-file", str(self._file)]
+        if fleet is not None:
+            self._listener = bound_socket("fleet_address", Address(host=fleet.address, port=0))
+            self._listener.listen(execution.num_ranks)
+            self._listening_at = Address(host=fleet.address, port=self._listener.getsockname()[1])
+            meeting = ["--meeting-at", str(self._listening_at)]
+        here = range(1, execution.ranks_per_node)
+        self._here = RankProcesses(
+            here,
+            request_file,
+            meeting=meeting,
+            planes=request.planes,
+            alive_fd=alive_fd,
+            on_failure=self._end,
+            module=module,
+        )
+        elsewhere = [] if fleet is None else self._start_elsewhere(request, fleet)
+        self._groups: list[RankProcesses | RemoteRanks] = [self._here, *elsewhere]
 
     @property
     def pids(self) -> Sequence[int]:
-        """Their process ids."""
-        return [process.pid for process in self._processes]
+        """The process ids of those on this node."""
+        return self._here.pids
 
     def join(self, execution: Execution) -> Ranks:
         """Meet them, as the first rank."""
         # Loads torch, as they have done meanwhile.
         from horizon_server.engine.ranks import Ranks
 
-        ranks = Ranks.join(0, self._meeting, execution, shared_fd=self._shared_fd)
+        ranks = Ranks.join(0, self._meeting(), execution, shared_fd=self._here.shared_fd)
         with self._changed:
             self._ranks = ranks
-            ranks.is_broken = bool(self._failures())
+            ranks.is_broken = bool(self._failures)
         return ranks
 
     def cause_of(self, error: BaseException) -> BaseException:
@@ -82,68 +100,71 @@ class RankProcesses:
         if isinstance(error, HorizonError):
             return error
         with self._changed:
-            self._changed.wait_for(self._failures, 1.0)
-            failures = self._failures()
+            self._changed.wait_for(lambda: self._failures, 1.0)
+            failures = list(self._failures)
         return failures[0].error if failures else error
 
     def close(self) -> None:
         """Wait for their end, once the trainer is closed, and end those that do not."""
         self._is_closing = True
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_EXIT_S)
-        self.kill()
+        for group in self._groups:
+            group.close(_EXIT_S)
 
     def kill(self) -> None:
         """End them at once. What waits for them in this process fails then."""
         self._is_closing = True
         if self._ranks is not None:
             self._ranks.is_broken = True
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        for group in self._groups:
+            group.kill()
 
-    def _failures(self) -> list[Failure]:
-        return [end for end in self._ends if isinstance(end, Failure)]
+    def _meeting(self) -> Meeting:
+        from horizon_server.engine.ranks import Meeting
 
-    def _start(self, module: str, rank: int, request_file: Path, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-        reading, writing = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", module, str(request_file), "--rank", str(rank)),
-                    *("--end-fd", str(writing), "--shared-fd", str(self._shared_fd)),
-                ],
-                # Open as long as this process lives.
-                stdin=subprocess.PIPE,
-                pass_fds=(*inherited, writing, self._shared_fd),
+        if self._listener is None:
+            return Meeting(file=self._file)
+        # It is torch's from now on, which closes it.
+        at, listener = self._listening_at, self._listener.detach()
+        return Meeting(host=at.host, port=at.port, listener=listener)
+
+    def _start_elsewhere(self, request: WorkerRequest, fleet: Fleet) -> list[RemoteRanks]:
+        num_ranks = request.plan.execution.ranks_per_node
+        headers = read_safetensors_headers(request.model)
+        config = (request.model / CONFIG_FILE).read_text("utf-8")
+        tensors = tuple((name, header.dtype, header.shape) for name, header in headers.items())
+        plain: dict[str, Any] = {**to_plain(request), "fleet": None, "compiled": None, "digests": None, "trace": None}
+        return [
+            RemoteRanks(
+                address,
+                fleet.key_file,
+                RankOrder(
+                    job_id=request.job_id,
+                    request=plain,
+                    config=config,
+                    tensors=tensors,
+                    first_rank=node * num_ranks,
+                    num_ranks=num_ranks,
+                    meeting=str(self._listening_at),
+                ),
+                on_failure=self._end,
             )
-        finally:
-            os.close(writing)
-        watch = threading.Thread(target=self._watch, args=(rank, process, reading), name=f"rank {rank}", daemon=True)
-        watch.start()
-        return process
+            for node, address in enumerate(fleet.others, start=1)
+        ]
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], reading: int) -> None:
-        with os.fdopen(reading, "rb") as pipe:
-            line = pipe.read()
-        code = process.wait()
-        end = decode_line(line) if line else None
-        if not isinstance(end, Answer | Failure):
-            end = Failure(WorkerDied(exit_reason(code, oom_killed=False, who=f"rank {rank}")))
+    def _end(self, who: str, end: Failure) -> None:
+        """A rank has ended before its time: end the others, and this process where it does not end by itself."""
         if self._is_closing:
             return
-        if isinstance(end, Answer):
-            end = Failure(WorkerDied(f"rank {rank} ended before the worker"))
-        log.error("rank %d has ended, and the worker with it: %s", rank, end.error.message)
+        log.error("%s has ended, and the worker with it: %s", who, end.error.message)
         with self._changed:
-            self._ends.append(end)
+            self._failures.append(end)
             if self._ranks is not None:
                 self._ranks.is_broken = True
             self._changed.notify_all()
-        # So that no collective waits for a rank that waits for the one that is gone.
-        for other in self._processes:
-            other.kill()
+        # So that no collective waits for a rank that waits for the one that is gone. Not here, where the thread is that
+        # watches one of them.
+        for group in self._groups:
+            threading.Thread(target=group.kill, daemon=True).start()
         threading.Event().wait(_END_S)
         # Not by an exception, which would not reach a thread that waits for a device.
         if not self._is_closing:

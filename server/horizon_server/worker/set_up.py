@@ -16,6 +16,7 @@ from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.device.timeline import Trace
+from horizon_server.engine.divided_store import DividedStore, Division
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
@@ -116,7 +117,7 @@ class SetUp:
             resume_from=resume_from,
             from_memory=from_memory,
         )
-        self.store.generations.share(self.request.plan.execution.num_ranks)
+        self.store.start_training(self.request.plan.execution.num_ranks)
         return found
 
     def data_identity(self) -> dict[str, Any]:
@@ -178,9 +179,24 @@ class Homes:
 def attached_store(
     request: WorkerRequest, template: Template, *, rank: int = 0, place: PlacePlane | None = None
 ) -> HostStore:
-    """Return the store on the planes that the daemon lends."""
+    """Return the store on the planes that the daemon lends; on several nodes, this node's part of it."""
     execution = request.plan.execution
     grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[execution.grad_bytes]
+    if execution.num_nodes > 1:
+        node, place_on_node = divmod(rank, execution.ranks_per_node)
+        return DividedStore(
+            template.layout,
+            request.planes,
+            division=Division(
+                ownership=Ownership(layout=template.layout, num_ranks=execution.num_ranks),
+                num_nodes=execution.num_nodes,
+            ),
+            node=node,
+            grad_dtype=grad_dtype,
+            rank=place_on_node,
+            max_ranks=execution.lanes,
+            place=place,
+        )
     return HostStore.attach(
         template.layout, request.planes, grad_dtype=grad_dtype, rank=rank, max_ranks=execution.lanes, place=place
     )

@@ -16,6 +16,7 @@ from horizon_server.durable import remove_unfinished
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.divided_store import DividedStore
 from horizon_server.engine.ranks import ALONE, Call
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
@@ -34,7 +35,7 @@ from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
-from horizon_server.worker.rank_processes import RankProcesses
+from horizon_server.worker.rank_processes import OtherRanks
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
 from horizon_server.worker.result_facts import ResultRecorder
 from horizon_server.worker.saving import CheckpointWriter
@@ -65,7 +66,7 @@ class Training:
     """One attempt's training. Thread: everything runs on the caller's; the engine has its own."""
 
     def __init__(
-        self, request: WorkerRequest, *, events: EventWriter, orders: Orders, others: RankProcesses | None = None
+        self, request: WorkerRequest, *, events: EventWriter, orders: Orders, others: OtherRanks | None = None
     ) -> None:
         """`others` are the further ranks of an attempt that has several devices."""
         self._request, self._others, self._ranks = request, others, ALONE
@@ -104,6 +105,11 @@ class Training:
             answer_ends=answer_ends,
             facts_of=self._facts_of,
         )
+        if isinstance(self._store, DividedStore):
+            # Before anything is loaded, most of which goes to the other nodes.
+            assert others is not None, "a job on several nodes has several ranks"
+            self._ranks = others.join(self._execution)
+            self._store.connect(self._ranks)
         self._continued = self._set_up.load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
@@ -239,7 +245,7 @@ class Training:
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
         self._data_identity = self._set_up.data_identity()
         self._compiled = self._compiled_layers(self._set_up.template)
-        if self._others is not None:
+        if self._others is not None and self._ranks.is_alone:
             self._ranks = self._others.join(self._execution)
         if not self._turn.take():
             return False

@@ -20,6 +20,15 @@ class RunLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The nodes of a job: this one's address, and HOST:PORT of each further one, in the order of their ranks."""
+
+    address: str
+    others: tuple[str, ...]
+    key_file: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
     """One attempt: a JSON file next to its log (see `codec`), so that people can look at it, and run it again by
     hand."""
@@ -57,6 +66,8 @@ class WorkerRequest:
     it has only programs beside it that are none of the daemon's, and would wait behind these."""
     device_locks: tuple[Path, ...] = ()
     """One of each device, in the node's order, locked by the worker that uses it."""
+    fleet: Fleet | None = None
+    """What a job on several nodes needs to reach the others."""
     limits: RunLimits = RunLimits()
 
     def model_digest(self) -> str:

@@ -1,0 +1,1 @@
+"""Further nodes of a job: machines that give memory and devices to the ranks of jobs of another node's daemon."""
