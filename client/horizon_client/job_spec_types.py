@@ -342,6 +342,10 @@ class JobSpec(_Required, total=False):
     range such as 2-8 the job takes what is free when it starts, gives devices back that another job needs, takes more
     that are free, and continues on the others where one fails; the result is the same. A user is charged for each that
     is used. Default: 1."""
+    nodes: int
+    """Nodes that compute the job together, each with as many gpus: this one and others of its fleet (docs/nodes.md). A
+    node holds its part of weights, gradients and moments, so a model may be larger than the memory of one; the result
+    is the same as on one node with as many lanes. Default: 1."""
     eval_fraction: float
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash. Default: 0.0."""
     report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]

@@ -278,6 +278,8 @@ class MemoryPlan:
     device_range: DeviceRange | None
     """The numbers of devices that the job may compute on; None where it wants one number. num_devices is what was
     planned, or is used."""
+    num_nodes: int
+    """Nodes that compute the job together; host_bytes and num_devices are those of one."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -355,7 +357,7 @@ class StepPrediction:
     tokens_per_second: float
     """Real tokens per second."""
     bound: str
-    """What limits it: compute, h2d, d2h or host memory."""
+    """What limits it: compute, h2d, d2h, host memory or network."""
     total_s: float | None
     """Seconds of all steps and of the pass before the first one; None where the number of steps is not known before the
     data is prepared."""

@@ -134,7 +134,10 @@ def _memory_page(plan: MemoryPlan) -> str:
     where = clean(plan.device).replace(",", " and ") or "the node"
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
-    if plan.num_devices > 1:
+    if plan.num_nodes > 1:
+        each = f"{plan.num_devices} device{'' if plan.num_devices == 1 else 's'}"
+        where += f" by {each} of each of {plan.num_nodes} nodes in {plan.lanes} lanes"
+    elif plan.num_devices > 1:
         where += f" by {plan.num_devices} devices in {plan.lanes} lanes{_division_text(plan)}"
     if span := plan.device_range:
         where += f", planned for {plan.num_devices} of {span.least} to {span.most} devices"

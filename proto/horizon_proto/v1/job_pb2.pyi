@@ -591,6 +591,7 @@ class JobSpec(google.protobuf.message.Message):
     REPORT_TO_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
     MAX_GPUS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -623,6 +624,8 @@ class JobSpec(google.protobuf.message.Message):
     """
     max_gpus: builtins.int
     """The most devices of a job that takes what is free; at least gpus. Unset: gpus exactly."""
+    nodes: builtins.int
+    """Nodes that compute the job together, each with as many gpus; from 1 to 64; default 1. On several, gpus is one number."""
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -694,9 +697,10 @@ class JobSpec(google.protobuf.message.Message):
         report_to: collections.abc.Iterable[builtins.str] | None = ...,
         gpus: builtins.int | None = ...,
         max_gpus: builtins.int | None = ...,
+        nodes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "method", b"method", "model", b"model", "name", b"name", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -705,6 +709,8 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_gpus", b"_gpus"]) -> typing.Literal["gpus"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_gpus", b"_max_gpus"]) -> typing.Literal["max_gpus"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
@@ -1629,6 +1635,7 @@ class MemoryPlan(google.protobuf.message.Message):
     PARALLEL_FIELD_NUMBER: builtins.int
     WAYS_FIELD_NUMBER: builtins.int
     DEVICE_RANGE_FIELD_NUMBER: builtins.int
+    NUM_NODES_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1667,6 +1674,8 @@ class MemoryPlan(google.protobuf.message.Message):
     """How these devices divide a step. rows: each computes its lanes of every layer; layers: the layers go round the devices, and each
     computes its own for all tokens.
     """
+    num_nodes: builtins.int
+    """Nodes that compute the job together; host_bytes and num_devices are those of one."""
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -1726,9 +1735,10 @@ class MemoryPlan(google.protobuf.message.Message):
         parallel: builtins.str = ...,
         ways: global___PredictedWays | None = ...,
         device_range: global___DeviceRange | None = ...,
+        num_nodes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "device_range", b"device_range", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
@@ -1903,7 +1913,7 @@ class StepPrediction(google.protobuf.message.Message):
     tokens_per_second: builtins.float
     """Real tokens per second."""
     bound: builtins.str
-    """What limits it: compute, h2d, d2h or host memory."""
+    """What limits it: compute, h2d, d2h, host memory or network."""
     total_s: builtins.float
     """Seconds of all steps and of the pass before the first one; unset where the number of steps is not known before the data is prepared."""
     peak_flops_per_s: builtins.float

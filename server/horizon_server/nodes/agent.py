@@ -250,7 +250,7 @@ class NodeAgent:
                     request_file,
                     meeting=("--meeting-at", order.meeting),
                     planes=lease.planes,
-                    on_failure=lambda _, end: failures.append(end),
+                    on_end=lambda _, end: failures.append(end) if isinstance(end, Failure) else None,
                     environment=self._environment_of(lease),
                     log=stream,
                     module=self._module,

@@ -18,8 +18,9 @@ from horizon_server.store.planes import create_memory_file
 
 RANK_MODULE = "horizon_server.worker.rank"
 
-OnFailure = Callable[[str, Failure], None]
-"""Is told which rank has ended before its time, and how."""
+End = Answer | Failure
+OnEnd = Callable[[str, End], None]
+"""Is told which rank has ended, before it was to be ended, and how."""
 
 
 class RankProcesses:
@@ -33,7 +34,7 @@ class RankProcesses:
         *,
         meeting: Sequence[str],
         planes: Mapping[str, int],
-        on_failure: OnFailure,
+        on_end: OnEnd,
         alive_fd: int = -1,
         environment: Mapping[str, str] | None = None,
         log: IO[bytes] | None = None,
@@ -42,7 +43,7 @@ class RankProcesses:
         """Start them; `meeting` are the arguments that say where ranks meet. They inherit the descriptors of the
         planes, and the one that is locked while the attempt is alive. They write to `log`, or where this process
         does."""
-        self._on_failure, self._is_closing = on_failure, False
+        self._on_end, self._is_closing = on_end, False
         self._lock, self._is_closed = threading.Lock(), False
         # It ends with the processes that map it.
         self.shared_fd = create_memory_file("ranks", 0)
@@ -115,9 +116,8 @@ class RankProcesses:
             end = Failure(WorkerDied(exit_reason(code, oom_killed=False, who=f"rank {rank}")))
         if self._is_closing:
             return
-        if isinstance(end, Answer):
-            end = Failure(WorkerDied(f"rank {rank} ended before the worker"))
-        self._on_failure(f"rank {rank}", end)
-        # So that no collective waits for a rank that waits for the one that is gone.
-        for other in self._processes:
-            other.kill()
+        if isinstance(end, Failure):
+            # So that no collective waits for a rank that waits for the one that is gone.
+            for other in self._processes:
+                other.kill()
+        self._on_end(f"rank {rank}", end)

@@ -12,25 +12,23 @@ from horizon_server.codec import to_plain
 from horizon_server.errors import HorizonError, WorkerDied
 from horizon_server.network import parse_address
 from horizon_server.nodes.key import SERVER_NAME, client_context
-from horizon_server.nodes.processes import OnFailure
+from horizon_server.nodes.processes import End, OnEnd
 from horizon_server.nodes.protocol import CALL_S, LOST_S, NodeCall, RankOrder, encode_call
 
 
 class RemoteRanks:
     """Thread: the caller's; one listens to the node."""
 
-    def __init__(self, address: str, key_file: Path, order: RankOrder, *, on_failure: OnFailure) -> None:
-        """Have the node at HOST:PORT start them. What goes wrong is told to `on_failure`, and not raised."""
+    def __init__(self, address: str, key_file: Path, order: RankOrder, *, on_end: OnEnd) -> None:
+        """Have the node at HOST:PORT start them. What goes wrong is told to `on_end`, and not raised."""
         last = order.first_rank + order.num_ranks - 1
         self._who = f"rank{'' if order.num_ranks == 1 else 's'} {order.first_rank}" + (
             f" to {last}" if order.num_ranks > 1 else ""
         )
-        self._address, self._on_failure, self._is_closing = address, on_failure, False
+        self._address, self._on_end, self._is_closing = address, on_end, False
         self._connection: socket.socket | None = None
         self._ended = threading.Event()
-        work = lambda: self._follow(key_file, order)  # noqa: E731
-        self._thread = threading.Thread(target=work, name=f"ranks of {address}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._follow, args=(key_file, order), name=f"ranks of {address}", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
         """Wait for their end, and end those that take longer."""
@@ -56,11 +54,9 @@ class RemoteRanks:
             end = Failure(WorkerDied(f"{self._who} on {self._address} are lost: {why}"))
         self._ended.set()
         if not self._is_closing:
-            if isinstance(end, Answer):
-                end = Failure(WorkerDied(f"{self._who} on {self._address} ended before the worker"))
-            self._on_failure(f"{self._who} on {self._address}", end)
+            self._on_end(f"{self._who} on {self._address}", end)
 
-    def _run(self, key_file: Path, order: RankOrder) -> Answer | Failure:
+    def _run(self, key_file: Path, order: RankOrder) -> End:
         with connected(self._address, key_file) as connection:
             self._connection = connection
             connection.sendall(encode_call(NodeCall(name="run", body=to_plain(order))))

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horizon_server.children.entry import Failure
+from horizon_server.children.entry import Answer, Failure
 from horizon_server.codec import to_plain
-from horizon_server.errors import HorizonError
+from horizon_server.errors import HorizonError, WorkerDied
 from horizon_server.network import Address, bound_socket
-from horizon_server.nodes.processes import RANK_MODULE, RankProcesses
+from horizon_server.nodes.processes import RANK_MODULE, End, RankProcesses
 from horizon_server.nodes.protocol import RankOrder
 from horizon_server.nodes.remote import RemoteRanks
 from horizon_server.records.execution import Execution
@@ -72,7 +72,7 @@ class OtherRanks:
             meeting=meeting,
             planes=request.planes,
             alive_fd=alive_fd,
-            on_failure=self._end,
+            on_end=self._end,
             module=module,
         )
         elsewhere = [] if fleet is None else self._start_elsewhere(request, fleet)
@@ -146,15 +146,17 @@ class OtherRanks:
                     num_ranks=num_ranks,
                     meeting=str(self._listening_at),
                 ),
-                on_failure=self._end,
+                on_end=self._end,
             )
             for node, address in enumerate(fleet.others, start=1)
         ]
 
-    def _end(self, who: str, end: Failure) -> None:
+    def _end(self, who: str, end: End) -> None:
         """A rank has ended before its time: end the others, and this process where it does not end by itself."""
         if self._is_closing:
             return
+        if isinstance(end, Answer):
+            end = Failure(WorkerDied(f"{who} ended before the worker"))
         log.error("%s has ended, and the worker with it: %s", who, end.error.message)
         with self._changed:
             self._failures.append(end)

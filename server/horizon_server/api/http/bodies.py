@@ -40,7 +40,7 @@ COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
     JobRecord: ("spec.name", "progress", "eta_s"),
     Plan: (
         *("host_total_bytes", "device_total_bytes", "device_limit_bytes", "compute_dtype", "kept", "fits"),
-        *("num_devices", "lanes", "parallel"),
+        *("num_devices", "num_nodes", "lanes", "parallel"),
     ),
     CheckpointRecord: ("size_bytes",),
     DatasetRecord: ("state", "size_bytes", "data_kind"),
