@@ -253,6 +253,7 @@ async def wire(
         keep_s=settings.sampling_keep_s,
     )
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
+    nodes = NodeDirectory(addresses=settings.nodes, key_file=settings.fleet_key_file)
 
     async def why_device_broken(name: str) -> str:
         return await why_broken(gpus[name], environment) if name in gpus else ""
@@ -269,6 +270,7 @@ async def wire(
             **{name: usable_device_bytes(gpu.memory_bytes) for name, gpu in gpus.items()},
         },
         health=DeviceHealth(why_broken=why_device_broken),
+        further=nodes.why_not,
     )
     runtime = Runtime(
         settings=settings,
@@ -280,7 +282,7 @@ async def wire(
         planner=planner,
         meter=UsageMeter(sharing, shares),
         view=view,
-        nodes=NodeDirectory(addresses=settings.nodes, key_file=settings.fleet_key_file),
+        nodes=nodes,
         environment=environment,
         worker_module=worker_module,
     )
@@ -534,6 +536,7 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
             _sweep_hourly(settings, parts),
             parts.services.webhooks.deliveries.run(),
             feed_watchdog(),
+            parts.scheduler.runtime.nodes.watch(parts.scheduler.wake),
             watching,
         )
 

@@ -81,8 +81,8 @@ def list_nodes(config: Path | None, state_dir: Path | None, output: str) -> None
     """List the further nodes that this machine's daemon may use, and what each is doing."""
     settings = load_settings(config, state_dir=state_dir)
     directory = NodeDirectory(addresses=settings.nodes, key_file=settings.fleet_key_file)
-    reports = asyncio.run(directory.reports())
-    print_rows([_row(address, report) for address, report in reports.items()], output, name_key="node")
+    asyncio.run(directory.ask_all())
+    print_rows([_row(address, directory.known[address]) for address in directory.addresses], output, name_key="node")
 
 
 def _row(address: str, report: NodeReport | Exception) -> dict[str, str]:

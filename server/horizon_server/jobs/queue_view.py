@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -93,6 +93,7 @@ class QueueView:
         host_bytes: what all resident jobs may have together.
         devices: usable memory of each device, by name.
         health: which of them are out of service.
+        further: why each other node cannot be used by the jobs with these ids, or "".
     """
 
     jobs: JobStore
@@ -102,6 +103,7 @@ class QueueView:
     host_bytes: Callable[[], int]
     devices: Mapping[str, int]
     health: DeviceHealth
+    further: Callable[[Collection[str]], Mapping[str, str]] = lambda _: {}
     clock: Callable[[], float] = time.time
     outlooks: Mapping[str, Outlook] = field(init=False, default_factory=dict)
     named: Mapping[str, JobRecord] = field(init=False, default_factory=dict)
@@ -154,6 +156,7 @@ class QueueView:
                 is_open=condition.at(now_s) == "open",
                 closed_why=_closed_why(condition, now_s),
                 window=_window(condition, now_s),
+                further=self.further(residences.keys()),
             ),
             condition=condition,
             allowances={(one.holder, one.name): one for one in allowances},
@@ -204,6 +207,7 @@ class QueueView:
             device_bytes=plan.kept_device_bytes,
             num_devices=least,
             more_devices=most - least,
+            further_nodes=plan.num_nodes - 1,
             remaining_s=on_number(job.remaining_device_s, num_devices, least),
             # Written once and read once.
             unload_s=None if rate is None else 2 * stored_bytes / rate,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import structlog
 
 from horizon_server.children.entry import Answer, Failure, decode_line
 from horizon_server.codec import from_plain, to_plain
@@ -18,26 +16,62 @@ from horizon_server.network import parse_address
 from horizon_server.nodes.key import SERVER_NAME, client_context
 from horizon_server.nodes.protocol import CALL_S, MAX_LINE_BYTES, NodeCall, NodeReport, Reservation, encode_call
 
-log = structlog.get_logger(__name__)
+# Whether a node is free, or lost, is seen at most so much later where no job uses it.
+_ASK_EVERY_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class NodeDirectory:
-    """The nodes at these addresses (HOST:PORT), in the order in which they are taken."""
+    """The nodes at these addresses (HOST:PORT), in the order in which they are taken. Thread: belongs to one event
+    loop."""
 
     addresses: Sequence[str] = ()
     key_file: Path | None = None
+    known: dict[str, NodeReport | HorizonError] = field(init=False, default_factory=dict)
+    """What each node has said of itself when it was asked last, or why it did not."""
 
-    async def reports(self) -> Mapping[str, NodeReport | HorizonError]:
-        """What each node says of itself, or why it does not."""
+    async def watch(self, on_change: Callable[[], None]) -> None:
+        """Ask all nodes every few seconds, for as long as the daemon serves; `on_change` is called where one is free
+        again, or lost."""
+        while self.addresses:
+            before = self._states()
+            await self.ask_all()
+            if self._states() != before:
+                on_change()
+            await asyncio.sleep(_ASK_EVERY_S)
 
-        async def one(address: str) -> NodeReport | HorizonError:
+    async def ask_all(self) -> None:
+        """Ask all nodes now."""
+
+        async def one(address: str) -> None:
             try:
-                return from_plain(NodeReport, await self._ask(address, NodeCall(name="report")))
-            except (HorizonError, ValueError) as error:
-                return error if isinstance(error, HorizonError) else WorkerFailed(str(error))
+                self.known[address] = from_plain(NodeReport, await self._ask(address, NodeCall(name="report")))
+            except HorizonError as error:
+                self.known[address] = error
+            except ValueError:
+                self.known[address] = WorkerFailed("it answered with a report that this version does not know")
 
-        return dict(zip(self.addresses, await asyncio.gather(*map(one, self.addresses)), strict=True))
+        await asyncio.gather(*map(one, self.addresses))
+
+    def why_not(self, job_ids: Collection[str]) -> Mapping[str, str]:
+        """Of each node, why none of these jobs can have it; nothing where it is free, or has one of them."""
+        found = {}
+        for address in self.addresses:
+            report = self.known.get(address)
+            if isinstance(report, NodeReport):
+                is_free = not report.job_id or report.job_id in job_ids
+                found[address] = "" if is_free else "works for a job of another node"
+            else:
+                found[address] = "has not been asked yet" if report is None else "does not answer"
+        return found
+
+    def _states(self) -> list[str]:
+        reports = (self.known.get(address) for address in self.addresses)
+        return [report.job_id if isinstance(report, NodeReport) else "?" for report in reports]
+
+    def _set_job(self, address: str, job_id: str) -> None:
+        if isinstance(report := self.known.get(address), NodeReport):
+            self.known[address] = replace(report, job_id=job_id)
 
     async def reserve(self, reservation: Reservation, num_nodes: int, *, kept: Sequence[str] = ()) -> tuple[str, ...]:
         """Reserve as many nodes for a job, `kept` first; all of them or none.
@@ -55,6 +89,7 @@ class NodeDirectory:
             try:
                 await self._ask(address, NodeCall(name="reserve", body=to_plain(reservation)))
                 found.append(address)
+                self._set_job(address, reservation.job_id)
             except HorizonError as error:
                 refusals.append(f"{address}: {error.message}")
         if len(found) < num_nodes:
@@ -69,6 +104,8 @@ class NodeDirectory:
         async def one(address: str) -> None:
             with contextlib.suppress(HorizonError):
                 await self._ask(address, NodeCall(name="release", body={"job_id": job_id}))
+                if isinstance(report := self.known.get(address), NodeReport) and report.job_id == job_id:
+                    self._set_job(address, "")
 
         await asyncio.gather(*map(one, self.addresses if addresses is None else addresses))
 

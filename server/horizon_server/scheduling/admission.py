@@ -182,6 +182,7 @@ class _Round:
         self._node, self._shares, self._rules, self._now_s, self._held = node, shares, rules, now_s, held
         self._residents = list(residents)
         self._free_bytes = node.host_bytes - sum(job.host_bytes for job in residents)
+        self._free_nodes = sum(not why for why in node.further.values()) - sum(job.further_nodes for job in residents)
         self._waiting: Sequence[Job] = ()
         self._next: _HeadOfQueue | None = None
         self._start: list[tuple[str, tuple[str, ...]]] = []
@@ -218,6 +219,8 @@ class _Round:
                 self._next = self._make_next(job, givers, ends)
             elif self._devices_for(job) is None:
                 self._why[job.job_id] = self._why_no_device(job)
+            elif message := self._why_no_nodes(job):
+                self._why[job.job_id] = message
             elif job.host_bytes <= self._free_bytes and (message := self._why_not_loading(job)):
                 self._why[job.job_id] = message
                 self._num_expected[job.device] += job.num_devices
@@ -261,10 +264,10 @@ class _Round:
             need, limit = size_text(job.device_bytes), size_text(limit_bytes)
             each = " on each of its devices" if job.num_devices > 1 else ""
             message = f"cannot start: it needs {need} of device memory{each} and {limit} are available"
+        elif message := self._held(job, self._residents):
+            self._behind_quota.add(job.job_id)
         else:
-            message = self._held(job, self._residents)
-            if message:
-                self._behind_quota.add(job.job_id)
+            message = self._why_no_nodes(job)
         if message:
             self._why[job.job_id] = message
         return not message
@@ -288,6 +291,7 @@ class _Round:
         self._residents.append(loaded)
         self._count_loading(loaded)
         self._free_bytes -= job.host_bytes
+        self._free_nodes -= job.further_nodes
         self._parts.clear()
 
     def _devices_for(self, job: Job) -> tuple[str, ...] | None:
@@ -344,6 +348,18 @@ class _Round:
             "rest; "
             "a job that ends frees some"
         )
+
+    def _why_no_nodes(self, job: Job) -> str:
+        """Why a job waits for other nodes; nothing where enough are free."""
+        if job.further_nodes <= max(0, self._free_nodes):
+            return ""
+        needs = f"it needs {job.further_nodes} further node{'' if job.further_nodes == 1 else 's'}"
+        if job.further_nodes > len(self._node.further):
+            return f"cannot start: {needs} and this one knows {len(self._node.further)}"
+        ours = [one.job_id for one in self._residents if one.further_nodes]
+        reasons = [f"{name} {why}" for name, why in self._node.further.items() if why]
+        reasons += [f"{jobs_text(ours)} {'uses' if len(ours) == 1 else 'use'} the others"] if ours else []
+        return f"waiting for nodes: {needs}; {', '.join(reasons)}"
 
     def _make_next(self, job: Job, givers: Sequence[Resident], ends: Mapping[str, float | None]) -> _HeadOfQueue:
         """Goes through the times at which memory becomes free, until there is enough of it for the job."""

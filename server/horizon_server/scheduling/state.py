@@ -33,6 +33,8 @@ class Job:
     device_bytes: int
     num_devices: int = 1
     more_devices: int = 0
+    further_nodes: int = 0
+    """Nodes besides this one that it computes on too."""
     remaining_s: float | None = None
     unload_s: float | None = None
     """The measured cost of taking the job's model out of host memory and loading it again, None where unknown."""
@@ -98,6 +100,9 @@ class Node:
     """What the reason is while the node is not open."""
     window: Window | None = None
     """A maintenance window that has not ended yet."""
+    further: Mapping[str, str] = field(default_factory=dict)
+    """Other nodes that jobs may use besides this one, and why none can use them now: nothing where they are free, or
+    have a job of this node."""
 
     def in_service(self, kind: str) -> tuple[str, ...]:
         """The devices of a kind that jobs may use."""
