@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from horizon_server.db.jobs import JobStore
 from horizon_server.jobs.journal import Lifecycle
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.jobs.turns import DeviceTurns
-from horizon_server.nodes.directory import NodeDirectory
+from horizon_server.nodes.directory import NodeDirectory, NodeState
 from horizon_server.nodes.protocol import NodeReport
 from horizon_server.planning.machine import Accelerator, HostMemory, host_memory
 from horizon_server.records.account import Principal
@@ -42,16 +41,13 @@ class DeviceStatus:
     """Why no job uses it; empty while it is in service."""
 
 
-FurtherState = Literal["free", "busy", "lost"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FurtherNode:
     """Another node, which serves ranks of jobs of this one. Units: bytes."""
 
     address: str
     """HOST:PORT where it serves."""
-    state: FurtherState
+    state: NodeState
     hostname: str = ""
     gpus: tuple[str, ...] = ()
     """Their names; none where its processors compute."""
@@ -105,7 +101,7 @@ def further_nodes(nodes: NodeDirectory) -> tuple[FurtherNode, ...]:
             found.append(
                 FurtherNode(
                     address=address,
-                    state="busy" if report.job_id else "free",
+                    state=nodes.state_of(address),
                     hostname=report.hostname,
                     gpus=report.gpus,
                     host_memory_limit_bytes=report.host_bytes,
