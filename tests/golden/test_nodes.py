@@ -46,7 +46,7 @@ def life(
             store = HostStore.attach(layout, memories[0], max_ranks=LANES)
         else:
             store = DividedStore(
-                layout, memories[node], division=division, node=node, grad_dtype=torch.float32, rank=place
+                layout, memories[node], division=division, node=node, grad_dtype=torch.float32, rank=place, max_ranks=LANES
             )
             store.connect(ranks)
         state = None
@@ -75,7 +75,11 @@ def life(
         return figures, again
 
     with memory_of(layout, num_nodes) as memories:
-        said = one(ALONE, memories) if num_ranks == 1 else in_ranks(num_ranks, lambda r: one(r, memories), gathers=True)
+        said = (
+            one(ALONE, memories)
+            if num_ranks == 1
+            else in_ranks(num_ranks, lambda r: one(r, memories), gathers=True, num_nodes=num_nodes)
+        )
         taken = [sum(os.fstat(fd).st_blocks * 512 for fd in planes.values()) for planes in memories]
     files = {str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()}
     return said, files, taken
@@ -88,9 +92,6 @@ def memory_of(layout: Any, num_nodes: int) -> Iterator[list[dict[str, int]]]:
         with lent_memory(planes) as one:
             yield [one]
         return
-    from horizon_server.store.generations import plane_bytes
-
-    planes["generations"] = plane_bytes(layout, max_ranks=4 // num_nodes)
     with lent_memory(planes) as first, lent_memory(planes) as second:
         yield [first, second]
 
