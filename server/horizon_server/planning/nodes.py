@@ -83,12 +83,18 @@ def check_exact(folder: ModelFolder, execution: Execution) -> None:
 
 
 def network_bytes(layout: StoreLayout, execution: Execution) -> int:
-    """What a node receives in a step, and sends: every unit twice, and its sums of what other nodes own."""
+    """What a node receives in a step, and sends: weights for forward and backward, and its sums of what others own.
+
+    The layers at which forward turns into backward are there already, and the head computes both at once. Rows of the
+    embedding are few.
+    """
     num_ranks, others = execution.num_ranks, (execution.num_nodes - 1) / execution.num_nodes
-    gathered = sum(unit.unpacked_elements for unit in layout.units[1:]) * execution.element_bytes
+    layers = [unit.unpacked_elements for unit in layout.units if unit.kind == "layer"]
+    gathered = 2 * sum(layers) - sum(layers[-execution.num_weight_slots :]) + layout.units[-1].unpacked_elements
+    gathered += layout.units[0].unpacked_elements * layout.tied
     trained = sum(unit.trained_elements for unit in layout.units) * ELEMENT_BYTES[execution.wire]
     # The ranks of all nodes are a ring.
-    return int(2 * gathered * (num_ranks - 1) / num_ranks + trained * others)
+    return int(gathered * execution.element_bytes * (num_ranks - 1) / num_ranks + trained * others)
 
 
 def of_one_node(execution: Execution) -> Execution:
