@@ -98,8 +98,7 @@ SERVER_NAME = _NAME
 def _with_key(context: ssl.SSLContext, file: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        if file.stat().st_mode & 0o077:
-            raise BadSetting(f"setting fleet_key_file: others than its owner can read {file}; run chmod 600 {file}")
+        is_private = not file.stat().st_mode & 0o077
         context.load_cert_chain(file)
         text = file.read_text("ascii")
         context.load_verify_locations(cadata=text[text.index("-----BEGIN CERTIFICATE") :])
@@ -108,4 +107,6 @@ def _with_key(context: ssl.SSLContext, file: Path) -> ssl.SSLContext:
         raise BadSetting(
             f"setting fleet_key_file: {file} cannot be used: {why}; horizond node key makes one"
         ) from error
+    if not is_private:
+        raise BadSetting(f"setting fleet_key_file: others than its owner can read {file}; run chmod 600 {file}")
     return context
