@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import product
 
 from bench.forecast import model_7b
 from horizon_server.planning.nodes import network_bytes
-from horizon_server.records.execution import Execution
+from horizon_server.records.execution import ComputeDtype, Execution
 from horizon_server.store.layout import StoreLayout, build_layout
 
 NETWORKS_GBPS = (10, 100, 400)
-FLEETS = ((2, 1), (2, 8), (8, 8))
+FLEETS = ((2, 1), (8, 8))
 """Nodes, and GPUs of each."""
+WIRES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
+"""What gradients are in on their way: `train.wire`."""
 _HEAD_SIZE = 128
 
 
@@ -66,24 +69,26 @@ def layouts() -> dict[str, StoreLayout]:
 def table() -> list[str]:
     """Bytes per step and node, and seconds on networks of several speeds, as lines of Markdown."""
     lines = [
-        "| model | nodes x GPUs | GB a step and node | "
+        "| model | nodes x GPUs | gradients in | GB a step and node | "
         + " | ".join(f"{gbps} Gbit/s" for gbps in NETWORKS_GBPS)
         + " |",
-        "| --- | --- | --- |" + " --- |" * len(NETWORKS_GBPS),
+        "| --- | --- | --- | --- |" + " --- |" * len(NETWORKS_GBPS),
     ]
     for name, layout in layouts().items():
-        for num_nodes, num_gpus in FLEETS:
+        for (num_nodes, num_gpus), wire in product(FLEETS, WIRES):
             execution = Execution(
                 device_kind="cuda",
                 compute_dtype="bfloat16",
                 grad_bytes=2,
                 num_ranks=num_nodes * num_gpus,
                 num_nodes=num_nodes,
+                wire=wire,
                 lanes=max(8, num_nodes * num_gpus),
             )
             num_bytes = network_bytes(layout, execution)
             seconds = [f"{num_bytes / (gbps * 1e9 / 8):.2f} s" for gbps in NETWORKS_GBPS]
-            lines.append(f"| {name} | {num_nodes} x {num_gpus} | {num_bytes / 1e9:.1f} | {' | '.join(seconds)} |")
+            cells = [name, f"{num_nodes} x {num_gpus}", wire, f"{num_bytes / 1e9:.1f}", *seconds]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
