@@ -46,7 +46,13 @@ def life(
             store = HostStore.attach(layout, memories[0], max_ranks=LANES)
         else:
             store = DividedStore(
-                layout, memories[node], division=division, node=node, grad_dtype=torch.float32, rank=place, max_ranks=LANES
+                layout,
+                memories[node],
+                division=division,
+                node=node,
+                grad_dtype=torch.float32,
+                rank=place,
+                max_ranks=LANES,
             )
             store.connect(ranks)
         state = None

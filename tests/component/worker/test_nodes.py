@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.component.worker.test_rank_processes import Inputs, ranks_of, started, to_the_end
+from tests.component.worker.test_rank_processes import Inputs, started, to_the_end
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, worker_request
 
 from horizon_server.children.entry import Answer
 from horizon_server.codec import to_plain
-from horizon_server.events import StepDone
 from horizon_server.nodes.agent import NodeAgent
 from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.nodes.key import make_key
