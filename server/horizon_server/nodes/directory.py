@@ -127,9 +127,14 @@ class NodeDirectory:
         try:
             writer.write(encode_call(call))
             line = await reader.readline()
+            if not line:
+                raise ConnectionError("it ended the connection")
+            end = decode_line(line)
+        except (ValueError, WorkerFailed):
+            # One that is too long, or is none of ours.
+            end = None
         finally:
             writer.close()
-        end = decode_line(line)
         if isinstance(end, Failure):
             raise end.error
         if not isinstance(end, Answer):
