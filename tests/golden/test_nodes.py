@@ -103,7 +103,8 @@ class Job:
         """As a worker does; the trainer's state, where a checkpoint has one."""
         store.start_loading()
         if checkpoint is None:
-            return load_model(store, self.folder)
+            load_model(store, self.folder)
+            return None
         digest = None if self.adapter is None else self.adapter.base_sha256
         return load_checkpoint(store, checkpoint, base=self.folder, base_sha256=digest)
 
@@ -232,10 +233,10 @@ def test_nodes_give_the_bits_of_one_rank_and_continue_what_others_have_begun(
     assert (together.said, together.after) == (alone.said, alone.after)
     assert together.files == alone.files
 
-    resumed = [
-        life(job, fleet, steps[-1:] * 2, tmp_path / f"resumed on {fleet.num_nodes}", resume_from=before.checkpoint)
-        for fleet, before in ((ONE, together), (several, alone))
-    ]
+    resumed, last = [], [steps[-1]] * 2
+    for fleet, before in ((ONE, together), (several, alone)):
+        target = tmp_path / f"resumed on {fleet.num_nodes}"
+        resumed.append(life(job, fleet, last, target, resume_from=before.checkpoint))
     for one in resumed:
         assert one.said == [alone.after]
     assert resumed[0].files == resumed[1].files
