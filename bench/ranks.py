@@ -39,7 +39,7 @@ from bench.models import qwen3_config, random_rows
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.protocol import Event, Work
 from horizon_server.engine.device.queued_device import HostQueue
-from horizon_server.engine.ranks import ALONE, Call, Ranks
+from horizon_server.engine.ranks import ALONE, Call, Meeting, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import CollectiveKind
@@ -161,7 +161,7 @@ def joined(job: dict[str, Any], rank: int) -> Ranks:
     if job["num_ranks"] == 1:
         return ALONE
     execution = Execution(num_ranks=job["num_ranks"], lanes=job["lanes"], parallel=job["parallel"])
-    ranks = Ranks.join(rank, Path(job["meeting"]), execution, shared_fd=job["shared_fd"])
+    ranks = Ranks.join(rank, Meeting(file=Path(job["meeting"])), execution, shared_fd=job["shared_fd"])
     ranks.gathers = job["gathers"]
     return ranks
 

@@ -280,6 +280,9 @@ class TrainSpec(TypedDict, total=False):
     layers go round the gpus, and each computes its own for all tokens, so that weights and gradients cross the links to
     one of them only. layers needs max_grad_norm and a layer for each of the gpus. auto: what is predicted to be faster.
     With one device it has no effect. Default: 'auto'."""
+    wire: Literal["float32", "bfloat16"]
+    """What gradients are rounded to on their way from one of several nodes to another: bfloat16 halves their bytes, and
+    the result then depends on the number of nodes. With one node it has no effect. Default: 'float32'."""
     trainable: str | Sequence[str]
     """What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular
     expressions that are found in tensors' names, each adding tensors or, after a !, taking some away:

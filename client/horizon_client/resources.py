@@ -974,6 +974,28 @@ class Node:
     """Decayed device time by project and user."""
     host_memory_promised_bytes: int
     """Planned host memory of all resident jobs together, and of the model that answers prompts."""
+    further_nodes: tuple[FurtherNode, ...]
+    """Other nodes that jobs with nodes may use besides this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherNode:
+    """Another node, which serves ranks of jobs of this one."""
+
+    address: str
+    """Where it serves, HOST:PORT."""
+    state: str
+    """free, busy (it works for a job) or lost (it does not answer)."""
+    hostname: str
+    """Its host name; empty while it does not answer."""
+    gpus: tuple[str, ...]
+    """Names of its GPUs; none where its processors compute."""
+    host_memory_limit_bytes: int
+    """Host memory that a job may have there."""
+    host_memory_available_bytes: int
+    """Of that, what is free now."""
+    message: str
+    """Why it is lost; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)

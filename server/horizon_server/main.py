@@ -253,7 +253,12 @@ async def wire(
         keep_s=settings.sampling_keep_s,
     )
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
-    nodes = NodeDirectory(addresses=settings.nodes, key_file=settings.fleet_key_file)
+    nodes = NodeDirectory(
+        addresses=settings.nodes,
+        key_file=settings.fleet_key_file,
+        owner=f"{settings.fleet_address} {settings.state_dir.absolute()}",
+        is_resident=store.is_resident,
+    )
 
     async def why_device_broken(name: str) -> str:
         return await why_broken(gpus[name], environment) if name in gpus else ""
@@ -536,7 +541,7 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
             _sweep_hourly(settings, parts),
             parts.services.webhooks.deliveries.run(),
             feed_watchdog(),
-            parts.scheduler.runtime.nodes.watch(parts.scheduler.wake),
+            parts.scheduler.runtime.nodes.watch(parts.scheduler.try_held_back, parts.metrics.set_fleet_nodes),
             watching,
         )
 

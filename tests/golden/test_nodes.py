@@ -153,7 +153,9 @@ class Fleet:
 
     def run(self, work: Callable[[Ranks], Any]) -> Any:
         """What the first rank returns."""
-        return work(ALONE) if self.num_ranks == 1 else in_ranks(self.num_ranks, work, gathers=True)
+        if self.num_ranks == 1:
+            return work(ALONE)
+        return in_ranks(self.num_ranks, work, gathers=True, num_nodes=self.num_nodes)
 
 
 ONE = Fleet(num_nodes=1, num_ranks=1)

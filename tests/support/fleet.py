@@ -45,6 +45,7 @@ def serving(folder: Path, key: Path, **how: Any) -> Iterator[NodeAgent]:
 def reservation(job_id: str = "job_1", **changes: Any) -> Reservation:
     """What a small job asks of a node."""
     small: dict[str, Any] = {
+        "owner": "daemon_1",
         "plane_bytes": {"hi": 8192},
         "host_bytes": GIB,
         "num_ranks": 2,

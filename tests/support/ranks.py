@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.protocol import Work
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.ranks import ALONE, GROUPS, Ranks
+from horizon_server.engine.ranks import ALONE, GROUPS, Ranks, groups_of_nodes
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import CollectiveKind, DeviceFigures, StepFigures
@@ -65,6 +65,7 @@ def in_ranks(
     parallel: Parallel = "rows",
     gathers: bool = False,
     kind: type[Ranks] = Ranks,
+    num_nodes: int = 1,
 ) -> Result:
     """Run `work` in a thread for each rank; returns the first one's result. Raises the first error."""
     store, results, errors = HashStore(), dict[int, Result](), list[BaseException]()
@@ -74,7 +75,11 @@ def in_ranks(
         try:
             torch.set_num_threads(1)
             groups = {name: group_of(store, name, rank, num_ranks) for name in GROUPS}
-            results[rank] = work(kind(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd))
+            for name, members in groups_of_nodes(num_ranks, num_nodes):
+                if rank in members:
+                    groups[name] = group_of(store, f"{name} {members}", members.index(rank), len(members))
+            how = {"parallel": parallel, "gathers": gathers, "shared_fd": shared_fd, "num_nodes": num_nodes}
+            results[rank] = work(kind(rank, num_ranks, groups, **how))
         except BaseException as error:
             errors.append(error)
 

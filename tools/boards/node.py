@@ -96,6 +96,16 @@ _NOW = (
         maximum=1,
         queries=[(select("horizon_node_open"), "{{instance}}")],
     ),
+    Chart(
+        title="Further nodes",
+        text="Nodes that jobs with `nodes` use besides this one: free, busy for a job, or lost, which do not answer.",
+        good="None is lost.",
+        unit="short",
+        width=8,
+        height=4,
+        kind="number",
+        queries=[(f"sum by (instance, state) ({select('horizon_fleet_nodes')})", "{{state}}")],
+    ),
 )
 
 _MEMORY = (

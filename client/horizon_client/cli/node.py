@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from horizon_client.cli.output import (
     output_option,
     print_one,
     print_result,
+    table,
     time_text,
 )
 from horizon_client.cli.root import Commands, connection_options
@@ -26,7 +28,7 @@ from horizon_client.profiles import NO_SERVER
 from horizon_client.version import client_version
 
 if TYPE_CHECKING:
-    from horizon_client.resources import DeviceStatus, Node, NodeCondition
+    from horizon_client.resources import DeviceStatus, FurtherNode, Node, NodeCondition
     from horizon_client.sync_client import Client
 
 
@@ -53,6 +55,7 @@ def _facts(node: Node) -> list[tuple[str, str]]:
         ("jobs", jobs or "none"),
         ("turns", slices),
         *((f"turn on {device.name}", _turn_text(device)) for device in node.devices),
+        *((f"node {further.address}", _further_text(further)) for further in node.further_nodes),
         *([("use", uses)] if uses else []),
         ("you", f"{node.user}, role {node.role}"),
     ]
@@ -81,6 +84,22 @@ def _turn_text(device: DeviceStatus) -> str:
     return f"{device.holder or 'nobody'} ({number}){out}"
 
 
+def _further_text(further: FurtherNode) -> str:
+    if further.state == "lost":
+        return f"lost: {clean(further.message)}"
+    return f"{further.state}, {_memory_text(further)} free, {_gpus_text(further.gpus)}"
+
+
+def _memory_text(machine: FurtherNode | Node) -> str:
+    return f"{bytes_text(machine.host_memory_available_bytes)} of {bytes_text(machine.host_memory_limit_bytes)}"
+
+
+def _gpus_text(names: Sequence[str]) -> str:
+    """Return how many there are of each model: 8 x H100."""
+    models = [f"{names.count(name)} x {clean(name)}" for name in dict.fromkeys(names)]
+    return ", ".join(models) or "processors"
+
+
 def _out_text(device: DeviceStatus) -> str:
     return f"is out of service: {clean(device.out_of_service)}"
 
@@ -102,6 +121,26 @@ def status(client: Client, output: str) -> None:
     Memory, devices, disk and jobs of the node, whether jobs start, and whose turn it is on each device.
     """
     print_one(client.node.status(), _VIEW, output)
+
+
+@node.command("list", epilog="\b\nExample:\n  horizon node list")
+@output_option
+@connected
+def list_nodes(client: Client, output: str) -> None:
+    """List the node and the further ones that jobs with nodes may use besides it."""
+    found = client.node.status()
+    own = [found.hostname, _state_text(found), _gpus_text([a.name for a in found.accelerators]), _memory_text(found)]
+    others = [
+        [one.address, one.state, _gpus_text(one.gpus), _memory_text(one) if one.hostname else "-"]
+        for one in found.further_nodes
+    ]
+    plain = [dict(zip(("node", "state", "gpus", "free_memory"), row, strict=True)) for row in (own, *others)]
+    print_result(
+        plain,
+        output,
+        names=[row[0] for row in (own, *others)],
+        page=lambda: table(["NODE", "STATE", "GPUS", "FREE MEMORY"], [own, *others]),
+    )
 
 
 _MESSAGE = click.option("--message", default="", metavar="TEXT", help="Shown to everybody whose jobs wait.")

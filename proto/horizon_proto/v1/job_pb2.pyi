@@ -369,6 +369,30 @@ PARALLEL_LAYERS: Parallel.ValueType  # 3
 """The layers go round the devices, and each computes its own for all tokens."""
 global___Parallel = Parallel
 
+class _Wire:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WireEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Wire.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WIRE_UNSPECIFIED: _Wire.ValueType  # 0
+    """Not set: float32."""
+    WIRE_FLOAT32: _Wire.ValueType  # 1
+    """Nothing is rounded."""
+    WIRE_BFLOAT16: _Wire.ValueType  # 2
+    """Half the bytes."""
+
+class Wire(_Wire, metaclass=_WireEnumTypeWrapper):
+    """Wire is what gradients are rounded to on their way from one node to another."""
+
+WIRE_UNSPECIFIED: Wire.ValueType  # 0
+"""Not set: float32."""
+WIRE_FLOAT32: Wire.ValueType  # 1
+"""Nothing is rounded."""
+WIRE_BFLOAT16: Wire.ValueType  # 2
+"""Half the bytes."""
+global___Wire = Wire
+
 class _Decay:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1071,6 +1095,7 @@ class TrainSpec(google.protobuf.message.Message):
     LORA_FIELD_NUMBER: builtins.int
     LANES_FIELD_NUMBER: builtins.int
     PARALLEL_FIELD_NUMBER: builtins.int
+    WIRE_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -1123,6 +1148,8 @@ class TrainSpec(google.protobuf.message.Message):
     """
     parallel: global___Parallel.ValueType
     """How several gpus divide a step; default auto."""
+    wire: global___Wire.ValueType
+    """What gradients are rounded to on their way from one node to another; default float32, which rounds nothing."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -1171,9 +1198,10 @@ class TrainSpec(google.protobuf.message.Message):
         lora: global___LoraSpec | None = ...,
         lanes: builtins.int | None = ...,
         parallel: global___Parallel.ValueType = ...,
+        wire: global___Wire.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "parallel", b"parallel", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_lanes", b"_lanes", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "lanes", b"lanes", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "parallel", b"parallel", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay", "wire", b"wire"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload

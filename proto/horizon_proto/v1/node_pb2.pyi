@@ -204,6 +204,7 @@ class Node(google.protobuf.message.Message):
     DEVICES_FIELD_NUMBER: builtins.int
     SHARE_USES_FIELD_NUMBER: builtins.int
     HOST_MEMORY_PROMISED_BYTES_FIELD_NUMBER: builtins.int
+    FURTHER_NODES_FIELD_NUMBER: builtins.int
     hostname: builtins.str
     """Its host name."""
     version: builtins.str
@@ -250,6 +251,10 @@ class Node(google.protobuf.message.Message):
     def share_uses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareUse]:
         """Decayed device time by project and user."""
 
+    @property
+    def further_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FurtherNode]:
+        """Other nodes that jobs with nodes may use besides this one."""
+
     def __init__(
         self,
         *,
@@ -271,11 +276,56 @@ class Node(google.protobuf.message.Message):
         devices: collections.abc.Iterable[global___DeviceStatus] | None = ...,
         share_uses: collections.abc.Iterable[global___ShareUse] | None = ...,
         host_memory_promised_bytes: builtins.int = ...,
+        further_nodes: collections.abc.Iterable[global___FurtherNode] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["condition", b"condition"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "further_nodes", b"further_nodes", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
 
 global___Node = Node
+
+@typing.final
+class FurtherNode(google.protobuf.message.Message):
+    """FurtherNode is another node, which serves ranks of jobs of this one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    HOSTNAME_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """Where it serves, HOST:PORT."""
+    state: builtins.str
+    """free, busy (it works for a job) or lost (it does not answer)."""
+    hostname: builtins.str
+    """Its host name; empty while it does not answer."""
+    host_memory_limit_bytes: builtins.int
+    """Host memory that a job may have there."""
+    host_memory_available_bytes: builtins.int
+    """Of that, what is free now."""
+    message: builtins.str
+    """Why it is lost; empty otherwise."""
+    @property
+    def gpus(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of its GPUs; none where its processors compute."""
+
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        state: builtins.str = ...,
+        hostname: builtins.str = ...,
+        gpus: collections.abc.Iterable[builtins.str] | None = ...,
+        host_memory_limit_bytes: builtins.int = ...,
+        host_memory_available_bytes: builtins.int = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "gpus", b"gpus", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "hostname", b"hostname", "message", b"message", "state", b"state"]) -> None: ...
+
+global___FurtherNode = FurtherNode
 
 @typing.final
 class DeviceStatus(google.protobuf.message.Message):

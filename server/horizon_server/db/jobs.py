@@ -33,7 +33,7 @@ from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.db.webhooks import queue_deliveries
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ANY_JOB, ENDED, MOVES, JobFilter, JobRecord, JobState, StopRequest
+from horizon_server.records.job import ANY_JOB, ENDED, MOVES, RESIDENT, JobFilter, JobRecord, JobState, StopRequest
 from horizon_server.spec import parse_job_spec
 
 VisitEvent = Callable[[int, float, dict[str, Any]], None]
@@ -137,6 +137,11 @@ class JobStore:
             return None if row is None else self._records.of(row, queue_position=_place(connection, row))
 
         return await self._database.look_up(("job", job_id), read)
+
+    async def is_resident(self, job_id: str) -> bool:
+        """Return whether a job has an attempt."""
+        job = await self.get(job_id)
+        return job is not None and job.job_state in RESIDENT
 
     async def find(
         self, owner: str | None, *, projects: Collection[str] = (), name: str | None = None, prefix: str = ""

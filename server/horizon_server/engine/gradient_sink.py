@@ -49,6 +49,7 @@ class GradientSink:
         num_slots: int,
         ranks: Ranks = ALONE,
         num_lanes: int = 1,
+        wire: torch.dtype = torch.float32,
     ) -> None:
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes = ranks, num_lanes
@@ -81,6 +82,7 @@ class GradientSink:
                 ranks,
                 num_lanes=num_lanes,
                 numbers=self._lane_numbers,
+                wire=wire,
             )
         self._landing: SlotRings | None = None
         self._has_rows = template.layout.has_row_gradients

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event, Queue
 from horizon_server.engine.lanes import StepRows, sum_subtrees
+from horizon_server.engine.node_sums import NodeSums
 from horizon_server.engine.ranks import Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
-from horizon_server.planning.lane_tree import Stack, Subtree, num_buffers, num_sums, roots_of
+from horizon_server.planning.lane_tree import Stack, Subtree, num_buffers, num_sums, roots_of, rounds_of
 from horizon_server.store import reference
 from horizon_server.store.ownership import NORM_BLOCK_ELEMENTS, length
 
@@ -145,11 +146,13 @@ class LaneSums:
         *,
         num_lanes: int,
         numbers: Tensor,
+        wire: torch.dtype = torch.float32,
     ) -> None:
-        """`numbers` is host memory for the ownership's `num_numbers` of two steps in turn."""
+        """`numbers` is host memory for the ownership's `num_numbers` of two steps in turn; `wire` is what gradients go
+        from node to node in."""
         self._template, self.device, self._ranks = template, device, ranks
         self.ownership = ranks.ownership(template.layout)
-        self._num_lanes = num_lanes
+        self._num_lanes, self._wire = num_lanes, wire
         self._plan()
         self._extras: list[Tensor] = []
         self._received: Tensor | None = None
@@ -175,10 +178,8 @@ class LaneSums:
         # The subtrees of all ranks, in the order in which they are received: first the first of each rank.
         roots = [roots_of(of_rank) for of_rank in of_ranks]
         self._num_roots = len(roots[ranks.rank])
-        self._rounds = [
-            [(rank, of_rank[index]) for rank, of_rank in enumerate(roots) if index < len(of_rank)]
-            for index in range(max(map(len, roots)))
-        ]
+        self._rounds = rounds_of(roots)
+        self._on_nodes = None if ranks.num_nodes == 1 else NodeSums(ranks, of_ranks, wire=self._wire)
         self._num_subtrees = sum(map(len, roots))
         self._num_row_sums = num_sums(sorted(root for of_rank in roots for root in of_rank))
 
@@ -206,12 +207,11 @@ class LaneSums:
         if self._template.layout.shares_gradient:
             self._table = device.allocate("gradients", length(ownership.trained(0)[self._ranks.rank]), torch.float32)
         if not self._ranks.is_alone:
-            owned = max(
-                length(ownership.trained(unit.index)[self._ranks.rank])
-                for unit in units
-                if not ownership.is_whole(unit.index)
-            )
-            self._received = device.allocate("gradients", self._num_subtrees * owned, torch.float32)
+            parts = [ownership.trained(unit.index) for unit in units if not ownership.is_whole(unit.index)]
+            num_received = self._num_subtrees * max(length(of_ranks[self._ranks.rank]) for of_ranks in parts)
+            if self._on_nodes is not None:
+                num_received = max(self._on_nodes.num_elements(list(map(length, of_ranks))) for of_ranks in parts)
+            self._received = device.allocate("gradients", num_received, torch.float32)
             self._open_rows()
 
     def reserve(self, num_tokens: int) -> None:
@@ -349,9 +349,12 @@ class LaneSums:
         sizes = [length(part) for part in self.ownership.trained(unit_index)]
         received = self._received
         own = sizes[self._ranks.rank]
+        work, num_bytes = partial(self._sum_received, roots, sizes), (self._num_subtrees - self._num_roots) * own * 4
+        if self._on_nodes is not None:
+            work, num_bytes = partial(self._on_nodes.sum, roots, sizes, received), self._on_nodes.num_bytes(sizes)
         self.device.d2h.submit(
-            partial(self._sum_received, roots, sizes),
-            num_bytes=(self._num_subtrees - self._num_roots) * own * received.itemsize,
+            work,
+            num_bytes=num_bytes,
             label=f"exchange {unit_index}",
             collective="gradients",
         )

@@ -34,13 +34,19 @@ def lane_of_each(sizes: Sequence[int], num_lanes: int) -> list[int]:
 
 def sum_subtrees(sums: Sequence[tuple[Subtree, Tensor]]) -> Tensor:
     """The sum over all lanes of subtrees that have them all, given in order; made in the memory of the first one."""
-    stack, buffers = Stack(), []
+    (total,) = close_subtrees(sums)
+    return total
+
+
+def close_subtrees(sums: Sequence[tuple[Subtree, Tensor]]) -> list[Tensor]:
+    """The sums of the largest subtrees that neighbouring ones, given in order, make together; each in the memory of its
+    first one."""
+    stack, buffers = Stack(), list[Tensor]()
     for subtree, values in sums:
         buffers.append(values)
         for right in stack.push(subtree):
             buffers[right - 1].add_(buffers.pop())
-    (total,) = buffers
-    return total
+    return buffers
 
 
 def sum_lanes(values_V: Tensor) -> Tensor:

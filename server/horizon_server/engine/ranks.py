@@ -35,6 +35,8 @@ from horizon_server.store.layout import StoreLayout
 from horizon_server.store.ownership import Ownership
 
 QueueName = Literal["h2d", "compute", "d2h"]
+GroupName = Literal["h2d", "compute", "d2h", "node", "peers"]
+"""All ranks in the work of a queue; and in that of d2h, those of one node, and those at one place of each node."""
 GROUPS = ("h2d", "compute", "d2h", "calls")
 _COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # A rank waits for the first one while that waits for its turn on the device. Who has died is seen otherwise.
@@ -103,7 +105,9 @@ class Ranks:
         parallel: Parallel = "rows",
         gathers: bool = False,
         shared_fd: int = -1,
+        num_nodes: int = 1,
     ) -> None:
+        self.num_nodes = num_nodes
         self.rank, self.num_ranks, self.gathers, self.shared_fd = rank, num_ranks, gathers, shared_fd
         self.parallel = parallel
         self._dealt: list[range] | None = None
@@ -125,11 +129,29 @@ class Ranks:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_PATIENCE)
         backends = {name: "gloo" if name == "calls" else _BACKENDS[device_kind] for name in GROUPS}
         groups = {name: dist.new_group(backend=backend, timeout=_PATIENCE) for name, backend in backends.items()}
+        for name, ranks_of_group in groups_of_nodes(num_ranks, execution.num_nodes):
+            # Every rank takes part in making every group.
+            group = dist.new_group(ranks_of_group, backend=_BACKENDS[device_kind], timeout=_PATIENCE)
+            if rank in ranks_of_group:
+                groups[name] = group
         # Whole layers come from the store, each over the link of its rank.
         gathers = parallel == "rows" and (device_kind == "cuda" or execution.num_nodes > 1)
-        ranks = cls(rank, num_ranks, groups, parallel=parallel, gathers=gathers, shared_fd=shared_fd)
+        ranks = cls(
+            rank,
+            num_ranks,
+            groups,
+            parallel=parallel,
+            gathers=gathers,
+            shared_fd=shared_fd,
+            num_nodes=execution.num_nodes,
+        )
         ranks.path = _BACKENDS[device_kind]
         return ranks
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As many are on each node."""
+        return self.num_ranks // self.num_nodes
 
     @property
     def is_alone(self) -> bool:
@@ -173,11 +195,11 @@ class Ranks:
             dist.broadcast(rest, group_src=self.num_ranks - 1, group=group)
 
     def exchange(
-        self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], queue: QueueName
+        self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], among: GroupName
     ) -> None:
-        """Send each rank its run of `source`, and receive a run from each in `out`; flat, one after the other, of these
-        numbers of elements."""
-        dist.all_to_all_single(out, source, list(out_sizes), list(sizes), group=self._groups[queue])
+        """Send each rank of a group its run of `source`, and receive a run from each in `out`; flat, one after the
+        other, of these numbers of elements."""
+        dist.all_to_all_single(out, source, list(out_sizes), list(sizes), group=self._groups[among])
 
     def collect(self, own: Tensor, queue: QueueName) -> Tensor:
         """The equally long tensors of all ranks, one row each. Shapes: [K] to [ranks, K]."""
@@ -260,6 +282,15 @@ class Ranks:
             ]
             found.append(RankFigures(path=self.path, collectives=tuple(collectives), wait_s=wait_s))
         return tuple(found)
+
+
+def groups_of_nodes(num_ranks: int, num_nodes: int) -> list[tuple[GroupName, list[int]]]:
+    """The groups of ranks on several nodes besides those of all: of each node, and of each place on the nodes."""
+    if num_nodes == 1:
+        return []
+    per_node, found = num_ranks // num_nodes, list[tuple[GroupName, list[int]]]()
+    found += [("node", list(range(first, first + per_node))) for first in range(0, num_ranks, per_node)]
+    return found + [("peers", list(range(place, num_ranks, per_node))) for place in range(per_node)]
 
 
 def _metadata(data: bytes) -> dict[str, str]:

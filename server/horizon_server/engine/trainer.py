@@ -112,6 +112,7 @@ class Trainer:
             num_slots=execution.num_gradient_slots,
             ranks=ranks,
             num_lanes=execution.lanes,
+            wire=torch.bfloat16 if execution.wire == "bfloat16" else torch.float32,
         )
         self._forward_backward = ForwardBackward(
             template,

@@ -28,6 +28,7 @@ async def reserve_nodes(
     assert settings.fleet_address and settings.fleet_key_file, "no job is planned for nodes without them"
     reservation = Reservation(
         job_id=job_id,
+        owner=runtime.nodes.owner,
         plane_bytes=dict(plan.plane_bytes),
         host_bytes=plan.kept_host_bytes,
         num_ranks=plan.num_devices,

@@ -71,8 +71,8 @@ class Scheduler:
     read it."""
     _running: dict[str, _Running] = field(init=False, default_factory=dict)
     _held_back: dict[str, float] = field(init=False, default_factory=dict)
-    """Jobs whose memory was not free when it should have been: until when they are not tried again, while nothing else
-    ends."""
+    """Jobs whose memory or nodes were not free when they should have been: until when they are not tried again, while
+    nothing else ends."""
     _shown_s: float = field(init=False, default=0.0)
     """When outlooks were last worked out; 0 where they are to be."""
     _showing: asyncio.Task[None] | None = field(init=False, default=None)
@@ -85,6 +85,12 @@ class Scheduler:
     def wake(self) -> None:
         """Look at the queue again."""
         self._news.set()
+
+    def try_held_back(self) -> None:
+        """Look at the queue again, and at those jobs that are not to be tried for a while: what they wait for may be
+        there."""
+        self._held_back.clear()
+        self.wake()
 
     def attempt(self, job_id: str) -> Attempt | None:
         """Return the attempt of a resident job."""

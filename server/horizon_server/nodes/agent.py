@@ -175,6 +175,7 @@ class NodeAgent:
             host_devices=self._settings.host_devices,
             gpus=tuple(gpu.name for gpu in self._gpus),
             job_id="" if lease is None else lease.reservation.job_id,
+            owner="" if lease is None else lease.reservation.owner,
         )
 
     def _reserve(self, asked: Reservation) -> None:

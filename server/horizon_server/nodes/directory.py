@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from horizon_server.children.entry import Answer, Failure, decode_line
 from horizon_server.codec import from_plain, to_plain
@@ -20,6 +20,13 @@ from horizon_server.nodes.protocol import CALL_S, MAX_LINE_BYTES, NodeCall, Node
 _ASK_EVERY_S = 5.0
 
 
+NodeState = Literal["free", "busy", "lost"]
+
+
+async def _always(_: str) -> bool:
+    return True
+
+
 @dataclass(kw_only=True, eq=False)
 class NodeDirectory:
     """The nodes at these addresses (HOST:PORT), in the order in which they are taken. Thread: belongs to one event
@@ -27,18 +34,32 @@ class NodeDirectory:
 
     addresses: Sequence[str] = ()
     key_file: Path | None = None
+    owner: str = ""
+    """What this daemon calls itself, so that it knows its jobs again."""
+    is_resident: Callable[[str], Awaitable[bool]] = _always
+    """Whether a job of this daemon has an attempt."""
     known: dict[str, NodeReport | HorizonError] = field(init=False, default_factory=dict)
     """What each node has said of itself when it was asked last, or why it did not."""
 
-    async def watch(self, on_change: Callable[[], None]) -> None:
+    async def watch(self, on_change: Callable[[], None], on_asked: Callable[[Mapping[str, int]], None]) -> None:
         """Ask all nodes every few seconds, for as long as the daemon serves; `on_change` is called where one is free
-        again, or lost."""
+        again, or lost, and `on_asked` with how many are in each state."""
         while self.addresses:
-            before = self._states()
+            before = [self.state_of(address) for address in self.addresses]
             await self.ask_all()
-            if self._states() != before:
+            await self._release_left()
+            states = [self.state_of(address) for address in self.addresses]
+            on_asked({state: states.count(state) for state in get_args(NodeState)})
+            if states != before:
                 on_change()
             await asyncio.sleep(_ASK_EVERY_S)
+
+    def state_of(self, address: str) -> NodeState:
+        """How a node was when it was asked last."""
+        report = self.known.get(address)
+        if not isinstance(report, NodeReport):
+            return "lost"
+        return "busy" if report.job_id else "free"
 
     async def ask_all(self) -> None:
         """Ask all nodes now."""
@@ -65,9 +86,12 @@ class NodeDirectory:
                 found[address] = "has not been asked yet" if report is None else "does not answer"
         return found
 
-    def _states(self) -> list[str]:
-        reports = (self.known.get(address) for address in self.addresses)
-        return [report.job_id if isinstance(report, NodeReport) else "?" for report in reports]
+    async def _release_left(self) -> None:
+        """Free nodes that still have a job of this daemon which has ended: they could not be reached then."""
+        for address, report in list(self.known.items()):
+            job_id = report.job_id if isinstance(report, NodeReport) and report.owner == self.owner else ""
+            if job_id and not await self.is_resident(job_id):
+                await self.release(job_id, [address])
 
     def _set_job(self, address: str, job_id: str) -> None:
         if isinstance(report := self.known.get(address), NodeReport):

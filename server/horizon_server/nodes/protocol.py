@@ -47,6 +47,8 @@ class NodeReport:
     """Their names."""
     job_id: str = ""
     """The job that it is reserved for; empty where it is free."""
+    owner: str = ""
+    """Whose job that is: what its daemon calls itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class Reservation:
     changes nothing."""
 
     job_id: str
+    owner: str
     plane_bytes: dict[str, int]
     """Of the memory files, each as large as the whole plane; what other nodes own of it takes no memory."""
     host_bytes: int

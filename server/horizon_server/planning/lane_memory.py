@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, num_sums, roots_of
+from horizon_server.planning.lane_tree import NodeTree, lanes_of_rank, num_buffers, num_sums, roots_of
 from horizon_server.records.execution import Execution
 from horizon_server.store.layout import PLANE_BYTES, StoreLayout
 from horizon_server.store.ownership import Ownership, length
@@ -46,7 +46,12 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
     if layout.shares_gradient:
         elements += _most(ownership, 0)
     if execution.num_ranks > 1:
-        elements += num_roots * max(_most(ownership, unit.index) for unit in exchanged)
+        largest = max(_most(ownership, unit.index) for unit in exchanged)
+        if execution.num_nodes == 1:
+            elements += num_roots * largest
+        else:
+            tree = NodeTree.of(lanes, execution.num_nodes)
+            elements += max(tree.num_elements(node, largest) for node in range(execution.num_nodes))
         if ownership.has_rows:
             num_rows, width = max(len(rows) for rows in ownership.rows()), layout.units[0].tensors[0].shape[1]
             received = min(most_roots * tokens_per_step, num_roots * num_rows)

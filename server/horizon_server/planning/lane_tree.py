@@ -86,3 +86,50 @@ def num_sums(subtrees: Iterable[Subtree]) -> int:
         for _ in stack.push(subtree):
             pass
     return most
+
+
+def rounds_of(roots: Sequence[Sequence[Subtree]]) -> list[list[tuple[int, Subtree]]]:
+    """Who sends which subtree in each round of an exchange: first the first of each one that has any, then the
+    second."""
+    return [
+        [(who, of_one[index]) for who, of_one in enumerate(roots) if index < len(of_one)]
+        for index in range(max(map(len, roots)))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTree:
+    """The subtrees that each rank closes by itself, and those that the ranks of a node close together."""
+
+    by_rank: tuple[tuple[Subtree, ...], ...]
+    of_nodes: tuple[tuple[Subtree, ...], ...]
+
+    @classmethod
+    def of(cls, lanes: Sequence[range], num_nodes: int) -> NodeTree:
+        """`lanes` are those of each rank, the ranks of a node one after the other."""
+        per_node = len(lanes) // num_nodes
+        wholes = [
+            range(lanes[first].start, lanes[first + per_node - 1].stop) for first in range(0, len(lanes), per_node)
+        ]
+        return cls(
+            by_rank=tuple(tuple(roots_of(of_rank)) for of_rank in lanes),
+            of_nodes=tuple(tuple(roots_of(whole)) for whole in wholes),
+        )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As many are on each."""
+        return len(self.by_rank) // len(self.of_nodes)
+
+    def of_ranks(self, node: int) -> tuple[tuple[Subtree, ...], ...]:
+        """Those of each rank of a node."""
+        return self.by_rank[node * self.ranks_per_node : (node + 1) * self.ranks_per_node]
+
+    def num_elements(self, node: int, largest_part: int) -> int:
+        """Of memory that a rank of a node needs to sum its parts, of up to this many elements: what comes from nodes,
+        what goes to them, and what comes from the node's other ranks."""
+        received = sum(map(len, self.of_nodes))
+        if self.ranks_per_node == 1:
+            return received * largest_part
+        sent, here = len(self.of_nodes) * len(self.of_nodes[node]), sum(map(len, self.of_ranks(node)))
+        return (received + sent + here) * largest_part

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.records.execution import Execution
+from horizon_server.records.execution import ELEMENT_BYTES, Execution
 from horizon_server.records.plan import StepPrediction
 from horizon_server.spec import JobSpec
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.layout import StoreLayout
 
-_FP32 = 4
 _LINK_SPEED = "/sys/class/net/{interface}/speed"
 _MEGABIT_BYTES = 125_000
 
@@ -84,13 +83,18 @@ def check_exact(folder: ModelFolder, execution: Execution) -> None:
 
 
 def network_bytes(layout: StoreLayout, execution: Execution) -> int:
-    """What a node receives in a step, and sends: every unit twice, and the gradients of other nodes' parts from each of
-    its ranks."""
-    num_nodes, num_ranks = execution.num_nodes, execution.num_ranks
-    gathered = sum(unit.unpacked_elements for unit in layout.units[1:]) * execution.element_bytes
-    trained = sum(unit.trained_elements for unit in layout.units) * _FP32
-    weights = 2 * gathered * (num_ranks - 1) / num_ranks
-    return int(weights + execution.ranks_per_node * trained * (num_nodes - 1) / num_nodes)
+    """What a node receives in a step, and sends: weights for forward and backward, and its sums of what others own.
+
+    The layers at which forward turns into backward are there already, and the head computes both at once. Rows of the
+    embedding are few.
+    """
+    num_ranks, others = execution.num_ranks, (execution.num_nodes - 1) / execution.num_nodes
+    layers = [unit.unpacked_elements for unit in layout.units if unit.kind == "layer"]
+    gathered = 2 * sum(layers) - sum(layers[-execution.num_weight_slots :]) + layout.units[-1].unpacked_elements
+    gathered += layout.units[0].unpacked_elements * layout.tied
+    trained = sum(unit.trained_elements for unit in layout.units) * ELEMENT_BYTES[execution.wire]
+    # The ranks of all nodes are a ring.
+    return int(gathered * execution.element_bytes * (num_ranks - 1) / num_ranks + trained * others)
 
 
 def of_one_node(execution: Execution) -> Execution:

@@ -171,6 +171,7 @@ class Planner:
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             num_ranks=spec.nodes * spec.gpus.most,
             num_nodes=spec.nodes,
+            wire=spec.train.wire,
             lanes=_lanes(spec),
             num_threads=self._num_threads,
         )
@@ -377,6 +378,7 @@ class Planner:
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
             num_ranks=spec.nodes * num_devices,
             num_nodes=spec.nodes,
+            wire=spec.train.wire,
             lanes=_lanes(spec),
             deals_lanes=differ and spec.nodes == 1,
             num_threads=num_threads,

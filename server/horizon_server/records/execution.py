@@ -79,6 +79,8 @@ class Execution:
     """Devices that compute each step together, with a process each (a rank)."""
     num_nodes: int = 1
     """Machines that the ranks are on, as many on each, in their order."""
+    wire: ComputeDtype = "float32"
+    """What gradients are rounded to on their way from one machine to another."""
     lanes: int = 1
     """Parts that a step is divided into, a power of two. The gradients of a lane add up in the order of its
     micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""

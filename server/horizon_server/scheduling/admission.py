@@ -356,9 +356,11 @@ class _Round:
         needs = f"it needs {job.further_nodes} further node{'' if job.further_nodes == 1 else 's'}"
         if job.further_nodes > len(self._node.further):
             return f"cannot start: {needs} and this one knows {len(self._node.further)}"
-        ours = [one.job_id for one in self._residents if one.further_nodes]
+        ours = [one for one in self._residents if one.further_nodes]
         reasons = [f"{name} {why}" for name, why in self._node.further.items() if why]
-        reasons += [f"{jobs_text(ours)} {'uses' if len(ours) == 1 else 'use'} the others"] if ours else []
+        if ours:
+            num_used, verb = sum(one.further_nodes for one in ours), "uses" if len(ours) == 1 else "use"
+            reasons.append(f"{jobs_text([one.job_id for one in ours])} {verb} {num_used} of {len(self._node.further)}")
         return f"waiting for nodes: {needs}; {', '.join(reasons)}"
 
     def _make_next(self, job: Job, givers: Sequence[Resident], ends: Mapping[str, float | None]) -> _HeadOfQueue:

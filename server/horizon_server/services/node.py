@@ -13,6 +13,8 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.jobs.journal import Lifecycle
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.jobs.turns import DeviceTurns
+from horizon_server.nodes.directory import NodeDirectory, NodeState
+from horizon_server.nodes.protocol import NodeReport
 from horizon_server.planning.machine import Accelerator, HostMemory, host_memory
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT, JobRecord
@@ -40,6 +42,22 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FurtherNode:
+    """Another node, which serves ranks of jobs of this one. Units: bytes."""
+
+    address: str
+    """HOST:PORT where it serves."""
+    state: NodeState
+    hostname: str = ""
+    gpus: tuple[str, ...] = ()
+    """Their names; none where its processors compute."""
+    host_memory_limit_bytes: int = 0
+    host_memory_available_bytes: int = 0
+    message: str = ""
+    """Why it is lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeStatus:
     """What GetNode and GET /horizon/v1/node answer. Units: bytes."""
 
@@ -63,6 +81,7 @@ class NodeStatus:
     share_uses: tuple[ShareUse, ...]
     host_memory_promised_bytes: int
     """Planned host memory of all resident jobs together, and of the model that answers prompts."""
+    further_nodes: tuple[FurtherNode, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +90,28 @@ class _MachineFigures:
     memory: HostMemory
     num_cpus: int
     disk_free_bytes: int
+
+
+def further_nodes(nodes: NodeDirectory) -> tuple[FurtherNode, ...]:
+    """Return the other nodes as they were when they were asked last."""
+    found = []
+    for address in nodes.addresses:
+        report = nodes.known.get(address)
+        if isinstance(report, NodeReport):
+            found.append(
+                FurtherNode(
+                    address=address,
+                    state=nodes.state_of(address),
+                    hostname=report.hostname,
+                    gpus=report.gpus,
+                    host_memory_limit_bytes=report.host_bytes,
+                    host_memory_available_bytes=report.free_bytes,
+                )
+            )
+        else:
+            message = "it has not been asked yet" if report is None else report.message
+            found.append(FurtherNode(address=address, state="lost", message=message))
+    return tuple(found)
 
 
 class NodeFacts:
@@ -123,6 +164,7 @@ class NodeFacts:
             share_uses=tuple(scheduler.runtime.view.shares.uses(now_s)),
             host_memory_promised_bytes=sum(job.plan.kept_host_bytes for job in residents if job.plan)
             + scheduler.held_bytes(),
+            further_nodes=further_nodes(scheduler.runtime.nodes),
         )
 
     def _machine_figures(self) -> _MachineFigures:

@@ -184,6 +184,11 @@ class TrainSpec(Section):
         "gradients cross the links to one of them only. layers needs max_grad_norm and a layer for each of the gpus. "
         "auto: what is predicted to be faster. With one device it has no effect.",
     )
+    wire: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="What gradients are rounded to on their way from one of several nodes to another: bfloat16 halves "
+        "their bytes, and the result then depends on the number of nodes. With one node it has no effect.",
+    )
 
     trainable: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)], ...], list_as_tuple, text_as_list

@@ -71,6 +71,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         num_steps=None,
         steps_estimated=False,
         num_devices=2,
+        num_nodes=1,
         lanes=8,
         parallel=parallel,
         ways=ways,
