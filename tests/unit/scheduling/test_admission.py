@@ -501,9 +501,10 @@ def test_a_job_of_several_nodes_waits_for_as_many_as_it_needs() -> None:
 
     decision = decided([two, three, four], node=node)
     assert started(decision) == ["of 2"]
+    busy = "b:1 works for a job of another node"
     assert decision.why == {
-        "of 3": "waiting for nodes: it needs 2 further nodes; b:1 works for a job of another node, job of 2 uses 1 of 3",
-        "of 4": "waiting for nodes: it needs 3 further nodes; b:1 works for a job of another node",
+        "of 3": f"waiting for nodes: it needs 2 further nodes; {busy}, job of 2 uses 1 of 3",
+        "of 4": f"waiting for nodes: it needs 3 further nodes; {busy}",
     }
     # A job that needs none passes those that wait.
     assert started(decided([four, job("alone", order=9)], node=node)) == ["alone"]
