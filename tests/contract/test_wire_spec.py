@@ -158,6 +158,7 @@ any_job_specs = st.builds(
     priority=st.integers(-100, 100),
     device=st.sampled_from(["auto", "cuda", "host"]),
     gpus=st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
+    nodes=st.integers(1, 64),
     eval_fraction=st.just(0.0),
     eval=st.builds(EvalSpec, patience=st.just(0), min_delta=floats(0, 1e9)),
     limits=st.builds(

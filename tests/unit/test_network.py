@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horizon_server.errors import BadSetting
-from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.network import Address, interface_of, is_loopback, parse_address
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,16 @@ def test_host_and_port_are_read_and_printed(text: str, address: Address, printed
 def test_anything_else_is_refused_by_the_settings_name(text: str) -> None:
     with pytest.raises(BadSetting, match=r"grpc .* is not HOST:PORT"):
         parse_address("grpc", text)
+
+
+def test_the_interface_of_an_address_is_the_one_that_has_it() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    # Reserved for examples: no machine has it.
+    with pytest.raises(BadSetting) as refused:
+        interface_of("192.0.2.1")
+    assert refused.value.message == (
+        "setting fleet_address: no network interface of this machine has the address 192.0.2.1"
+    )
 
 
 @pytest.mark.parametrize(

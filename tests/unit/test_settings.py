@@ -35,6 +35,23 @@ def test_a_wrong_key_is_named(tmp_path: Path, text: str, named: str) -> None:
         load_settings(config)
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "fleet_address"),
+        ({"fleet_key_file": "/etc/fleet.pem"}, "fleet_address"),
+        ({"fleet_address": "127.0.0.1"}, "fleet_key_file"),
+    ],
+)
+def test_further_nodes_need_an_address_and_a_key(given: dict[str, str], missing: str) -> None:
+    with pytest.raises(BadSetting, match=f"setting {missing}: nodes need it"):
+        load_settings(nodes=("10.0.0.2:7173",), **given)
+    # A node that serves others has none of its own.
+    assert load_settings(**given).nodes == ()
+    whole = {"fleet_address": "127.0.0.1", "fleet_key_file": "/etc/fleet.pem"}
+    assert load_settings(nodes="a:1,b:2", **whole).nodes == ("a:1", "b:2")
+
+
 @pytest.mark.parametrize("written", ["gpubox, gpubox.lab.edu", '["gpubox", "gpubox.lab.edu"]'])
 def test_a_list_in_the_environment_is_separated_by_commas_or_is_json(
     written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -246,6 +246,13 @@ def test_devices_and_lanes_are_bounded_and_lanes_are_a_power_of_two() -> None:
         assert "it must be a whole number from 1 to 64" in violations({**MINIMAL, "gpus": gpus})["gpus"]
 
 
+def test_nodes_are_bounded() -> None:
+    assert parse_job_spec(MINIMAL).nodes == 1
+    assert parse_job_spec({**MINIMAL, "nodes": MAX_LANES}).nodes == MAX_LANES
+    for nodes in (0, MAX_LANES + 1, "2", True):
+        assert "it must be a whole number from 1 to 64" in violations({**MINIMAL, "nodes": nodes})["nodes"]
+
+
 def test_a_range_of_devices_is_a_text_of_two_numbers_the_smaller_first() -> None:
     spec = parse_job_spec({**MINIMAL, "gpus": "2-8"})
     assert (spec.gpus, spec.gpus.plain, spec.gpus.is_range) == (Gpus(least=2, most=8), "2-8", True)

@@ -74,7 +74,9 @@ class ForwardBackward:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._ranks, self._owned_rows = ranks, None
         ownership = ranks.ownership(template.layout)
-        if execution.lanes > 1 and template.embeds_by_rows and ownership.has_rows:
+        # What is frozen of a table travels as well where each node has a part of it.
+        has_rows = ownership.has_rows or (execution.num_nodes > 1 and ownership.is_table_alone)
+        if execution.lanes > 1 and template.embeds_by_rows and has_rows:
             self._owned_rows = ownership.rows()
         self._recipe, self._residency, self._compiled = recipe, execution.residency, compiled
         chunk_tokens = execution.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name)
@@ -281,7 +283,7 @@ class ForwardBackward:
         ]
 
     def _row_exchange(self, rows: StepRows) -> RowExchange | None:
-        """Which rows of the table travel; None where it is frozen, or read as a whole."""
+        """Which rows of the table travel; None where each rank reads its own, or it is read as a whole."""
         if self._owned_rows is None:
             return None
         if len(rows.lanes) == 1:

@@ -98,15 +98,18 @@ SERVER_NAME = _NAME
 def _with_key(context: ssl.SSLContext, file: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        is_private = not file.stat().st_mode & 0o077
+        is_open = bool(file.stat().st_mode & 0o077)
         context.load_cert_chain(file)
         text = file.read_text("ascii")
         context.load_verify_locations(cadata=text[text.index("-----BEGIN CERTIFICATE") :])
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else "it is no key of a fleet"
-        raise BadSetting(
-            f"setting fleet_key_file: {file} cannot be used: {why}; horizond node key makes one"
-        ) from error
-    if not is_private:
+    except (ssl.SSLError, ValueError) as error:
+        raise _unusable(file, "it is no key of a fleet") from error
+    except OSError as error:
+        raise _unusable(file, error.strerror or str(error)) from error
+    if is_open:
         raise BadSetting(f"setting fleet_key_file: others than its owner can read {file}; run chmod 600 {file}")
     return context
+
+
+def _unusable(file: Path, why: str) -> BadSetting:
+    return BadSetting(f"setting fleet_key_file: {file} cannot be used: {why}; horizond node key makes one")

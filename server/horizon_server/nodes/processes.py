@@ -114,8 +114,11 @@ class RankProcesses:
         end = decode_line(line) if line else None
         if not isinstance(end, Answer | Failure):
             end = Failure(WorkerDied(exit_reason(code, oom_killed=False, who=f"rank {rank}")))
-        if self._is_closing:
-            return
+        with self._lock:
+            if self._is_closing:
+                return
+            # The others are not told of: they end because this one has.
+            self._is_closing = isinstance(end, Failure)
         if isinstance(end, Failure):
             # So that no collective waits for a rank that waits for the one that is gone.
             for other in self._processes:

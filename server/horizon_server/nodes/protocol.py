@@ -97,8 +97,10 @@ def receive_line(connection: socket.socket, *, timeout_s: float) -> bytes:
     while not (pieces and pieces[-1].endswith(b"\n")):
         piece = connection.recv(1 << 16)
         length += len(piece)
-        if not piece or length > MAX_LINE_BYTES:
+        if not piece:
             raise WorkerFailed("the connection ended in the middle of a line")
+        if length > MAX_LINE_BYTES:
+            raise WorkerFailed(f"the line is longer than {MAX_LINE_BYTES} bytes")
         pieces.append(piece)
     return b"".join(pieces)
 

@@ -72,7 +72,11 @@ class RemoteRanks:
                 for line in lines:
                     # An empty one says that all is well.
                     if line and isinstance(end := decode_line(line), Answer | Failure):
-                        return end
+                        return end if isinstance(end, Answer) else Failure(self._told(end.error))
+
+    def _told(self, error: HorizonError) -> HorizonError:
+        """What the node says of a rank, with the node."""
+        return type(error)(f"on {self._address}: {error.message}")
 
 
 def connected(address: str, key_file: Path) -> socket.socket:

@@ -62,7 +62,8 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
 def sent_row_bytes(layout: StoreLayout, execution: Execution, tokens_per_step: int) -> int:
     """Of the device's memory for weights: rows of the embedding table that a rank sends to the others."""
     ownership = _ownership(layout, execution)
-    if execution.num_ranks == 1 or not ownership.has_rows:
+    has_rows = ownership.has_rows or (execution.num_nodes > 1 and ownership.is_table_alone)
+    if execution.num_ranks == 1 or not has_rows:
         return 0
     num_rows, width = max(len(rows) for rows in ownership.rows()), layout.units[0].tensors[0].shape[1]
     num_sent = min(tokens_per_step, execution.num_ranks * num_rows)

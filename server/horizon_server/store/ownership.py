@@ -44,18 +44,29 @@ class Ownership:
     def frozen(self, unit_index: int) -> tuple[slice, ...]:
         """The part of each rank of what follows the trained elements in the `hi` plane."""
         unit = self.layout.units[unit_index]
-        return divided(unit.trained_elements, unit.unpacked_elements, self.num_ranks, block=UNIT_ALIGN_ELEMENTS)
+        return divided(unit.trained_elements, unit.unpacked_elements, self.num_ranks, block=self._block(unit_index))
 
     def rows(self) -> tuple[range, ...]:
-        """The rows of the embedding table of each rank, where the table is alone in its unit and trained."""
+        """The rows of the embedding table of each rank, where the table is alone in its unit."""
         num_rows, width = self.layout.units[0].tensors[0].shape
-        return tuple(range(part.start // width, min(num_rows, part.stop // width)) for part in self.trained(0))
+        parts = self.trained(0) if self.has_rows else self.frozen(0)
+        return tuple(range(part.start // width, min(num_rows, part.stop // width)) for part in parts)
 
     @property
     def has_rows(self) -> bool:
         """Whether the embedding is a trained table with nothing next to it."""
+        return self.is_table_alone and self.layout.units[0].tensors[0].trained
+
+    @property
+    def is_table_alone(self) -> bool:
+        """Whether the embedding is a table with nothing next to it, trained or not."""
         tensors = self.layout.units[0].tensors
-        return len(tensors) == 1 and tensors[0].trained and len(tensors[0].shape) == 2
+        return len(tensors) == 1 and len(tensors[0].shape) == 2
+
+    def _block(self, unit_index: int) -> int:
+        if unit_index == 0 and self.is_table_alone:
+            return math.lcm(UNIT_ALIGN_ELEMENTS, self.layout.units[0].tensors[0].shape[1])
+        return UNIT_ALIGN_ELEMENTS
 
     def parts_in(self, plane: str, rank: int) -> Iterator[slice]:
         """Where a plane has what a rank owns, in the order of units."""
@@ -99,10 +110,7 @@ class Ownership:
                 cuts = [0] * (owner + 1) + [unit.trained_elements] * (self.num_ranks - owner)
                 parts.append(tuple(slice(start, stop) for start, stop in pairwise(cuts)))
                 continue
-            block = UNIT_ALIGN_ELEMENTS
-            if unit.index == 0 and self.has_rows:
-                block = math.lcm(block, unit.tensors[0].shape[1])
-            parts.append(divided(0, unit.trained_elements, self.num_ranks, block=block))
+            parts.append(divided(0, unit.trained_elements, self.num_ranks, block=self._block(unit.index)))
         return parts
 
 

@@ -21,7 +21,7 @@ from horizon_server.codec import to_plain
 from horizon_server.errors import HorizonError, WorkerDied
 from horizon_server.network import Address, bound_socket
 from horizon_server.nodes.processes import RANK_MODULE, End, RankProcesses
-from horizon_server.nodes.protocol import RankOrder
+from horizon_server.nodes.protocol import LOST_S, RankOrder
 from horizon_server.nodes.remote import RemoteRanks
 from horizon_server.records.execution import Execution
 from horizon_server.store.model_files import CONFIG_FILE
@@ -38,6 +38,16 @@ log = logging.getLogger(__name__)
 
 # How long the worker may take to end by itself once a rank has died.
 _END_S = 3.0
+# How long the cause of a lost connection may take to arrive: a node that says nothing is lost after LOST_S.
+_CAUSE_S = LOST_S + 1.0
+# How an error words that another rank is gone: of gloo, of NCCL, of torch while ranks meet, and of `engine.ranks`.
+_GONE = (
+    "gloo/transport",
+    "remote process exited or there was a network error",
+    "DistNetworkError",
+    "DistStoreError",
+    "another rank has died",
+)
 # How long ranks may take to end once the worker has closed its trainer.
 _EXIT_S = 10.0
 
@@ -101,10 +111,12 @@ class OtherRanks:
         # What this rank found by itself, the others have found as well.
         if isinstance(error, HorizonError):
             return error
-        with self._changed:
-            self._changed.wait_for(lambda: self._failures, 1.0)
-            failures = list(self._failures)
-        return failures[0].error if failures else error
+        follows = _follows_from_another(f"{type(error).__name__}: {error}")
+        cause = self._wait_for_cause(_CAUSE_S if follows else 1.0)
+        if cause is not None or not follows:
+            return cause or error
+        # It may work when it is done again, as after a rank's death.
+        return WorkerDied(f"a rank lost its connection to another one: {error}")
 
     def close(self) -> None:
         """Wait for their end, once the trainer is closed, and end those that do not."""
@@ -119,6 +131,18 @@ class OtherRanks:
             self._ranks.is_broken = True
         for group in self._groups:
             group.kill()
+
+    def _wait_for_cause(self, timeout_s: float) -> HorizonError | None:
+        """The first failure of another rank that does not follow from one of a third; those of its neighbours may be
+        heard of before."""
+
+        def found() -> HorizonError | None:
+            errors = (failure.error for failure in self._failures)
+            return next((error for error in errors if not _follows_from_another(error.message)), None)
+
+        with self._changed:
+            self._changed.wait_for(found, timeout_s)
+            return found()
 
     def _meeting(self) -> Meeting:
         from horizon_server.engine.ranks import Meeting
@@ -165,6 +189,9 @@ class OtherRanks:
             if self._ranks is not None:
                 self._ranks.is_broken = True
             self._changed.notify_all()
+        if _follows_from_another(end.error.message):
+            # A node whose ranks are ended says nothing more of them.
+            self._wait_for_cause(_CAUSE_S)
         # So that no collective waits for a rank that waits for the one that is gone. Not here, where the thread is that
         # watches one of them.
         for group in self._groups:
@@ -173,3 +200,8 @@ class OtherRanks:
         # Not by an exception, which would not reach a thread that waits for a device.
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _follows_from_another(text: str) -> bool:
+    """Whether an error of a rank says that another one is gone."""
+    return any(words in text for words in _GONE)

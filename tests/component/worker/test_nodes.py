@@ -1,75 +1,191 @@
-"""Attempts on several nodes: a worker whose other ranks an agent runs, which is a process of this machine here."""
+"""Attempts on several nodes: a worker whose other ranks an agent runs, which is in this process here."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.component.worker.test_rank_processes import Inputs, started, to_the_end
+from tests.support.fleet import reservation, serving
+from tests.support.linked_worker import LinkedWorker
+from tests.support.orders import STOP
 from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, worker_request
 
-from horizon_server.children.entry import Answer
+from horizon_server.children.entry import Answer, Failure, Line
 from horizon_server.codec import to_plain
+from horizon_server.events import AttemptReady, EvalDone, Message, StepDone
 from horizon_server.nodes.agent import NodeAgent
 from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.nodes.key import make_key
-from horizon_server.nodes.protocol import Reservation
-from horizon_server.planning.machine import HostMemory
-from horizon_server.process_variables import CHILD_VARIABLES
-from horizon_server.settings import load_settings
 from horizon_server.worker_link.request import Fleet
 
-GIB = 2**30
+WAIT_S = 60.0
+ONE_EACH: dict[str, Any] = {"turns": True, "num_ranks": 2, "num_nodes": 2, "lanes": 4}
+TWO_EACH = {**ONE_EACH, "num_ranks": 4}
 
 
-@contextmanager
-def node(folder: Path, key: Path) -> Iterator[NodeAgent]:
-    settings = load_settings(
-        fleet_address="127.0.0.1", fleet_port=0, fleet_key_file=key, host_memory_reserve_bytes=0, host_devices=2
-    )
-    agent = NodeAgent(
-        settings,
-        folder=folder,
-        memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
-        num_threads=1,
-        environment={**os.environ, **CHILD_VARIABLES},
-    )
-    serving = threading.Thread(target=agent.serve)
-    serving.start()
-    try:
-        yield agent
-    finally:
-        agent.close()
-        serving.join()
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    """The other node, and the daemon's end of it."""
+
+    agent: NodeAgent
+    key: Path
+
+    def ask(self, call: Callable[[NodeDirectory], Any]) -> Any:
+        """Have the daemon do something with the node."""
+        return asyncio.run(call(NodeDirectory(addresses=[self.agent.address], key_file=self.key)))
+
+    def reserve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The request of a worker, with the node reserved for it."""
+        sizes = {plane: os.fstat(fd).st_size for plane, fd in request["planes"].items()}
+        others = self.ask(lambda nodes: nodes.reserve(reservation(plane_bytes=sizes), 1))
+        fleet = Fleet(address="127.0.0.1", others=others, key_file=self.key)
+        return {**request, "fleet": to_plain(fleet)}
+
+    def release(self) -> None:
+        """Have it forget the job."""
+        self.ask(lambda nodes: nodes.release("job_1"))
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of its ranks, by number. Those of the worker's own node are the worker's children."""
+        lines = [(child, child.cmdline()) for child in psutil.Process().children()]
+        return {int(line[line.index("--rank") + 1]): child for child, line in lines if "--rank" in line}
 
 
-@pytest.mark.asyncio
-async def test_two_nodes(inputs: Inputs, tmp_path: Path) -> None:
-    spec = spec_of(4, train={"tokens_per_step": 64}, eval_dataset="e", eval_every_steps=2)
-    alone, folder = inputs("alone"), inputs("two")
-    daemon = Daemon(always)
-    attempt(alone, spec, daemon, lanes=4)
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
     key = tmp_path / "fleet.pem"
     make_key(key)
+    with serving(tmp_path / "node", key) as agent:
+        yield Other(agent=agent, key=key)
+
+
+def until_step(worker: LinkedWorker, step: int, then: Callable[[], None]) -> list[Line]:
+    """What a worker says to its end; `then` is done once that step is."""
+    lines = []
+    for line in worker.lines():
+        lines.append(line)
+        if isinstance(line, StepDone) and line.step == step:
+            then()
+        elif orders := always(line):
+            worker.order(orders)
+    return lines
+
+
+def warnings_of(lines: list[Line]) -> list[str]:
+    return [line.text for line in lines if isinstance(line, Message) and line.level == "warning"]
+
+
+def ready_at(lines: list[Line]) -> int:
+    return next(line.step for line in lines if isinstance(line, AttemptReady))
+
+
+def continue_in_memory(request: dict[str, Any], folder: Path) -> list[Line]:
+    """What another worker says that goes on after one which has ended."""
+    (folder / "journal.jsonl").unlink()
+    with started({**request, "resume_from_memory": True}, folder) as worker:
+        lines = to_the_end(worker)
+        assert worker.wait() == 0, lines[-1]
+    return lines
+
+
+def test_two_nodes_give_the_bits_of_one_rank(inputs: Inputs, other: Other) -> None:
+    spec = spec_of(4, train={"tokens_per_step": 64}, eval_dataset="e", eval_every_steps=2)
+    alone, folder, daemon = inputs("alone"), inputs("two"), Daemon(always)
+    attempt(alone, spec, daemon, lanes=4)
     more: dict[str, Any] = {"evaluations": {"eval": str(folder / "prepared")}}
     with (
-        node(tmp_path / "node", key) as agent,
-        worker_request(folder, spec, turns=True, num_ranks=4, num_nodes=2, lanes=4, **more) as request,
+        worker_request(folder, spec, **TWO_EACH, **more) as request,
+        started(other.reserve(request), folder) as worker,
     ):
-        directory = NodeDirectory(addresses=[agent.address], key_file=key)
-        print(await directory.reports())
-        sizes = {plane: os.fstat(fd).st_size for plane, fd in request["planes"].items()}
-        others = await directory.reserve(
-            Reservation(job_id="job_1", plane_bytes=sizes, host_bytes=GIB, num_ranks=2, device_kind="host"), 1
-        )
-        fleet = Fleet(address="127.0.0.1", others=others, key_file=key)
-        with started({**request, "fleet": to_plain(fleet)}, folder) as worker:
-            lines = to_the_end(worker)
-            assert worker.wait() == 0
-        assert lines[-1] == Answer({"outcome": "succeeded", "reason": "", "message": ""})
-        assert_same(result(folder, 4), result(alone, 4))
+        lines = to_the_end(worker)
+        assert worker.wait() == 0
+    assert lines[-1] == Answer({"outcome": "succeeded", "reason": "", "message": ""})
+    assert_same(result(folder, 4), result(alone, 4))
+    for kind, names in ((StepDone, ("step", "loss", "grad_norm")), (EvalDone, ("step", "eval_loss"))):
+        told = [[getattr(line, name) for name in names] for line in lines if isinstance(line, kind)]
+        assert told == [[getattr(line, name) for name in names] for line in daemon.said(kind)]
+
+
+def test_a_rank_that_dies_elsewhere_ends_the_worker_and_another_continues_in_the_same_memory(
+    inputs: Inputs, other: Other
+) -> None:
+    spec = spec_of(6, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
+    alone, folder = inputs("alone"), inputs("killed")
+    attempt(alone, spec, Daemon(always), lanes=4)
+    killed_s = 0.0
+
+    def kill() -> None:
+        nonlocal killed_s
+        killed_s = time.monotonic()
+        other.ranks()[3].kill()
+
+    with worker_request(folder, spec, **TWO_EACH) as request:
+        request = other.reserve(request)
+        with started(request, folder) as worker:
+            lines = until_step(worker, 3, kill)
+            worker.wait()
+            assert time.monotonic() - killed_s < 20.0
+        assert isinstance(lines[-1], Failure) and lines[-1].error.reason == "WORKER_DIED", lines[-1]
+        assert "rank 3 was killed by SIGKILL" in lines[-1].error.message
+        assert other.agent.address in lines[-1].error.message
+        lines = continue_in_memory(request, folder)
+    # A kill in the middle of an update is told, and starts from the model again.
+    refused = any("weights of one step" in text or "middle of an update" in text for text in warnings_of(lines))
+    assert ready_at(lines) in (3, 4) or refused, lines
+    assert_same(result(folder, 6), result(alone, 6))
+
+
+def test_ranks_elsewhere_end_with_the_worker(inputs: Inputs, other: Other) -> None:
+    folder, ranks = inputs("job"), list[psutil.Process]()
+
+    def kill() -> None:
+        ranks.extend(other.ranks().values())
+        os.kill(worker.process.pid, signal.SIGKILL)
+
+    with worker_request(folder, spec_of(50), **ONE_EACH) as request, started(other.reserve(request), folder) as worker:
+        until_step(worker, 2, kill)
+        worker.wait()
+        gone, alive = psutil.wait_procs(ranks, timeout=10.0)
+        assert len(gone) == 1 and not alive
+
+
+def test_without_its_memory_on_one_node_a_job_continues_from_the_checkpoint(inputs: Inputs, other: Other) -> None:
+    spec = spec_of(6, train={"tokens_per_step": 64}, checkpoint={"every_steps": 2})
+    alone, folder = inputs("alone"), inputs("forgotten")
+    attempt(alone, spec, Daemon(always), lanes=4)
+    with worker_request(folder, spec, **ONE_EACH) as request:
+        with started(other.reserve(request), folder) as worker:
+            until_step(worker, 3, lambda: os.kill(worker.process.pid, signal.SIGKILL))
+            worker.wait()
+        other.release()
+        request = other.reserve(request)
+        checkpoint = folder / "checkpoints/step-00000002"
+        lines = continue_in_memory({**request, "resume_from": str(checkpoint)}, folder)
+    assert any("weights in memory cannot be continued" in text for text in warnings_of(lines)), lines
+    assert ready_at(lines) == 2
+    assert_same(result(folder, 6), result(alone, 6))
+
+
+def test_an_order_to_stop_ends_all_ranks_with_a_checkpoint(inputs: Inputs, other: Other) -> None:
+    folder, ranks = inputs("job"), list[psutil.Process]()
+
+    def stop() -> None:
+        ranks.extend(other.ranks().values())
+        worker.order(STOP)
+
+    with worker_request(folder, spec_of(50), **ONE_EACH) as request, started(other.reserve(request), folder) as worker:
+        lines = until_step(worker, 2, stop)
+        assert worker.wait() == 0
+        assert lines[-1] == Answer({"outcome": "stopped", "reason": "", "message": ""})
+        gone, _ = psutil.wait_procs(ranks, timeout=WAIT_S)
+        assert len(gone) == 1
+    assert list((folder / "checkpoints").iterdir())

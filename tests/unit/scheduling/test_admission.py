@@ -495,6 +495,37 @@ def test_a_job_of_several_devices_ends_when_it_would_on_the_busiest_and_its_shar
     assert predicted_ends([endless, first], shares(), NOW) == {}
 
 
+def test_a_job_of_several_nodes_waits_for_as_many_as_it_needs() -> None:
+    node = dataclasses.replace(NODE, further={"a:1": "", "b:1": "works for a job of another node", "c:1": ""})
+    three, four, two = (job(f"of {num}", order=num, further_nodes=num - 1) for num in (3, 4, 2))
+
+    decision = decided([two, three, four], node=node)
+    assert started(decision) == ["of 2"]
+    busy = "b:1 works for a job of another node"
+    assert decision.why == {
+        "of 3": f"waiting for nodes: it needs 2 further nodes; {busy}, job of 2 uses 1 of 3",
+        "of 4": f"waiting for nodes: it needs 3 further nodes; {busy}",
+    }
+    # A job that needs none passes those that wait.
+    assert started(decided([four, job("alone", order=9)], node=node)) == ["alone"]
+    assert started(decided([three], node=node)) == ["of 3"]
+
+
+def test_two_jobs_never_have_the_same_further_node() -> None:
+    node = dataclasses.replace(NODE, further={"a:1": ""})
+    first, second = (job(job_id, order=order, further_nodes=1) for order, job_id in enumerate(("first", "second")))
+
+    decision = decided([first, second], node=node)
+    assert started(decision) == ["first"]
+    waits = "waiting for nodes: it needs 1 further node; job first uses 1 of 1"
+    assert decision.why == {"second": waits}
+    # Nor once it is resident, whose own nodes count as free.
+    decision = decided([second], [resident("first", further_nodes=1)], node=node)
+    assert (started(decision), decision.why) == ([], {"second": waits})
+    too_many = decided([dataclasses.replace(second, further_nodes=2)], node=node)
+    assert too_many.why == {"second": "cannot start: it needs 2 further nodes and this one knows 1"}
+
+
 @pytest.mark.parametrize(
     ("device", "kind"), [("host", "host"), ("host:0", "host"), ("cuda:0", "cuda"), ("host:0,host:1", "host")]
 )

@@ -54,6 +54,19 @@ def test_a_job_starts_when_memory_is_free() -> None:
     assert times(estimates["w"]) == pytest.approx((1000, 1500))
 
 
+def test_jobs_that_wait_for_other_nodes_have_an_outlook() -> None:
+    node = dataclasses.replace(NODE, further={"a:1": ""})
+    uses = resident("r", "ann", remaining_s=1000.0, further_nodes=1)
+    waits = job("w", "bob", remaining_s=500.0, further_nodes=1)
+    assert times(simulated([waits], [uses], node=node)["w"]) == pytest.approx((1000, 1500))
+    # When a job of another node ends, nobody here knows.
+    taken = dataclasses.replace(node, further={"a:1": "works for a job of another node"})
+    never = simulated([waits, job("n", "cat", remaining_s=100.0)], node=taken)
+    assert never["w"].start_s is None
+    assert never["n"].start_s is not None
+    assert set(outlooks([waits], [uses], node, shares(), RULES, NOW, no_quota)) == {"r", "w"}
+
+
 def test_a_job_has_no_turn_while_it_is_loaded_and_others_have_the_device_meanwhile() -> None:
     residents = [
         resident("r", "ann", host_gib=40, remaining_s=1000.0),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,51 @@ def test_touching_provides_every_page() -> None:
         mapping.close()
     finally:
         os.close(fd)
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[int, mmap.mmap]]:
+    """A memory file of sixteen small pages, which no page of has memory yet."""
+    fd = planes.create_memory_file("test", 16 * mmap.PAGESIZE)
+    # Where the kernel gives memory files huge pages, one would be all of it.
+    mapping = mmap.mmap(fd, 16 * mmap.PAGESIZE)
+    yield fd, mapping
+    os.close(fd)
+
+
+def num_pages(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512 // mmap.PAGESIZE
+
+
+def test_touching_parts_provides_their_pages_alone(memory: tuple[int, mmap.mmap]) -> None:
+    fd, mapping = memory
+    planes.touch(mapping, num_threads=2, parts=[])
+    assert num_pages(fd) == 0
+    mapping[0] = 7
+    page = mmap.PAGESIZE
+    planes.touch(mapping, num_threads=2, parts=[(0, page), (4 * page, 6 * page), (15 * page, 16 * page)])
+    assert num_pages(fd) == 4
+    assert mapping[0] == 7
+
+
+def test_memory_is_given_back_in_whole_pages_and_the_edges_stay(memory: tuple[int, mmap.mmap]) -> None:
+    fd, mapping = memory
+    page = mmap.PAGESIZE
+    mapping[:] = b"x" * len(mapping)
+    view = memoryview(mapping)
+    assert num_pages(fd) == 16
+    planes.give_back(view[2 * page : 5 * page])
+    assert num_pages(fd) == 13
+    # From within a page to within another: what is between them.
+    planes.give_back(view[8 * page + 1 : 11 * page - 1])
+    assert num_pages(fd) == 12
+    # Less than a page, and two halves.
+    planes.give_back(view[12 * page + 1 : 13 * page - 1])
+    planes.give_back(view[12 * page + 100 : 13 * page + 100])
+    assert num_pages(fd) == 12
+    gone = {2, 3, 4, 9}
+    for index in range(16):
+        assert mapping[index * page : (index + 1) * page] == (b"\0" if index in gone else b"x") * page, index
 
 
 def test_views_outlive_the_store() -> None:

@@ -43,6 +43,9 @@ def test_what_is_frozen_is_divided_by_itself() -> None:
     assert ownership.frozen(1)[0].start == unit.trained_elements
     assert ownership.frozen(1)[-1].stop == unit.unpacked_elements
     assert not ownership.has_rows
+    # A frozen table is divided at whole rows too: on several nodes they travel.
+    assert [row for of_rank in ownership.rows() for row in of_rank] == list(range(1000))
+    assert all((part.start % 48, part.start % PAGE) == (0, 0) for part in ownership.frozen(0))
 
 
 @pytest.mark.parametrize("parallel", ["rows", "layers"])
