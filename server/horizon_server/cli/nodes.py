@@ -29,9 +29,16 @@ def node_group() -> None:
 
 
 @node_group.command(epilog="\b\nExample:\n  horizond node key /etc/horizond/fleet.pem")
-@click.argument("file", type=click.Path(path_type=Path))
-def key(file: Path) -> int:
-    """Make the key of a fleet. Copy the file to each of its nodes: who has it may do all that a node may."""
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@with_settings_options
+def key(file: Path | None, config: Path | None, state_dir: Path | None) -> int:
+    """Make the key of a fleet, in FILE or where fleet_key_file says.
+
+    Copy the file to each of the fleet's nodes: who has it may do all that a node may.
+    """
+    file = file or load_settings(config, state_dir=state_dir).fleet_key_file
+    if file is None:
+        raise BadSetting("say where the key is to be: horizond node key FILE, or set fleet_key_file")
     make_key(file)
     click.echo(f"{file} is made. Copy it to every node of the fleet, readable by the daemon's user only.")
     return 0

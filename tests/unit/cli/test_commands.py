@@ -59,7 +59,7 @@ def test_the_promised_commands_are_there() -> None:
     promised += (
         "; project add; project set; project list; project member add; project member remove; project member list"
     )
-    promised += "; backup; restore; check; gc; audit; model add; model list"
+    promised += "; backup; restore; check; gc; audit; model add; model list; node key; node serve; node list"
     assert {tuple(words.split()) for words in promised.split(";")} == set(EVERY_COMMAND)
 
 

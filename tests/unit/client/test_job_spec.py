@@ -102,6 +102,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         **MINIMAL,
         "project": "p",
         "init_from": "other@best",
+        "nodes": 2,
         "eval_dataset": "e",
         "method": "pretrain",
         "train": {
@@ -114,6 +115,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "lr_schedule": "linear",
             "lanes": 8,
             "parallel": "layers",
+            "wire": "bfloat16",
             "warmup_steps": 6,
             "weight_decay": 0.7,
             "betas": [0.8, 0.9],

@@ -129,13 +129,15 @@ def test_parameters_in_fp32_beside_bf16_are_for_one_node() -> None:
 
 
 def test_what_crosses_the_network_is_counted_by_hand() -> None:
-    two = Execution(num_ranks=4, num_nodes=2, lanes=4, compute_dtype="bfloat16")
+    two = Execution(device_kind="cuda", num_ranks=4, num_nodes=2, lanes=4, compute_dtype="bfloat16")
     # Each unit is 512 x 256 elements, and the norm of the head takes a page.
     unit, page = 512 * 256, 2048
     # Forward all layers, backward all but the two that are still there, and the head once; of four parts three.
     weights = 2 * (4 + 4 - 2) * unit + 2 * (unit + page)
     gradients = 4 * (6 * unit + page)
     assert network_bytes(LAYOUT, two) == weights * 3 // 4 + gradients // 2
+    # gloo is told of nodes, NCCL makes a ring of all ranks.
+    assert network_bytes(LAYOUT, dataclasses.replace(two, device_kind="host")) == weights // 2 + gradients // 2
     rounded = dataclasses.replace(two, wire="bfloat16")
     assert network_bytes(LAYOUT, rounded) == weights * 3 // 4 + gradients // 4
     # The table of a tied model is read as a whole.
