@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,12 +44,12 @@ def test_a_wrong_key_is_named(tmp_path: Path, text: str, named: str) -> None:
         ({"fleet_address": "127.0.0.1"}, "fleet_key_file"),
     ],
 )
-def test_further_nodes_need_an_address_and_a_key(given: dict[str, str], missing: str) -> None:
+def test_further_nodes_need_an_address_and_a_key(given: dict[str, Any], missing: str) -> None:
     with pytest.raises(BadSetting, match=f"setting {missing}: nodes need it"):
         load_settings(nodes=("10.0.0.2:7173",), **given)
     # A node that serves others has none of its own.
     assert load_settings(**given).nodes == ()
-    whole = {"fleet_address": "127.0.0.1", "fleet_key_file": "/etc/fleet.pem"}
+    whole: dict[str, Any] = {"fleet_address": "127.0.0.1", "fleet_key_file": "/etc/fleet.pem"}
     assert load_settings(nodes="a:1,b:2", **whole).nodes == ("a:1", "b:2")
 
 

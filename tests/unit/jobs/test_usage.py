@@ -43,7 +43,8 @@ async def test_a_job_of_several_nodes_is_charged_for_each(num_nodes: int) -> Non
     job = JobRecord(
         job_id="job_1",
         owner="ada",
-        spec=JobSpec(name="toy", model="m", dataset="d", project="lab"),
+        project="lab",
+        spec=JobSpec(name="toy", model="m", dataset="d"),
         model_id="m-1",
         dataset_id="d-1",
         eval_dataset_id="",
