@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import ipaddress
 import os
 import socket
 import ssl
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -23,7 +21,6 @@ from horizon_server.errors import BadSetting
 # Laptops keep the authority's certificate, so that its end would have everybody fetch another one.
 _AUTHORITY_DAYS = 20 * 365
 _SERVER_DAYS = 5 * 365
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 RENEWED_DAYS = 30
 """How long before its end the daemon makes a new certificate of its own."""
 
@@ -52,8 +49,9 @@ def parse_address(setting: str, text: str) -> Address:
     return Address(host=host, port=int(port))
 
 
-def bound_socket(setting: str, address: Address) -> socket.socket:
-    """Return a socket that is bound to the address.
+def bound_socket(setting: str, address: Address, *, remedy: str = "") -> socket.socket:
+    """Return a socket that is bound to the address; `remedy` is what to do where it cannot be had, if that is not to
+    give another one with the option of the setting's name.
 
     Raises:
         BadSetting: naming the setting, when the address is not this machine's or is in use.
@@ -72,24 +70,21 @@ def bound_socket(setting: str, address: Address) -> socket.socket:
     except OSError as error:
         listener.close()
         raise BadSetting(
-            f"{setting}: cannot listen on {address}: {error.strerror or error}; choose another HOST:PORT with "
-            f"--{setting}"
+            f"{setting}: cannot listen on {address}: {error.strerror or error}; "
+            f"{remedy or f'choose another HOST:PORT with --{setting}'}"
         ) from error
     return listener
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has an IPv4 address of this machine: what libraries of ranks are told to use.
+    """Return the network interface that has an address of this machine: what libraries of ranks are told to use.
 
     Raises:
         BadSetting: no interface has it.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode("ascii")[:15])
-                if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]) == address:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
     raise BadSetting(f"setting fleet_address: no network interface of this machine has the address {address}")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,6 +167,61 @@ if [ "$1" = token ]; then echo secret > "${{@: -1}}"; kill -{signal} $PPID; fi
     assert (tmp_path / "drained").exists()
     assert "horizon login" in ran.stdout
     assert (tmp_path / "scontrol.called").exists() == requeued
+
+
+def test_the_script_for_several_hosts_starts_a_node_on_each_other_one_and_the_daemon_here(tmp_path: Path) -> None:
+    """The script itself, with stand-ins for the daemon, srun and ip: both hosts have the same address here."""
+    script, state = DEPLOY / "slurm" / "horizond-nodes.sbatch", tmp_path / "state"
+    for name in re.findall(r"HORIZOND_(\w+)=", script.read_text("utf-8")):
+        assert name.lower() in Settings.model_fields
+    if shutil.which("shellcheck"):
+        checked = _run("shellcheck", "-x", "-P", str(script.parent), str(script))
+        assert checked.returncode == 0, checked.stdout
+    _stub(
+        tmp_path / "horizond",
+        f"""
+echo "$1 $2: $HORIZOND_FLEET_ADDRESS ${{HORIZOND_NODES:-}} $HORIZOND_FLEET_KEY_FILE" >> {tmp_path}/called
+if [ "$1 $2" = "node key" ]; then echo key > "$3"; fi
+if [ "$1 $2" = "node serve" ]; then echo $$ > {tmp_path}/node; exec sleep 60 > /dev/null 2>&1; fi
+if [ "$1" = serve ]; then
+    trap 'exit 0' TERM
+    while [ ! -s {tmp_path}/node ]; do sleep 0.05; done
+    echo '{{}}' > {state}/endpoints.json
+    while :; do sleep 0.05; done
+fi
+if [ "$1" = token ]; then echo secret > "${{@: -1}}"; kill -TERM $PPID; fi
+""",
+    )
+    _stub(
+        tmp_path / "srun",
+        f'echo "$@" >> {tmp_path}/srun.called; while [[ "$1" == -* ]]; do shift; done; exec "$@"',
+    )
+    _stub(tmp_path / "ip", 'echo "2: ib0    inet 10.0.0.2/24 brd 10.0.0.255 scope global ib0"')
+    try:
+        ran = _run(
+            "bash",
+            str(script),
+            HORIZOND=str(tmp_path / "horizond"),
+            HORIZON_STATE=str(state),
+            HORIZON_FLEET_KEY=str(tmp_path / "key"),
+            HORIZON_SBATCH=str(script.with_name("horizond.sbatch")),
+            SLURM_JOB_ID="7",
+            SLURM_NNODES="3",
+            SLURMD_NODENAME="host1",
+            USER="ada",
+            PATH=f"{tmp_path}:{os.environ['PATH']}",
+        )
+        assert ran.returncode == 0, ran.stderr
+        called = (tmp_path / "called").read_text().splitlines()
+        key = str(tmp_path / "key")
+        assert called[0] == f"node key:   {key}"
+        assert sorted(called[1:3]) == [f"node serve: 10.0.0.2  {key}", f"serve : 10.0.0.2 10.0.0.2:7173 {key}"]
+        asked = (tmp_path / "srun.called").read_text()
+        assert asked.count("--nodes=2 --ntasks=2 --ntasks-per-node=1") == asked.count("--exclude=host1") == 2
+    finally:
+        # Slurm ends the steps of a job with its script.
+        if (tmp_path / "node").exists():
+            os.kill(int((tmp_path / "node").read_text()), signal.SIGKILL)
 
 
 @pytest.fixture

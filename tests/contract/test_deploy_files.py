@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -169,8 +170,29 @@ def test_the_unit_stops_slower_than_the_daemon_drains() -> None:
     assert service["ExecStart"].split()[1:2] == ["serve"]
 
 
+def test_a_further_node_has_the_limits_of_the_daemon_and_a_command_that_is_there() -> None:
+    units = {}
+    for name in ("horizond", "horizond-node"):
+        units[name] = configparser.ConfigParser(strict=False, interpolation=None)
+        units[name].read(DEPLOY / f"{name}.service")
+    service, daemon = units["horizond-node"]["Service"], units["horizond"]["Service"]
+    for same in ("LimitMEMLOCK", "OOMPolicy", "User", "StateDirectory", "RestrictAddressFamilies"):
+        assert service[same] == daemon[same]
+    assert units["horizond-node"]["Unit"]["Conflicts"] == "horizond.service"
+    # Its ranks would inherit what protects the daemon alone.
+    assert "OOMScoreAdjust" not in service
+    command, group, name, *words = service["ExecStart"].split()
+    assert command == daemon["ExecStart"].split()[0]
+    found = horizond.commands[group]
+    assert isinstance(found, click.Group)
+    options = {option for parameter in found.commands[name].params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= options
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-@pytest.mark.parametrize("name", ["horizond.service", "horizond-backup.service", "horizond-backup.timer"])
+@pytest.mark.parametrize(
+    "name", ["horizond.service", "horizond-node.service", "horizond-backup.service", "horizond-backup.timer"]
+)
 def test_systemd_knows_every_directive(tmp_path: Path, name: str) -> None:
     # The timer wants its service next to it.
     for file in DEPLOY.glob("horizond*.service"):

@@ -1,5 +1,7 @@
-"""`kill -9` of any rank of an attempt on two devices, at any moment: the next one continues, on as many ranks or on
-another number, by rows or by layers, and the result has the bits of a job that nothing disturbed.
+"""`kill -9` of any rank of an attempt, at any moment, on two devices or on two nodes with two devices each.
+
+The next attempt continues, on one node also on another number of ranks, by rows or by layers, and the result has the
+bits of a job that nothing disturbed.
 
 HORIZON_KILLS is the number of kills (`make test-all` has 300), HORIZON_KILLS_SEED what their moments are drawn from.
 """
@@ -13,13 +15,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.component.worker.test_nodes import Other
+from tests.support.fleet import serving
 from tests.support.linked_worker import LinkedWorker
 from tests.support.worker_attempts import (
     Daemon,
@@ -34,6 +38,7 @@ from tests.support.worker_attempts import (
 
 from horizon_server.children.entry import Answer
 from horizon_server.events import StepDone
+from horizon_server.nodes.key import make_key
 from horizon_server.process_variables import CHILD_VARIABLES
 from horizon_server.store.manifest import is_complete
 
@@ -46,12 +51,20 @@ NUM_STEPS, LANES = 30, 4
 pytestmark = pytest.mark.timeout(300 + 60 * NUM_KILLS)
 
 
-def test_kills_of_ranks_lose_nothing_and_change_no_bit(inputs: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_kills_of_ranks_lose_nothing_and_change_no_bit(num_nodes: int, inputs: Callable[[str], Path]) -> None:
     spec = spec_of(NUM_STEPS, train={"tokens_per_step": 64}, checkpoint={"every_steps": 5})
     whole, folder = inputs("whole"), inputs("killed")
     attempt(whole, spec, Daemon(always), lanes=LANES)
     chance, losses, times = random.Random(SEED), dict[int, float](), Times()
-    with worker_request(folder, spec, turns=True, num_ranks=2, lanes=LANES) as request:
+    with ExitStack() as stack:
+        request = stack.enter_context(
+            worker_request(folder, spec, turns=True, num_ranks=2 * num_nodes, num_nodes=num_nodes, lanes=LANES)
+        )
+        if num_nodes > 1:
+            make_key(folder / "fleet.pem")
+            agent = stack.enter_context(serving(folder / "node", folder / "fleet.pem"))
+            request = Other(agent=agent, key=folder / "fleet.pem").reserve(request)
         num_killed, lives, answer = 0, 0, None
         while answer is None:
             kill = None if num_killed >= NUM_KILLS else chance
@@ -93,7 +106,7 @@ def life(
     checkpoints = folder / "checkpoints"
     complete = sorted(path for path in checkpoints.glob("step-*") if is_complete(path)) if checkpoints.is_dir() else []
     again = {**request, "resume_from": str(complete[-1]) if complete else None}
-    if chance is not None:
+    if chance is not None and request["fleet"] is None:
         # The model has two layers.
         num_ranks, parallel = chance.choice([(2, "rows"), (2, "layers"), (3, "rows")])
         how = {"num_ranks": num_ranks, "parallel": parallel}
@@ -136,7 +149,9 @@ def kill_one(
     time.sleep(delay_s)
     with suppress(psutil.Error):
         first = psutil.Process(worker.process.pid)
-        ranks = [first, *(child for child in first.children() if "--rank" in child.cmdline())]
+        # Those of another node are this process's own.
+        others = [*first.children(), *psutil.Process().children()]
+        ranks = [first, *(child for child in others if "--rank" in child.cmdline())]
         if first.status() == psutil.STATUS_ZOMBIE:
             return
         killed.set()

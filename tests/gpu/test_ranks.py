@@ -16,7 +16,7 @@ from tests.support.tiny_models import Engine
 from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
-from horizon_server.engine.ranks import QueueName, Ranks
+from horizon_server.engine.ranks import GroupName, QueueName, Ranks
 from horizon_server.process_variables import CHILD_VARIABLES
 from horizon_server.records.execution import Parallel
 
@@ -70,10 +70,10 @@ class StagedRanks(Ranks):
         out.copy_(staged)
 
     def exchange(
-        self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], queue: QueueName
+        self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], among: GroupName
     ) -> None:
         staged = out.cpu()
-        super().exchange(staged, source.cpu(), out_sizes, sizes, queue)
+        super().exchange(staged, source.cpu(), out_sizes, sizes, among)
         out.copy_(staged)
 
     def collect(self, own: Tensor, queue: QueueName) -> Tensor:

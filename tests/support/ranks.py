@@ -78,8 +78,8 @@ def in_ranks(
             for name, members in groups_of_nodes(num_ranks, num_nodes):
                 if rank in members:
                     groups[name] = group_of(store, f"{name} {members}", members.index(rank), len(members))
-            how = {"parallel": parallel, "gathers": gathers, "shared_fd": shared_fd, "num_nodes": num_nodes}
-            results[rank] = work(kind(rank, num_ranks, groups, **how))
+            how: dict[str, Any] = {"parallel": parallel, "gathers": gathers, "num_nodes": num_nodes}
+            results[rank] = work(kind(rank, num_ranks, groups, shared_fd=shared_fd, **how))
         except BaseException as error:
             errors.append(error)
 

@@ -16,7 +16,10 @@ from typing import Any, Literal
 import click
 
 from horizon_server.cli.options import print_mapping, with_settings_options
-from horizon_server.errors import HorizonError
+from horizon_server.errors import BadSetting, HorizonError
+from horizon_server.network import interface_of
+from horizon_server.nodes.directory import NodeDirectory
+from horizon_server.nodes.protocol import NodeReport
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, what_is_missing
 from horizon_server.planning.ledger import max_parameters
@@ -29,6 +32,7 @@ from horizon_server.planning.machine import (
     measure_rates,
     usable_accelerators,
 )
+from horizon_server.planning.nodes import link_speed
 from horizon_server.records.execution import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store import numa
@@ -72,7 +76,7 @@ class Part:
 def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     """Check whether this machine can run jobs, and how fast it is.
 
-    Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk.
+    Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk, further nodes.
 
     Each line is [ok], [warn] or [fail] with what to do. Exit code 1 when a line is [fail]. The speeds are kept in the
     state folder, where a running daemon finds them too: plans predict a job's speed from them. Measure while nothing
@@ -92,6 +96,7 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
         _speed(settings, usable),
         _disk(settings.state_dir),
         _largest_model(settings, usable),
+        *([_fleet(settings, usable)] if settings.nodes else []),
     ]
     if output == "table":
         for part in parts:
@@ -127,6 +132,29 @@ def _memory(settings: Settings) -> Part:
         )
     if memory.available_bytes < memory.limit_bytes / 2:
         return part.warn("other programs hold more than half of it; jobs get only what is free")
+    return part
+
+
+def _fleet(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
+    assert settings.fleet_address is not None, "settings with nodes have an address"
+    part = Part("further nodes", ", ".join(settings.nodes), {})
+    try:
+        speed = link_speed(interface_of(settings.fleet_address))
+        directory = NodeDirectory(addresses=settings.nodes, key_file=settings.fleet_key_file)
+        asyncio.run(directory.ask_all())
+    except BadSetting as error:
+        return part.fail(error.message)
+    reports = [report for report in directory.known.values() if isinstance(report, NodeReport)]
+    known = settings.fleet_network_gbps or (None if speed is None else 8e-9 * speed)
+    network = "unknown" if known is None else f"{known:g} Gbit/s"
+    found = f"{len(reports)} of {len(settings.nodes)} answer; network: {network}"
+    part = Part("further nodes", found, {"further_nodes": len(reports), "network_gbps": known})
+    if lost := [f"{name}: {why.message}" for name, why in directory.known.items() if isinstance(why, HorizonError)]:
+        return part.warn("; ".join(lost))
+    if differing := [report.hostname for report in reports if usable and usable[0].name not in report.gpus]:
+        return part.warn(f"no {usable[0].name} there, as jobs with nodes on this one need: {', '.join(differing)}")
+    if known is None:
+        return part.warn("predictions leave the network out; set fleet_network_gbps to its speed")
     return part
 
 

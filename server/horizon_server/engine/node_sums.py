@@ -81,7 +81,7 @@ class NodeSums:
                 has_one = self._place in sends
                 source = roots[index][starts[first] : starts[first + per_node]] if has_one else free[:0]
                 in_sizes = of_node if has_one else [0] * per_node
-                self._ranks.exchange(taken, source, out_sizes, in_sizes, "node")
+                self._ranks.exchange(taken, source, out_sizes, in_sizes, "d2h node")
                 found += zip((subtree for _, subtree in senders), taken.view(len(senders), own).unbind(), strict=True)
                 start += taken.numel()
             for target, summed in zip(sent, close_subtrees(sorted(found, key=lambda one: one[0])), strict=True):
@@ -91,10 +91,10 @@ class NodeSums:
     def _exchange(self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """Between nodes."""
         if self._wire is torch.float32:
-            self._ranks.exchange(out, source, out_sizes, sizes, "peers")
+            self._ranks.exchange(out, source, out_sizes, sizes, "d2h peers")
             return
         received = torch.empty_like(out, dtype=self._wire)
-        self._ranks.exchange(received, source.to(self._wire), out_sizes, sizes, "peers")
+        self._ranks.exchange(received, source.to(self._wire), out_sizes, sizes, "d2h peers")
         out.copy_(received)
 
     def _of_place(self, sizes: Sequence[int]) -> list[int]:

@@ -35,7 +35,7 @@ from horizon_server.store.layout import StoreLayout
 from horizon_server.store.ownership import Ownership
 
 QueueName = Literal["h2d", "compute", "d2h"]
-GroupName = Literal["h2d", "compute", "d2h", "node", "peers"]
+GroupName = Literal["h2d", "compute", "d2h", "d2h node", "d2h peers"]
 """All ranks in the work of a queue; and in that of d2h, those of one node, and those at one place of each node."""
 GROUPS = ("h2d", "compute", "d2h", "calls")
 _COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -186,6 +186,9 @@ class Ranks:
         """Fill flat memory in which each rank has written its own part; all parts are equal but the last, which may be
         longer."""
         group, start, size = self._groups[queue], parts[0].start, parts[0].stop - parts[0].start
+        if self.path == "gloo":
+            self._broadcast_parts(out, parts, queue)
+            return
         if size:
             whole = out[start : start + size * self.num_ranks]
             own = whole[self.rank * size : (self.rank + 1) * size]
@@ -193,6 +196,24 @@ class Ranks:
         rest = out[start + size * self.num_ranks : parts[-1].stop]
         if rest.numel():
             dist.broadcast(rest, group_src=self.num_ranks - 1, group=group)
+
+    def _broadcast_parts(self, out: Tensor, parts: Sequence[slice], queue: QueueName) -> None:
+        """As `complete`. gloo's gather takes the memory of four such tensors, and its broadcasts know no nodes: on
+        several, each part goes once to the ranks at its owner's place, and from there to the others of their node."""
+
+        def send(group: str, owner: int, source: int) -> None:
+            if parts[owner].start < parts[owner].stop:
+                dist.broadcast(out[parts[owner]], group_src=source, group=self._groups[group])
+
+        if self.num_nodes == 1:
+            for owner in range(self.num_ranks):
+                send(queue, owner, owner)
+            return
+        per_node = self.ranks_per_node
+        for node in range(self.num_nodes):
+            send(f"{queue} peers", node * per_node + self.rank % per_node, node)
+        for owner in range(self.num_ranks):
+            send(f"{queue} node", owner, owner % per_node)
 
     def exchange(
         self, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], among: GroupName
@@ -284,13 +305,16 @@ class Ranks:
         return tuple(found)
 
 
-def groups_of_nodes(num_ranks: int, num_nodes: int) -> list[tuple[GroupName, list[int]]]:
-    """The groups of ranks on several nodes besides those of all: of each node, and of each place on the nodes."""
+def groups_of_nodes(num_ranks: int, num_nodes: int) -> list[tuple[str, list[int]]]:
+    """The groups of ranks on several nodes besides those of all: for the work of h2d and of d2h, those of each node,
+    and those at one place of each node."""
     if num_nodes == 1:
         return []
-    per_node, found = num_ranks // num_nodes, list[tuple[GroupName, list[int]]]()
-    found += [("node", list(range(first, first + per_node))) for first in range(0, num_ranks, per_node)]
-    return found + [("peers", list(range(place, num_ranks, per_node))) for place in range(per_node)]
+    per_node, found = num_ranks // num_nodes, list[tuple[str, list[int]]]()
+    for queue in ("h2d", "d2h"):
+        found += [(f"{queue} node", list(range(first, first + per_node))) for first in range(0, num_ranks, per_node)]
+        found += [(f"{queue} peers", list(range(place, num_ranks, per_node))) for place in range(per_node)]
+    return found
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -54,7 +54,11 @@ ABANDONED_S = 900.0
 # Between two looks at ranks.
 _POLL_S = 0.2
 # Connections that are served at the same time: ranks of one job, and questions of a few daemons.
-_MAX_CONNECTIONS = 16
+_MAX_CONNECTIONS = 64
+# How long a caller may take to show that it has the key.
+_HANDSHAKE_S = 5.0
+# The kernel's out-of-memory killer chooses a rank before this process, which holds the job's memory.
+_RANK_OOM_SCORE = 500
 
 log = structlog.get_logger(__name__)
 
@@ -98,7 +102,11 @@ class NodeAgent:
         self._lease: _Lease | None = None
         self._lock = threading.RLock()
         self._context = server_context(settings.fleet_key_file)
-        self._listener = bound_socket("fleet_address", Address(host=settings.fleet_address, port=settings.fleet_port))
+        self._listener = bound_socket(
+            "fleet_address",
+            Address(host=settings.fleet_address, port=settings.fleet_port),
+            remedy="set another fleet_address or fleet_port",
+        )
         self._listener.listen(_MAX_CONNECTIONS)
         self._is_closing = False
 
@@ -130,7 +138,7 @@ class NodeAgent:
 
     def _serve(self, plain: socket.socket, caller: str) -> None:
         try:
-            plain.settimeout(CALL_S)
+            plain.settimeout(_HANDSHAKE_S)
             # Where the caller's machine is gone, what is sent to it must fail soon.
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST_S))
             with self._context.wrap_socket(plain, server_side=True) as connection:
@@ -256,6 +264,9 @@ class NodeAgent:
                     log=stream,
                     module=self._module,
                 )
+        for pid in ranks.pids:
+            with contextlib.suppress(OSError):  # one that has ended already
+                Path(f"/proc/{pid}/oom_score_adj").write_text(str(_RANK_OOM_SCORE), "ascii")
         log.info("ranks started", job_id=order.job_id, pids=list(ranks.pids))
         try:
             self._watch(ranks, failures, connection)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,9 +141,12 @@ class NodeDirectory:
         try:
             async with asyncio.timeout(CALL_S):
                 return await self._answer(address, call, self.key_file)
-        except (OSError, TimeoutError) as error:
-            why = "it does not answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", "") or error
-            raise WorkerFailed(f"{address} cannot be reached: {why}") from error
+        except TimeoutError as error:
+            raise WorkerFailed(f"it does not answer within {CALL_S:g} s") from error
+        except ssl.SSLError as error:
+            raise WorkerFailed("it has another key, or is no node of a fleet") from error
+        except OSError as error:
+            raise WorkerFailed(f"it cannot be reached: {os.strerror(error.errno) if error.errno else error}") from error
 
     async def _answer(self, address: str, call: NodeCall, key_file: Path) -> Any:
         place = parse_address("nodes", address)

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from horizon_server.errors import InvalidSpec
+from horizon_server.planning.lane_tree import NodeTree, lanes_of_rank
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.records.execution import ELEMENT_BYTES, Execution
 from horizon_server.records.plan import StepPrediction
@@ -88,13 +89,16 @@ def network_bytes(layout: StoreLayout, execution: Execution) -> int:
     The layers at which forward turns into backward are there already, and the head computes both at once. Rows of the
     embedding are few.
     """
-    num_ranks, others = execution.num_ranks, (execution.num_nodes - 1) / execution.num_nodes
+    num_ranks, num_nodes, others = execution.num_ranks, execution.num_nodes, 1 - 1 / execution.num_nodes
     layers = [unit.unpacked_elements for unit in layout.units if unit.kind == "layer"]
     gathered = 2 * sum(layers) - sum(layers[-execution.num_weight_slots :]) + layout.units[-1].unpacked_elements
     gathered += layout.units[0].unpacked_elements * layout.tied
     trained = sum(unit.trained_elements for unit in layout.units) * ELEMENT_BYTES[execution.wire]
-    # The ranks of all nodes are a ring.
-    return int(gathered * execution.element_bytes * (num_ranks - 1) / num_ranks + trained * others)
+    lanes = [lanes_of_rank(rank, num_ranks, execution.lanes) for rank in range(num_ranks)]
+    num_sums = max(map(len, NodeTree.of(lanes, num_nodes).of_nodes))
+    # NCCL makes a ring of the ranks of all nodes.
+    crossing = others if execution.device_kind == "host" else (num_ranks - 1) / num_ranks
+    return int(gathered * execution.element_bytes * crossing + num_sums * trained * others)
 
 
 def of_one_node(execution: Execution) -> Execution:

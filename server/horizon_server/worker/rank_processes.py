@@ -71,7 +71,9 @@ class OtherRanks:
         self._listening_at = Address(host="", port=0)
         meeting = ["--meeting-file", str(self._file)]
         if fleet is not None:
-            self._listener = bound_socket("fleet_address", Address(host=fleet.address, port=0))
+            self._listener = bound_socket(
+                "fleet_address", Address(host=fleet.address, port=0), remedy="set another fleet_address"
+            )
             self._listener.listen(execution.num_ranks)
             self._listening_at = Address(host=fleet.address, port=self._listener.getsockname()[1])
             meeting = ["--meeting-at", str(self._listening_at)]

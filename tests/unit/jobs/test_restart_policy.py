@@ -69,9 +69,9 @@ def fail(record: JobRecord, error: Exception, step: int, *, max_restarts: int = 
 def test_what_may_pass_is_restarted_after_a_pause(error: Exception) -> None:
     record, verdict = fail(job(), error, 7)
     assert verdict.restart and verdict.reason == "RESTARTED"
-    assert (verdict.pause_s, record.not_before_s) == (5.0, NOW_S + 5)
+    assert (verdict.pause_s, record.not_before_s) == (1.0, NOW_S + 1)
     assert (record.num_restarts, record.failed_step) == (1, 7)
-    assert "(after step 7); it is restarted in 5 s (restart 1 of at most 5 without progress)" in verdict.message
+    assert "(after step 7); it is restarted in 1 s (restart 1 of at most 5 without progress)" in verdict.message
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_step_further_than_ever_ends_the_row_and_a_repeated_one_does_not() -> 
     record, _ = fail(record, KILLED, 7)
     assert record.num_restarts == 3
     record, verdict = fail(record, KILLED, 8)
-    assert (record.num_restarts, record.failed_step, verdict.pause_s) == (1, 8, 5.0)
+    assert (record.num_restarts, record.failed_step, verdict.pause_s) == (1, 8, 1.0)
 
 
 @pytest.mark.parametrize("error", [CRASHED, OOM_KILLED, DRIVER_RESET, IoFailed("x"), TurnOverrun("x")])
