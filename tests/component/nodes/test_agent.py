@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -131,7 +133,8 @@ def test_it_works_for_one_job_at_a_time(node: NodeAgent, key: Path) -> None:
         # The second time changes nothing.
         asked(node, key, "reserve", reservation("job_1", plane_bytes={"hi": 8192, "lo": 8192}))
         assert num_memory_files() == before + 2
-    assert asked(node, key, "report")["job_id"] == "job_1"
+    report = asked(node, key, "report")
+    assert (report["job_id"], report["owner"]) == ("job_1", "daemon_1")
     with pytest.raises(InUse, match="it works for job job_1"):
         asked(node, key, "reserve", reservation("job_2"))
     asked(node, key, "reserve", reservation("job_1", plane_bytes={"hi": 4096}))
@@ -347,3 +350,59 @@ async def test_a_node_that_answers_nothing_sensible_is_as_one_that_is_lost(
         assert isinstance(found, HorizonError) and message in found.message, found
         with pytest.raises(WorkerFailed, match=message):
             await nodes.reserve(reservation(), 1)
+
+
+async def test_what_becomes_of_nodes_is_told(key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "_ASK_EVERY_S", 0.02)
+    changes, counts, told = list[list[str]](), list[Mapping[str, int]](), asyncio.Queue[list[str]]()
+
+    with serving(tmp_path / "1", key) as first, contextlib.ExitStack() as life:
+        second = life.enter_context(serving(tmp_path / "2", key))
+        nodes = NodeDirectory(addresses=[first.address, second.address], key_file=key, owner="daemon_2")
+
+        def note() -> None:
+            changes.append([nodes.state_of(address) for address in nodes.addresses])
+            told.put_nowait(changes[-1])
+
+        async def until_told(*wanted: str) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while await told.get() != list(wanted):
+                    pass
+
+        watching = asyncio.create_task(nodes.watch(note, counts.append))
+        await until_told("free", "free")
+        # Another daemon takes one, and gives it back.
+        other = NodeDirectory(addresses=[second.address], key_file=key)
+        await other.reserve(reservation("job_9", owner="daemon_1"), 1)
+        await until_told("free", "busy")
+        await other.release("job_9")
+        await until_told("free", "free")
+        # Not in the event loop, which answers nobody meanwhile.
+        await asyncio.to_thread(life.close)
+        await until_told("free", "lost")
+        assert {"free": 1, "busy": 0, "lost": 1} in counts
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    # Nothing is told of what stays as it is.
+    assert all(one != after for one, after in itertools.pairwise(changes))
+
+
+async def test_a_job_that_has_ended_here_is_released_where_it_is_left(key: Path, tmp_path: Path) -> None:
+    resident = {"job_1"}
+
+    async def is_resident(job_id: str) -> bool:
+        return job_id in resident
+
+    with serving(tmp_path / "1", key) as first, serving(tmp_path / "2", key) as second:
+        nodes = NodeDirectory(
+            addresses=[first.address, second.address], key_file=key, owner="daemon_1", is_resident=is_resident
+        )
+        await nodes.reserve(reservation("job_1"), 1)
+        # Of another daemon, which knows whether it has ended.
+        await nodes.reserve(reservation("job_9", owner="daemon_2"), 1)
+        for wanted in ("job_1", ""):
+            await nodes.ask_all()
+            await nodes._release_left()
+            assert (first.report().job_id, second.report().job_id) == (wanted, "job_9")
+            resident.clear()

@@ -144,6 +144,15 @@ def test_a_rank_that_dies_elsewhere_ends_the_worker_and_another_continues_in_the
     assert_same(result(folder, 6), result(alone, 6))
 
 
+def test_a_node_that_is_gone_ends_the_worker_by_what_may_pass(inputs: Inputs, other: Other) -> None:
+    folder, address = inputs("job"), other.agent.address
+    with worker_request(folder, spec_of(50), **ONE_EACH) as request, started(other.reserve(request), folder) as worker:
+        lines = until_step(worker, 2, other.agent.close)
+        worker.wait()
+    assert isinstance(lines[-1], Failure) and lines[-1].error.reason == "WORKER_DIED", lines[-1]
+    assert f"rank 1 on {address}" in lines[-1].error.message
+
+
 def test_ranks_elsewhere_end_with_the_worker(inputs: Inputs, other: Other) -> None:
     folder, ranks = inputs("job"), list[psutil.Process]()
 
