@@ -405,6 +405,11 @@ class Planner:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         warnings += _of_lanes(case.spec, execution)
+        if execution.num_nodes > 1 and case.network_bytes_per_s is None:
+            warnings.append(
+                "the speed of the network between the nodes is not known, so the prediction leaves it out; an admin "
+                "can set fleet_network_gbps"
+            )
         if (execution.device_kind, execution.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
             warnings.append(
                 "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than "
