@@ -239,7 +239,7 @@ def test_what_is_no_call_is_refused(
 def test_a_connection_that_says_nothing_is_dropped(
     has_key: bool, node: NodeAgent, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "CALL_S", 0.2)
+    monkeypatch.setattr(agent_module, "CALL_S" if has_key else "_HANDSHAKE_S", 0.2)
     place = parse_address("nodes", node.address)
     if has_key:
         with connected(node.address, key) as connection:
