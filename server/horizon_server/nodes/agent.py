@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,13 +108,11 @@ class NodeAgent:
             remedy="set another fleet_address or fleet_port",
         )
         self._listener.listen(_MAX_CONNECTIONS)
-        self._is_closing = False
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT where it listens."""
         host, port = self._listener.getsockname()[:2]
-        return str(Address(host=host, port=port))
+        self.address = str(Address(host=host, port=port))
+        """HOST:PORT where it listens."""
+        self._is_closing = False
+        self._connections: set[socket.socket] = set()
 
     def serve(self) -> None:
         """Answer calls until `close`."""
@@ -135,13 +133,16 @@ class NodeAgent:
         self._listener.close()
         with self._lock:
             self._end_lease()
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, plain: socket.socket, caller: str) -> None:
         try:
             plain.settimeout(_HANDSHAKE_S)
             # Where the caller's machine is gone, what is sent to it must fail soon.
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST_S))
-            with self._context.wrap_socket(plain, server_side=True) as connection:
+            with self._context.wrap_socket(plain, server_side=True) as connection, self._open(connection):
                 try:
                     call = decode_call(receive_line(connection, timeout_s=CALL_S))
                     end: Line = Answer(self._answer(call, connection))
@@ -155,6 +156,17 @@ class NodeAgent:
             log.exception("a call failed", caller=caller)
         finally:
             plain.close()
+
+    @contextlib.contextmanager
+    def _open(self, connection: socket.socket) -> Iterator[None]:
+        """Have `close` end a connection within the block."""
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
 
     def _answer(self, call: NodeCall, connection: socket.socket) -> Any:
         body = call.body

@@ -49,7 +49,13 @@ class RankProcesses:
         self.shared_fd = create_memory_file("ranks", 0)
         self._environment, self._log = environment, log
         inherited = [*planes.values(), *([alive_fd] if alive_fd >= 0 else [])]
-        self._processes = [self._start(module, rank, request_file, meeting, inherited) for rank in ranks]
+        # One that ends at once ends those that are there.
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in ranks:
+            self._processes.append(self._start(module, rank, request_file, meeting, inherited))
+        if self._is_closing:
+            for process in self._processes:
+                process.kill()
 
     @property
     def pids(self) -> Sequence[int]:

@@ -83,7 +83,11 @@ def own_share(plane_bytes: dict[str, int], layout: StoreLayout, execution: Execu
 def in_flight_bytes(layout: StoreLayout) -> int:
     """Host memory of the first node for tensors that belong to others, while a model or a checkpoint is read or
     written: one for each thread."""
-    return sum(PLANE_BYTES.values()) * max(place.num_elements for _, place in layout.tensors())
+    # A checkpoint's files are written at once: its model and the rounding bits from both halves of the weights, and
+    # three planes as they are.
+    halves = PLANE_BYTES["hi"] + PLANE_BYTES["lo"]
+    num_bytes = sum(PLANE_BYTES.values()) - PLANE_BYTES["hi"] + 2 * halves
+    return num_bytes * max(place.num_elements for _, place in layout.tensors())
 
 
 def lane_number_bytes(layout: StoreLayout, execution: Execution) -> int:

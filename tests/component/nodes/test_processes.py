@@ -6,10 +6,10 @@ import json
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from horizon_server.children.entry import Answer, Failure
@@ -51,9 +51,10 @@ def start(told: queue.Queue[tuple[str, End]], tmp_path: Path) -> Iterator[Start]
 
 def ended(ranks: RankProcesses) -> bool:
     """Wait for all of them."""
-    processes = [psutil.Process(pid) for pid in ranks.pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
-    return not alive and not ranks.are_alive
+    end_s = time.monotonic() + WAIT_S
+    while ranks.are_alive and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return not ranks.are_alive
 
 
 def test_a_rank_that_fails_is_told_of_and_the_others_end_without_a_word(
