@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import ssl
@@ -39,6 +40,7 @@ from horizon_server.nodes.protocol import (
     RankOrder,
     Reservation,
     decode_call,
+    end_connection,
     receive_line,
 )
 from horizon_server.planning.machine import Accelerator, HostMemory, gpu_uuids, worker_environment
@@ -134,8 +136,7 @@ class NodeAgent:
         with self._lock:
             self._end_lease()
             for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                end_connection(connection)
 
     def _serve(self, plain: socket.socket, caller: str) -> None:
         try:
@@ -296,24 +297,20 @@ class NodeAgent:
 
     def _watch(self, ranks: RankProcesses, failures: Sequence[Failure], connection: socket.socket) -> None:
         """Say every second that all is well, until a rank has failed, all have ended, or the caller has."""
-        gone = threading.Event()
-
-        def listen() -> None:
-            # The caller says nothing more: whatever comes is the connection's end.
-            with contextlib.suppress(OSError, ValueError):
-                connection.settimeout(None)
-                connection.recv(1)
-            gone.set()
-
-        threading.Thread(target=listen, name="caller", daemon=True).start()
+        caller = select.poll()
+        caller.register(connection, select.POLLIN)
         beat_s = time.monotonic()
-        while ranks.are_alive and not failures and not gone.wait(_POLL_S):
+        # All in one thread: a TLS connection is not for two at once.
+        while ranks.are_alive and not failures:
+            # The caller says nothing more: whatever comes is the connection's end.
+            if caller.poll(1000 * _POLL_S):
+                return
             if time.monotonic() >= beat_s:
                 beat_s += HEARTBEAT_S
                 connection.sendall(b"\n")
-        if not ranks.are_alive and not failures:
+        if not failures:
             # What has ended is heard of a moment later.
-            gone.wait(_POLL_S)
+            time.sleep(_POLL_S)
 
     def _written(self, order: RankOrder, lease: _Lease) -> tuple[Path, Path]:
         """The request of the ranks and what else they read, in files; and the file of their log."""

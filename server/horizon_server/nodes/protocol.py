@@ -6,6 +6,7 @@ error. While it runs ranks it sends an empty line every second before that, and 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -103,6 +104,12 @@ def receive_line(connection: socket.socket, *, timeout_s: float) -> bytes:
             raise WorkerFailed(f"the line is longer than {MAX_LINE_BYTES} bytes")
         pieces.append(piece)
     return b"".join(pieces)
+
+
+def end_connection(connection: socket.socket) -> None:
+    """End a connection that another thread uses, which sees its end: not by TLS, which is that thread's."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def encode_call(call: NodeCall) -> bytes:

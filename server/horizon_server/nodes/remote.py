@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ from horizon_server.errors import HorizonError, WorkerDied
 from horizon_server.network import parse_address
 from horizon_server.nodes.key import SERVER_NAME, client_context
 from horizon_server.nodes.processes import End, OnEnd
-from horizon_server.nodes.protocol import CALL_S, LOST_S, NodeCall, RankOrder, encode_call
+from horizon_server.nodes.protocol import CALL_S, LOST_S, NodeCall, RankOrder, encode_call, end_connection
 
 
 class RemoteRanks:
@@ -39,10 +38,8 @@ class RemoteRanks:
     def kill(self) -> None:
         """End them: the node does it when it sees that the connection has ended."""
         self._is_closing = True
-        connection = self._connection
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        if self._connection is not None:
+            end_connection(self._connection)
 
     def _follow(self, key_file: Path, order: RankOrder) -> None:
         try:
