@@ -32,7 +32,7 @@ from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.engine.compiled.library import CodeLibrary
 from horizon_server.errors import InvalidData, InvalidModel, OutOfMemory
 from horizon_server.events import StateChanged, StepDone
-from horizon_server.jobs import attempt, recovery
+from horizon_server.jobs import recovery, requests
 from horizon_server.planning import machine
 from horizon_server.planning.machine import Gpu, IdleMeasurement, Machine, RateBook, measure_rates
 from horizon_server.records.account import Principal
@@ -307,7 +307,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobReco
         (folder / "memory.events").write_text("oom 1\noom_kill 1\noom_group_kill 1\n")
         os.kill(int((folder / "cgroup.procs").read_text()), signal.SIGKILL)
 
-    monkeypatch.setattr(attempt, "worker_group", made)
+    monkeypatch.setattr(requests, "worker_group", made)
     return kill
 
 

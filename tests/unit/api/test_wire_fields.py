@@ -47,7 +47,7 @@ from horizon_server.records.plan import DeviceRange, Plan, StepPrediction
 from horizon_server.records.sharing import NodeCondition, Outlook, ShareUse, Usage
 from horizon_server.records.times import is_time
 from horizon_server.records.webhook import Delivery, Webhook
-from horizon_server.services.node import DeviceStatus, NodeStatus
+from horizon_server.services.node import DeviceStatus, FurtherNode, NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
 MESSAGES: dict[type[Any], type[WireMessage]] = {
@@ -61,6 +61,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     Deletion: housekeeping_pb2.Deletion,
     DeviceRange: job_pb2.DeviceRange,
     DeviceStatus: node_pb2.DeviceStatus,
+    FurtherNode: node_pb2.FurtherNode,
     Plan: job_pb2.MemoryPlan,
     JobRecord: job_pb2.Job,
     ModelRecord: model_pb2.Model,
@@ -119,6 +120,7 @@ RESOURCES: dict[type[Any], type[Any]] = {
     Deletion: resources.Deletion,
     DeviceRange: resources.DeviceRange,
     DeviceStatus: resources.DeviceStatus,
+    FurtherNode: resources.FurtherNode,
     Plan: resources.MemoryPlan,
     JobRecord: resources.Job,
     ModelRecord: resources.Model,
@@ -187,6 +189,9 @@ def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return times | st.none() if type(None) in arguments else times
     if origin is typing.Annotated:
         return values(arguments[0])
+    if name == "num_nodes":
+        # A job is on one at least.
+        return st.integers(1, 64)
     if name in CHOICES:
         return st.sampled_from(CHOICES[name]).map(hint)
     if hint in PLAIN:

@@ -84,7 +84,8 @@ def dump(path: Path) -> list[str]:
     return lines
 
 
-_NEEDS_NO_DATABASE = {"demo", "doctor", "plan", "restore"}
+_NEEDS_NO_DATABASE = {"demo", "doctor", "node", "plan", "restore"}
+"""Commands, and groups of them."""
 
 
 def _lines(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -93,7 +94,7 @@ def _lines(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ..
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
             found += _lines(command, (*path, name))
-        elif name not in _NEEDS_NO_DATABASE:
+        elif not {*path, name} & _NEEDS_NO_DATABASE:
             words = [*path, name]
             for parameter in command.params:
                 if parameter.required:
