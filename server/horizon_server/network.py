@@ -77,7 +77,7 @@ def bound_socket(setting: str, address: Address, *, remedy: str = "") -> socket.
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has an address of this machine: what libraries of ranks are told to use.
+    """Return the name of the network interface with this address; gloo and NCCL are told to use it.
 
     Raises:
         BadSetting: no interface has it.

@@ -131,7 +131,9 @@ def list_nodes(client: Client, output: str) -> None:
     found = client.node.status()
     own = [found.hostname, _state_text(found), _gpus_text([a.name for a in found.accelerators]), _memory_text(found)]
     others = [
-        [one.address, one.state, _gpus_text(one.gpus), _memory_text(one) if one.hostname else "-"]
+        [one.address, f"lost: {clean(one.message)}", "-", "-"]
+        if one.state == "lost"
+        else [one.address, one.state, _gpus_text(one.gpus), _memory_text(one)]
         for one in found.further_nodes
     ]
     plain = [dict(zip(("node", "state", "gpus", "free_memory"), row, strict=True)) for row in (own, *others)]

@@ -18,7 +18,7 @@ from horizon_server.network import parse_address
 from horizon_server.nodes.key import SERVER_NAME, client_context
 from horizon_server.nodes.protocol import CALL_S, MAX_LINE_BYTES, NodeCall, NodeReport, Reservation, encode_call
 
-# Whether a node is free, or lost, is seen at most so much later where no job uses it.
+# The longest delay until a node that no job uses is seen to be free, or lost.
 _ASK_EVERY_S = 5.0
 
 
@@ -144,7 +144,7 @@ class NodeDirectory:
         except TimeoutError as error:
             raise WorkerFailed(f"it does not answer within {CALL_S:g} s") from error
         except ssl.SSLError as error:
-            raise WorkerFailed("it has another key, or is no node of a fleet") from error
+            raise WorkerFailed("its key is a different one, or it does not run horizond node serve") from error
         except OSError as error:
             raise WorkerFailed(f"it cannot be reached: {os.strerror(error.errno) if error.errno else error}") from error
 
@@ -160,7 +160,7 @@ class NodeDirectory:
                 raise ConnectionError("it ended the connection")
             end = decode_line(line)
         except (ValueError, WorkerFailed):
-            # One that is too long, or is none of ours.
+            # The line is too long, or not in this protocol.
             end = None
         finally:
             writer.close()

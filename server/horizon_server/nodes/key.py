@@ -103,7 +103,7 @@ def _with_key(context: ssl.SSLContext, file: Path) -> ssl.SSLContext:
         text = file.read_text("ascii")
         context.load_verify_locations(cadata=text[text.index("-----BEGIN CERTIFICATE") :])
     except (ssl.SSLError, ValueError) as error:
-        raise _unusable(file, "it is no key of a fleet") from error
+        raise _unusable(file, "it is not the key of a fleet") from error
     except OSError as error:
         raise _unusable(file, error.strerror or str(error)) from error
     if is_open:

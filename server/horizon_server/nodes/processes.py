@@ -20,7 +20,7 @@ RANK_MODULE = "horizon_server.worker.rank"
 
 End = Answer | Failure
 OnEnd = Callable[[str, End], None]
-"""Is told which rank has ended, before it was to be ended, and how."""
+"""Called with the name of a rank that has ended by itself, and with how it ended."""
 
 
 class RankProcesses:

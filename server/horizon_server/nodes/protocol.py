@@ -85,11 +85,6 @@ class RankOrder:
     """HOST:PORT where the first rank waits for the others."""
 
 
-def send_line(connection: socket.socket, line: bytes) -> None:
-    """Send one line."""
-    connection.sendall(line)
-
-
 def receive_line(connection: socket.socket, *, timeout_s: float) -> bytes:
     """Wait for one line, which ends with a newline. Raises WorkerFailed where none comes, and OSError."""
     connection.settimeout(timeout_s)

@@ -46,9 +46,10 @@ class RemoteRanks:
             end = self._run(key_file, order)
         except HorizonError as error:
             end = Failure(error)
+        except TimeoutError:
+            end = self._lost(f"it has sent nothing for {LOST_S:g} s")
         except OSError as error:
-            why = "it says nothing any more" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            end = Failure(WorkerDied(f"{self._who} on {self._address} are lost: {why}"))
+            end = self._lost(error.strerror or str(error))
         self._ended.set()
         if not self._is_closing:
             self._on_end(f"{self._who} on {self._address}", end)
@@ -62,14 +63,15 @@ class RemoteRanks:
             while True:
                 piece = connection.recv(1 << 16)
                 if not piece:
-                    return Failure(
-                        WorkerDied(f"{self._who} on {self._address} are lost: the node ended the connection")
-                    )
+                    return self._lost("it has closed the connection")
                 *lines, pending = (pending + piece).split(b"\n")
                 for line in lines:
                     # An empty one says that all is well.
                     if line and isinstance(end := decode_line(line), Answer | Failure):
                         return end if isinstance(end, Answer) else Failure(self._told(end.error))
+
+    def _lost(self, why: str) -> Failure:
+        return Failure(WorkerDied(f"{self._who} on {self._address}: the connection to the node is lost: {why}"))
 
     def _told(self, error: HorizonError) -> HorizonError:
         """What the node says of a rank, with the node."""

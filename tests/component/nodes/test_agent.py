@@ -267,8 +267,12 @@ def test_a_key_is_made_once_and_only_its_owner_reads_it(key: Path, tmp_path: Pat
     ("text", "mode", "message"),
     [
         (None, 0, "cannot be used: No such file or directory; horizond node key makes one"),
-        ("", 0o600, "cannot be used: it is no key of a fleet; horizond node key makes one"),
-        ("-----BEGIN CERTIFICATE-----\n", 0o600, "cannot be used: it is no key of a fleet; horizond node key makes"),
+        ("", 0o600, "cannot be used: it is not the key of a fleet; horizond node key makes one"),
+        (
+            "-----BEGIN CERTIFICATE-----\n",
+            0o600,
+            "cannot be used: it is not the key of a fleet; horizond node key makes",
+        ),
     ],
 )
 def test_a_key_file_that_cannot_be_used_is_refused(
