@@ -42,7 +42,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[int, int]]]:
     def limit(pid: int, limits: Limits) -> None:
         set_limits(pid, limits)
         process = psutil.Process(pid)  # which waits until this returns
-        module = next(word for word in process.cmdline() if word.startswith("horizon_server."))
+        while not (words := process.cmdline()):  # the kernel is still within the child's execve
+            pass
+        module = next(word for word in words if word.startswith("horizon_server."))
         found[module].add((process.rlimit(psutil.RLIMIT_DATA)[0], process.rlimit(psutil.RLIMIT_FSIZE)[0]))
 
     monkeypatch.setattr(child, "limit", limit)
