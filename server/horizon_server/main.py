@@ -20,6 +20,7 @@ from typing import Any
 import sdnotify
 import structlog
 
+from horizon_server.api.box.server import start_box_server
 from horizon_server.api.certificates import addresses_of, certificate_of, watch_certificate
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.server import HttpServer, make_app, start_http_server
@@ -57,6 +58,7 @@ from horizon_server.network import (
     ServerCertificate,
     is_loopback,
 )
+from horizon_server.nodes.boxes import BoxClient
 from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
@@ -76,6 +78,8 @@ from horizon_server.scheduling.state import Rules
 from horizon_server.services.accounts import Accounts, UserLocks
 from horizon_server.services.audit import Audit
 from horizon_server.services.evaluating import Evaluations
+from horizon_server.services.fleet.boxes import Boxes
+from horizon_server.services.fleet.guest import Guest
 from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.requests import answer_request
 from horizon_server.services.housekeeping.retention import Retention
@@ -184,7 +188,10 @@ async def _serve(settings: Settings) -> None:
     async with Database.opened(settings.database_path) as database:
         usable = await usable_accelerators(found, child_environment(), wanted=settings.gpu)
         parts = await wire(settings, database, found=found, usable=usable)
+        box_server = None if settings.box_port is None else await start_box_server(parts.services, settings)
         grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
+        if box_server is not None:
+            log.info("takes jobs of other daemons", box=settings.box_name, address=box_server.address)
         queue = asyncio.create_task(run_queue(parts), name="queue")
         watching = watch_certificate(settings, certificate, (grpc_server, http_server), parts.metrics)
         chores = asyncio.create_task(_chores(settings, parts, watching), name="chores")
@@ -197,7 +204,8 @@ async def _serve(settings: Settings) -> None:
         # The servers last, so that watchers still get the events of the running job's last checkpoint.
         leave_workers = settings.leaves_workers and not interrupted.is_set()
         await parts.drain(settings.drain_timeout_s, leave_workers=leave_workers)
-        await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
+        ending = [grpc_server.stop(2.0), http_server.stop(), *([box_server.stop()] if box_server else [])]
+        await asyncio.gather(*ending)
         await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
         log.info("stopped")
         chores.cancel()
@@ -294,12 +302,24 @@ async def wire(
     idle = IdleMeasurement(rates, environment=environment, gpus=usable)
     preparing = asyncio.Lock()
     scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
+    boxes = Boxes(
+        name=settings.box_name,
+        clients=_box_clients(settings),
+        journal=journal,
+        planner=planner,
+        meter=runtime.meter,
+        shares=shares,
+        simulate=scheduler.simulate,
+        needed_by=resources.needed_by,
+        path_of=uploads.store.path,
+    )
     jobs = JobService(
         journal=journal,
         scheduler=scheduler,
         lifecycle=lifecycle,
         resources=resources,
         planner=planner,
+        boxes=boxes,
         folders=folders,
         turns=UserLocks(),
         quotas=quotas,
@@ -308,6 +328,15 @@ async def wire(
         ),
     )
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
+    node = NodeFacts(
+        store,
+        lifecycle,
+        scheduler,
+        boxes,
+        state_dir=settings.state_dir,
+        accelerators=tuple(found),
+        share_half_life_s=settings.share_half_life_s,
+    )
     outbox, receivers = WebhookStore(database), Receivers(settings.webhook_networks)
     services = Services(
         accounts=accounts,
@@ -324,14 +353,7 @@ async def wire(
         merges=Merges(jobs, quotas=quotas, environment=environment),
         models=models,
         blobs=uploads,
-        node=NodeFacts(
-            store,
-            lifecycle,
-            scheduler,
-            state_dir=settings.state_dir,
-            accelerators=tuple(found),
-            share_half_life_s=settings.share_half_life_s,
-        ),
+        node=node,
         sharing=SharingService(store=sharing, accounts=accounts, quotas=quotas, jobs=jobs, scheduler=scheduler),
         audit=audit,
         logins=Logins(accounts, audit, limits),
@@ -347,6 +369,7 @@ async def wire(
             receivers=receivers,
             accounts=accounts,
         ),
+        guest=Guest(name=settings.box_name, jobs=jobs, node=node, datasets=datasets, models=models, uploads=uploads),
     )
     pairing = Pairing(database, settings.state_dir)
     sweep = Sweep(
@@ -368,6 +391,16 @@ async def wire(
         sweep=sweep,
         space=space,
     )
+
+
+def _box_clients(settings: Settings) -> dict[str, BoxClient]:
+    """What the daemons of other machines are called with, by their names."""
+    clients = {}
+    for box in settings.boxes:
+        name, _, address = box.partition("=")
+        assert settings.fleet_key_file is not None, "settings with boxes have a key"
+        clients[name] = BoxClient(name=name, address=address, key_file=settings.fleet_key_file)
+    return clients
 
 
 def host_device_names(settings: Settings) -> tuple[str, ...]:
@@ -541,6 +574,7 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
             _sweep_hourly(settings, parts),
             parts.services.webhooks.deliveries.run(),
             feed_watchdog(),
+            parts.services.jobs.boxes.run(),
             parts.scheduler.runtime.nodes.watch(parts.scheduler.try_held_back, parts.metrics.set_fleet_nodes),
             watching,
         )

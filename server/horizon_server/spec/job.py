@@ -176,6 +176,12 @@ class JobSpec(Section):
         "(docs/nodes.md). A node holds its part of weights, gradients and moments, so a model may be larger than the "
         "memory of one; the result is the same as on one node with as many lanes.",
     )
+    node: str = Field(
+        default="",
+        max_length=63,
+        description="The machine of the fleet that the job runs on, by its name in horizon node list (docs/fleet.md). "
+        "Default: the one where it is predicted to end first.",
+    )
     eval_fraction: float = Field(
         default=0.0,
         ge=0,
