@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-import pytest
 from tests.component.fleet.conftest import Fleet
-from tests.daemon_parts import Script
 
 from horizon_server.records.job import JobState
 from horizon_server.services.checkpoint_files import read_checkpoint_file

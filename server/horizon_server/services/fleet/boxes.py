@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import structlog
 
@@ -28,7 +28,7 @@ from horizon_server.nodes.boxes import BoxCall, BoxClient, Item
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import NODE, Principal
 from horizon_server.records.blob import BlobStatus
-from horizon_server.records.boxes import Box, JobUpdate, Place
+from horizon_server.records.boxes import Box, BoxState, JobUpdate, Place
 from horizon_server.records.job import ENDED, JobRecord, JobState
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Outlook
@@ -254,18 +254,19 @@ class Boxes:
 
     # The way there and back
 
-    async def run(self) -> None:
-        """Send jobs to their boxes, and follow them there, for as long as the daemon serves."""
+    async def run(self, on_asked: Callable[[Mapping[str, int]], None] = lambda counts: None) -> None:
+        """Send jobs to their boxes, and follow them there, for as long as the daemon serves; `on_asked` is called with
+        how many boxes are in each state."""
         if not self.clients:
             return
         try:
-            await asyncio.gather(*(self._follow(client) for client in self.clients.values()))
+            await asyncio.gather(*(self._follow(client, on_asked) for client in self.clients.values()))
         finally:
             for task in self._sending.values():
                 task.cancel()
             await asyncio.gather(*self._sending.values(), return_exceptions=True)
 
-    async def _follow(self, client: BoxClient) -> None:
+    async def _follow(self, client: BoxClient, on_asked: Callable[[Mapping[str, int]], None]) -> None:
         reported_s = float("-inf")
         while True:
             try:
@@ -280,6 +281,8 @@ class Boxes:
                 reported_s = float("-inf")
             except Exception:  # a defect in what one job says must not end the others' way back
                 log.exception("a box could not be followed", box=client.name)
+            states = [box.state for box in self.all()]
+            on_asked({state: states.count(state) for state in get_args(BoxState)})
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def _look(self, client: BoxClient) -> None:
