@@ -20,7 +20,7 @@ async def test_events_come_a_bounded_number_at_a_time(fleet: Fleet) -> None:
     await fleet.box.set_node("cordoned")
     job = await fleet.head.submit(fleet.ada, model="tiny", node="box2")
     async with asyncio.timeout(60):
-        while (there := await fleet.box.parts.journal.store.get(job.job_id)) is None:
+        while (there := await fleet.box.parts.journal.store.get(job.job_id)) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for number in range(MAX_EVENTS + 20 - there.last_sequence):
         await fleet.box.append(there, Message(level="info", text=f"{number}"))
@@ -31,7 +31,7 @@ async def test_events_come_a_bounded_number_at_a_time(fleet: Fleet) -> None:
     assert len(rest.events) == 20
     # The head asks for more until it has all.
     async with asyncio.timeout(60):
-        while (await fleet.head.job(job.job_id)).journal_line < MAX_EVENTS + 20:
+        while (await fleet.head.job(job.job_id)).journal_line < MAX_EVENTS + 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
