@@ -1007,6 +1007,8 @@ class Node:
     """Other nodes that jobs with nodes may use besides this one."""
     boxes: tuple[Box, ...]
     """Other machines of the fleet, with daemons of their own, which jobs are sent to."""
+    box_name: str
+    """What this machine is called in a job's node."""
 
 
 @dataclass(frozen=True, kw_only=True)

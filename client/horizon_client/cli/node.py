@@ -148,7 +148,7 @@ def list_nodes(client: Client, output: str) -> None:
     gpus = _gpus_text([accelerator.name for accelerator in found.accelerators])
     num_jobs = sum(found.num_jobs.get(state, 0) for state in _ALIVE)
     rows = [
-        [f"{clean(found.hostname)}*", _state_text(found), gpus, _memory_text(found), str(num_jobs), "-"],
+        [f"{clean(found.box_name)}*", _state_text(found), gpus, _memory_text(found), str(num_jobs), "-"],
         *(_box_row(box) for box in found.boxes),
         *(_further_row(one) for one in found.further_nodes),
     ]
