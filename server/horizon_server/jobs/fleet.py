@@ -59,7 +59,8 @@ async def continue_on_nodes(
     except Stopped as error:
         if plan.num_nodes == plan.least_nodes:
             raise
-        raise Stopped(FEWER_NODES, f"starts again on the nodes that can be had; {error.message}") from error
+        why = f"starts again on the nodes that can be had; for {plan.num_nodes} {error.message}"
+        raise Stopped(FEWER_NODES, why) from error
 
 
 async def reserve_nodes(
