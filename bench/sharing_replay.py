@@ -114,13 +114,13 @@ class Replay:
         drawn = self._drawn
         owner = drawn_user(drawn, self._owners)
         device_s = drawn_length(drawn)
-        _, plan = await self._daemon.services.jobs.plan(owner, self._daemon.spec(name, train=_TRAIN))
+        _, plan, _ = await self._daemon.services.jobs.plan(owner, self._daemon.spec(name, train=_TRAIN))
         assert plan.prediction is not None, "the machine's rates are known"
         num_steps = max(1, round(device_s / plan.prediction.step_s))
         changes: dict[str, Any] = {"train": {**_TRAIN, "max_steps": num_steps}, "checkpoint": {"every_steps": 0}}
         if self._arrival_s:
             await asyncio.sleep(drawn.expovariate(1 / self._arrival_s))
-            simulated, _ = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
+            simulated, _, _ = await self._daemon.services.sharing.simulate(owner, self._daemon.spec(name, **changes))
         step_s = plan.prediction.step_s * math.exp(drawn.gauss(0, SIGMA_OF_STEPS))
         job = await self._daemon.submit(owner, name, Script(num_steps=num_steps, step_s=step_s), **changes)
         if self._arrival_s:
@@ -138,7 +138,7 @@ async def replay(folder: Path, num_jobs: int, *, arrival_s: float) -> list[Repla
     async with daemon_parts(folder / "plan", **usual, queue=False) as planning:
         owner = await planning.user("planner")
         await planning.dataset(owner)
-        _, plan = await planning.services.jobs.plan(owner, planning.spec(train=_TRAIN))
+        _, plan, _ = await planning.services.jobs.plan(owner, planning.spec(train=_TRAIN))
     usual |= {"host_memory_limit_bytes": _RESIDENT_JOBS * plan.host_total_bytes, "host_memory_reserve_bytes": 0}
     async with daemon_parts(state, **usual) as daemon:
         owners = [await daemon.user(f"user-{number}") for number in range(NUM_USERS)]

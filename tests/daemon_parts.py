@@ -28,7 +28,7 @@ from horizon_server.db.database import Database
 from horizon_server.demo.recipe import demo_chats
 from horizon_server.events import JobEvent, Payload, StepDone
 from horizon_server.jobs.scheduler import LOOK_EVERY_S
-from horizon_server.main import Parts, run_queue, wire
+from horizon_server.main import run_queue
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord
 from horizon_server.records.job import JobRecord, JobState
@@ -36,6 +36,7 @@ from horizon_server.records.sharing import Allowance, Holder, NodeCondition, Nod
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import Manifest, record_file, write_manifest
+from horizon_server.wiring import Parts, wire
 
 REPOSITORY = Path(__file__).parents[1]
 WAIT_S = 300.0

@@ -23,6 +23,7 @@ __all__ = [
     "BadEndpoint",
     "BadFile",
     "BadSetting",
+    "BoxLost",
     "CorruptDownload",
     "DatabaseUnavailable",
     "DeadlineExceeded",
@@ -245,6 +246,10 @@ class ServerFailed(HorizonClientError, RuntimeError):
     """The server met an error of its own."""
 
     reason = "INTERNAL"
+
+
+class BoxLost(Unavailable):
+    """The machine of the fleet that has the job does not answer; what the job does continues there."""
 
 
 class WorkerFailed(ServerFailed):

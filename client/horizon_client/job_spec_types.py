@@ -350,6 +350,9 @@ class JobSpec(_Required, total=False):
     node holds its part of weights, gradients and moments, so a model may be larger than the memory of one; the result
     is the same as on one node with as many lanes. With a range such as 1-3 the job takes as many as can be had each
     time it starts, and keeps that number while it runs. Default: 1."""
+    node: str
+    """The machine of the fleet that the job runs on, by its name in horizon node list (docs/fleet.md). Default: the one
+    where it is predicted to end first."""
     eval_fraction: float
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash. Default: 0.0."""
     report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]

@@ -172,6 +172,8 @@ class Job:
     """The best evaluation so far by the figure that the spec's eval.best_by names, without its answers."""
     last_eval: EvalEvent | None
     """The last evaluation, without its answers."""
+    box: str
+    """The machine of the fleet that it was sent to, which has its files; empty for the daemon's own."""
 
     @property
     def name(self) -> str:
@@ -666,6 +668,9 @@ class PlannedJob:
     """Its memory plan."""
     spec: JobSpec
     """The spec with every default filled in."""
+    places: tuple[Place, ...]
+    """What it would be on each machine of the fleet; empty where there is only one. The plan is that of the chosen
+    one."""
 
     def __repr__(self) -> str:
         """Return what decides; the spec is long."""
@@ -673,6 +678,30 @@ class PlannedJob:
 
     def _repr_html_(self) -> str:
         return notebook.plan_html(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a job would be on one machine of a fleet."""
+
+    box: str
+    """Name of the machine."""
+    chosen: bool
+    """Whether the job is sent there: where it is predicted to end first."""
+    why_not: str
+    """Why it cannot run there; empty where it can."""
+    devices: str
+    """On what: 8 GPUs."""
+    step_s: float | None
+    """Seconds of a step, predicted; None where nothing is known."""
+    tokens_per_second: float | None
+    """Tokens per second, predicted."""
+    copied_bytes: int
+    """Bytes of its model and data that are not there yet."""
+    estimated_start_time: datetime | None
+    """When its model is expected to be loaded there."""
+    estimated_end_time: datetime | None
+    """When it is expected to end there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -979,6 +1008,36 @@ class Node:
     """Planned host memory of all resident jobs together, and of the model that answers prompts."""
     further_nodes: tuple[FurtherNode, ...]
     """Other nodes that jobs with nodes may use besides this one."""
+    boxes: tuple[Box, ...]
+    """Other machines of the fleet, with daemons of their own, which jobs are sent to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """Another machine of the fleet, whose daemon has a queue of its own."""
+
+    name: str
+    """Its name, as in a job's node."""
+    address: str
+    """Where it serves other daemons, HOST:PORT."""
+    state: str
+    """open (jobs start there), closed (an admin has closed it, or it shuts down) or lost (it does not answer)."""
+    hostname: str
+    """Its host name; empty while it does not answer."""
+    gpus: tuple[str, ...]
+    """Names of its GPUs; none where its processors compute."""
+    num_idle: int
+    """Devices that no job is on."""
+    host_memory_limit_bytes: int
+    """Host memory of the machine, or of its control group."""
+    host_memory_available_bytes: int
+    """Of that, what is free now."""
+    num_jobs: int
+    """Jobs in its memory and in its queue, of all users."""
+    next_free_time: datetime | None
+    """When its first device is expected to be free; None where one is free, or nothing is known."""
+    message: str
+    """Why it is closed or lost; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1125,6 +1184,8 @@ class SimulatedJob:
     """Why it would be where it is, and when it would start and end."""
     plan: MemoryPlan
     """Its memory plan, with what `job plan` and `job submit` warn of."""
+    places: tuple[Place, ...]
+    """What it would be on each machine of the fleet; empty where there is only one."""
 
 
 @dataclass(frozen=True, kw_only=True)

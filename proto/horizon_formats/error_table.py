@@ -50,6 +50,7 @@ ERRORS: Mapping[str, ErrorStatus] = {
     "TooManyCalls": ErrorStatus("TOO_MANY_CALLS", "RESOURCE_EXHAUSTED", 429, 5),
     "TooLarge": ErrorStatus("TOO_LARGE", "INVALID_ARGUMENT", 413, 2),
     "Draining": ErrorStatus("DRAINING", "UNAVAILABLE", 503, 5),
+    "BoxLost": ErrorStatus("BOX_LOST", "UNAVAILABLE", 503, 5),
     "WorkerFailed": ErrorStatus("WORKER_FAILED", "INTERNAL", 500, 5),
     # A client repeats what is unavailable: a child that was killed may live the next time, one that crashed will not.
     "WorkerDied": ErrorStatus("WORKER_DIED", "UNAVAILABLE", 503, 5),

@@ -171,6 +171,10 @@ class Draining(HorizonError, RuntimeError):
     """The daemon is shutting down and takes no new work."""
 
 
+class BoxLost(HorizonError, RuntimeError):
+    """The machine of the fleet that has the job, or is to have it, does not answer; what it does continues there."""
+
+
 class WorkerFailed(HorizonError, RuntimeError):
     """A child process failed by a defect, or broke the protocol; the message carries the true reason."""
 

@@ -1,109 +1,48 @@
-"""The daemon: wires every part to its neighbours, serves, and drains. The one place that knows all parts; owns no logic
-of its own."""
+"""The daemon: serves, does its chores, and drains."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import sdnotify
 import structlog
 
+from horizon_server.api.box.server import start_box_server
 from horizon_server.api.certificates import addresses_of, certificate_of, watch_certificate
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.server import HttpServer, make_app, start_http_server
-from horizon_server.api.limits import CallLimits
-from horizon_server.api.logins import Logins
-from horizon_server.api.services import Services
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.blobs.space import Space
-from horizon_server.blobs.store import BlobStore
 from horizon_server.control_groups import remove_empty_worker_groups
 from horizon_server.db.database import Database
 from horizon_server.db.existing import keep_before_migration, remove_left_copies
-from horizon_server.db.jobs import JobStore
-from horizon_server.db.pairing import Pairing
-from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
-from horizon_server.db.sharing import SharingStore
-from horizon_server.db.webhooks import WebhookStore
 from horizon_server.errors import HorizonError
-from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
-from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.health import DeviceHealth
-from horizon_server.jobs.joint_turn import JointTurn
-from horizon_server.jobs.journal import Journal, Lifecycle
-from horizon_server.jobs.preparation import Preparation
-from horizon_server.jobs.queue_view import QueueView
-from horizon_server.jobs.requests import AttemptDevices
-from horizon_server.jobs.runtime import Runtime
-from horizon_server.jobs.scheduler import Scheduler
-from horizon_server.jobs.tracking import NodeTrackers, Tracking
-from horizon_server.jobs.turns import DeviceTurns
-from horizon_server.jobs.usage import UsageMeter
 from horizon_server.network import (
     Address,
     ServerCertificate,
     is_loopback,
 )
-from horizon_server.nodes.directory import NodeDirectory
-from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
-    Accelerator,
-    IdleMeasurement,
-    Machine,
-    RateBook,
     find_accelerators,
     host_memory,
     usable_accelerators,
-    why_broken,
 )
-from horizon_server.planning.planner import Planner
-from horizon_server.records.job import JobRecord, JobState
-from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.state import Rules
-from horizon_server.services.accounts import Accounts, UserLocks
-from horizon_server.services.audit import Audit
-from horizon_server.services.evaluating import Evaluations
-from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.requests import answer_request
-from horizon_server.services.housekeeping.retention import Retention
-from horizon_server.services.housekeeping.sweep import Sweep
-from horizon_server.services.identity import IdentityService
-from horizon_server.services.inputs import Inputs
-from horizon_server.services.jobs import JobService
-from horizon_server.services.merging import Merges, remove_cut_merges
-from horizon_server.services.model_child import try_model
-from horizon_server.services.node import NodeFacts
-from horizon_server.services.previews import Previews
-from horizon_server.services.pushed import DatasetService, ModelService, ModelTrial
-from horizon_server.services.quotas import Quotas
-from horizon_server.services.sampling import Samples
-from horizon_server.services.sampling_child import SamplingChild
-from horizon_server.services.sharing import SharingService
-from horizon_server.services.uploads import Uploads
-from horizon_server.services.webhooks.deliveries import Deliveries
-from horizon_server.services.webhooks.hooks import Webhooks
-from horizon_server.services.webhooks.receiver import Receivers
+from horizon_server.services.merging import remove_cut_merges
 from horizon_server.settings import Settings, child_environment, watchdog_limit_s
 from horizon_server.state_dir import held_state_dir, write_endpoints
-from horizon_server.store.cpus import available_cpus
 from horizon_server.store.prepared import remove_all_partial
-from horizon_server.telemetry.families import NEWEST_ENDED
 from horizon_server.telemetry.gpus import GpuWatch
 from horizon_server.telemetry.logs import configure_logging
-from horizon_server.telemetry.metrics import Metrics
+from horizon_server.wiring import Parts, wire
 
 log = structlog.get_logger(__name__)
 
@@ -111,32 +50,6 @@ _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
 _REQUESTS_EVERY_S = 1.0
 _STORED_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What the daemon is made of, wired."""
-
-    services: Services
-    lifecycle: Lifecycle
-    journal: Journal
-    scheduler: Scheduler
-    metrics: Metrics
-    pairing: Pairing
-    sweep: Sweep
-    space: Space
-
-    async def drain(self, timeout_s: float, *, leave_workers: bool = False) -> None:
-        """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then
-        end every watch."""
-        await self.services.samples.close()
-        if leave_workers:
-            await self.scheduler.leave(timeout_s)
-        else:
-            await self.scheduler.drain(timeout_s)
-        self.lifecycle.close()
-        self.journal.end_watches()
-        await self.services.jobs.tracking.close()
 
 
 def run_daemon(settings: Settings) -> int:
@@ -184,7 +97,10 @@ async def _serve(settings: Settings) -> None:
     async with Database.opened(settings.database_path) as database:
         usable = await usable_accelerators(found, child_environment(), wanted=settings.gpu)
         parts = await wire(settings, database, found=found, usable=usable)
+        box_server = None if settings.box_port is None else await start_box_server(parts.services, settings)
         grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
+        if box_server is not None:
+            log.info("takes jobs of other daemons", box=settings.box_name, address=box_server.address)
         queue = asyncio.create_task(run_queue(parts), name="queue")
         watching = watch_certificate(settings, certificate, (grpc_server, http_server), parts.metrics)
         chores = asyncio.create_task(_chores(settings, parts, watching), name="chores")
@@ -197,278 +113,14 @@ async def _serve(settings: Settings) -> None:
         # The servers last, so that watchers still get the events of the running job's last checkpoint.
         leave_workers = settings.leaves_workers and not interrupted.is_set()
         await parts.drain(settings.drain_timeout_s, leave_workers=leave_workers)
-        await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
+        ending = [grpc_server.stop(2.0), http_server.stop(), *([box_server.stop()] if box_server else [])]
+        await asyncio.gather(*ending)
         await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
         log.info("stopped")
         chores.cancel()
         waiting.cancel()
         await asyncio.gather(chores, waiting, return_exceptions=True)
         await queue
-
-
-async def wire(
-    settings: Settings,
-    database: Database,
-    *,
-    found: Sequence[Accelerator],
-    usable: Sequence[Accelerator],
-    worker_module: str = WORKER_MODULE,
-    more_environment: Mapping[str, str] = MappingProxyType({}),
-) -> Parts:
-    """Make every part and connect them; nothing runs yet.
-
-    Args:
-        found: the GPUs of this machine.
-        usable: those that a worker's torch can use; each has turns of its own.
-        worker_module: what `python -m` runs as the worker of an attempt; tests give a scripted one.
-        more_environment: variables of child processes besides the usual ones.
-    """
-    metrics, lifecycle, store = Metrics(), Lifecycle(), JobStore(database)
-    journal = Journal(store, metrics, lifecycle)
-    metrics.set_jobs(await store.counts())
-    metrics.set_queued(await store.in_states([JobState.QUEUED]))
-    metrics.set_ended(await store.newest_ended(NEWEST_ENDED))
-    memory = host_memory()
-    # Now, as the first scrape may come before the first of the chores.
-    metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
-    environment = child_environment() | dict(more_environment)
-    sharing, accounts = SharingStore(database), Accounts(database)
-    folders = JobFolders(settings.state_dir, min_free_bytes=settings.min_free_bytes)
-    audit, limits = Audit(database), CallLimits(calls_per_s=settings.max_calls_per_s)
-    quotas, space = Quotas(sharing, store, folders), Space(settings.state_dir, settings.min_free_bytes)
-    database.when_full = space.give_up_reserve
-    # A scripted worker trains no model, so that none is tried.
-    trial = partial(try_model, environment=environment) if worker_module == WORKER_MODULE else None
-    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space, folders, trial)
-    resources = Inputs(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
-    shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
-    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
-    planner = Planner.of_node(settings, rates, usable, free_devices=lambda: scheduler.free_devices)
-    sampling = SamplingChild(
-        environment=environment,
-        free_bytes=lambda but: min(
-            planner.host_limit_bytes - scheduler.promised_bytes(but=but),
-            host_memory().available_bytes - settings.host_memory_reserve_bytes,
-        ),
-        keep_s=settings.sampling_keep_s,
-    )
-    gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
-    nodes = NodeDirectory(
-        addresses=settings.nodes,
-        key_file=settings.fleet_key_file,
-        owner=f"{settings.fleet_address} {settings.state_dir.absolute()}",
-        is_resident=store.is_resident,
-    )
-
-    async def why_device_broken(name: str) -> str:
-        return await why_broken(gpus[name], environment) if name in gpus else ""
-
-    view = QueueView(
-        jobs=store,
-        sharing=sharing,
-        shares=shares,
-        rules=Rules(**settings.model_dump(include={field.name for field in dataclasses.fields(Rules)})),
-        host_bytes=lambda: max(0, planner.host_limit_bytes - sampling.busy_bytes),
-        # On the host, what jobs hold on the device is part of their host memory.
-        devices={
-            **dict.fromkeys(host_device_names(settings), settings.arena_limit(host_memory().limit_bytes)),
-            **{name: usable_device_bytes(gpu.memory_bytes) for name, gpu in gpus.items()},
-        },
-        health=DeviceHealth(why_broken=why_device_broken),
-        further=nodes.why_not,
-    )
-    runtime = Runtime(
-        settings=settings,
-        journal=journal,
-        metrics=metrics,
-        lifecycle=lifecycle,
-        folders=folders,
-        find_inputs=resources.of_job,
-        planner=planner,
-        meter=UsageMeter(sharing, shares),
-        view=view,
-        nodes=nodes,
-        environment=environment,
-        worker_module=worker_module,
-    )
-    idle = IdleMeasurement(rates, environment=environment, gpus=usable)
-    preparing = asyncio.Lock()
-    scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
-    jobs = JobService(
-        journal=journal,
-        scheduler=scheduler,
-        lifecycle=lifecycle,
-        resources=resources,
-        planner=planner,
-        folders=folders,
-        turns=UserLocks(),
-        quotas=quotas,
-        tracking=Tracking(
-            journal=journal, lifecycle=lifecycle, trackers=NodeTrackers(settings=settings), environment=environment
-        ),
-    )
-    retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
-    outbox, receivers = WebhookStore(database), Receivers(settings.webhook_networks)
-    services = Services(
-        accounts=accounts,
-        jobs=jobs,
-        datasets=datasets,
-        previews=Previews(resources, environment=environment),
-        samples=Samples(jobs, sampling, num_threads=settings.num_threads or available_cpus()),
-        evaluations=Evaluations(
-            jobs,
-            memory=sampling,
-            make_preparation=lambda: Preparation(folders.prepared, preparing, space),
-            environment=environment,
-        ),
-        merges=Merges(jobs, quotas=quotas, environment=environment),
-        models=models,
-        blobs=uploads,
-        node=NodeFacts(
-            store,
-            lifecycle,
-            scheduler,
-            state_dir=settings.state_dir,
-            accelerators=tuple(found),
-            share_half_life_s=settings.share_half_life_s,
-        ),
-        sharing=SharingService(store=sharing, accounts=accounts, quotas=quotas, jobs=jobs, scheduler=scheduler),
-        audit=audit,
-        logins=Logins(accounts, audit, limits),
-        limits=limits,
-        deletions=Deletions(datasets=datasets, models=models, jobs=jobs),
-        retention=retention,
-        identity=IdentityService(
-            accounts=accounts, datasets=datasets, models=models, max_token_days=settings.max_token_days
-        ),
-        webhooks=Webhooks(
-            store=outbox,
-            deliveries=Deliveries(outbox, receivers, metrics, public_url=settings.public_url),
-            receivers=receivers,
-            accounts=accounts,
-        ),
-    )
-    pairing = Pairing(database, settings.state_dir)
-    sweep = Sweep(
-        settings=settings,
-        pairing=pairing,
-        uploads=uploads,
-        datasets=datasets,
-        models=models,
-        jobs=jobs,
-        retention=retention,
-    )
-    return Parts(
-        services=services,
-        lifecycle=lifecycle,
-        journal=journal,
-        scheduler=scheduler,
-        metrics=metrics,
-        pairing=pairing,
-        sweep=sweep,
-        space=space,
-    )
-
-
-def host_device_names(settings: Settings) -> tuple[str, ...]:
-    """Return the names of the devices that the processors are divided into."""
-    num = settings.host_devices
-    return ("host",) if num == 1 else tuple(f"host:{index}" for index in range(num))
-
-
-def _wire_data(
-    settings: Settings,
-    database: Database,
-    store: JobStore,
-    metrics: Metrics,
-    quotas: Quotas,
-    space: Space,
-    folders: JobFolders,
-    trial: ModelTrial | None,
-) -> tuple[Uploads, DatasetService, ModelService]:
-    """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
-    uploads = Uploads(
-        BlobStore(settings.state_dir, space=space),
-        BlobReferences(database),
-        max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
-        on_upload=metrics.on_upload,
-    )
-    datasets = DatasetService(
-        DatasetStore(database),
-        uploads,
-        max_bytes=settings.max_dataset_bytes,
-        users_of=store.users_of,
-        quotas=quotas,
-        prepared_root=folders.prepared,
-    )
-    models = ModelService(
-        ModelStore(database),
-        uploads,
-        root=settings.state_dir / "models",
-        digests=folders.digests,
-        trial=trial,
-        max_bytes=settings.max_model_bytes,
-        users_of=store.users_of,
-        quotas=quotas,
-    )
-    return uploads, datasets, models
-
-
-def _wire_scheduler(
-    runtime: Runtime,
-    usable: Sequence[Accelerator],
-    space: Space,
-    sampling: SamplingChild,
-    idle: IdleMeasurement,
-    preparing: asyncio.Lock,
-) -> Scheduler:
-    """Make what queues and runs jobs: turns for each device, and an attempt for each job that gets memory."""
-    settings, metrics, view = runtime.settings, runtime.metrics, runtime.view
-    gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
-    turns = {
-        device: DeviceTurns(
-            device,
-            usable_bytes=view.devices[device] if device in gpus else None,
-            shares=view.shares,
-            rules=view.rules,
-            grace_s=settings.turn_grace_s,
-            metrics=metrics,
-        )
-        for device in view.devices
-    }
-
-    def on_asked(job_id: str) -> None:
-        metrics.on_loaded(job_id)
-        scheduler.wake()
-
-    def find_devices(names: Sequence[str]) -> AttemptDevices:
-        own = [turns[name] for name in names]
-        return AttemptDevices(
-            names=tuple(names),
-            turns=own[0] if len(own) == 1 else JointTurn(own),
-            gpus=tuple(gpus[name] for name in names if name in gpus),
-        )
-
-    def make_attempt(job: JobRecord, devices: tuple[str, ...], other_bytes: Callable[[], int]) -> Attempt:
-        return Attempt(
-            job=job,
-            runtime=runtime,
-            preparation=Preparation(runtime.folders.prepared, preparing, space, ask=scheduler.wake),
-            devices=find_devices(devices),
-            find_devices=find_devices,
-            other_bytes=other_bytes,
-            make_room=functools.partial(sampling.make_room, job.job_id),
-            on_asked=functools.partial(on_asked, job.job_id),
-        )
-
-    scheduler = Scheduler(
-        runtime=runtime,
-        turns=turns,
-        make_attempt=make_attempt,
-        when_idle=idle,
-        held_bytes=lambda: sampling.held_bytes,
-    )
-    return scheduler
 
 
 async def _listen(
@@ -541,6 +193,7 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
             _sweep_hourly(settings, parts),
             parts.services.webhooks.deliveries.run(),
             feed_watchdog(),
+            parts.services.jobs.boxes.run(parts.metrics.set_fleet_boxes),
             parts.scheduler.runtime.nodes.watch(parts.scheduler.try_held_back, parts.metrics.set_fleet_nodes),
             watching,
         )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
+import socket
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,11 +40,25 @@ def _check_networks(networks: tuple[str, ...]) -> tuple[str, ...]:
     return networks
 
 
+_BOX_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+def _check_boxes(boxes: tuple[str, ...]) -> tuple[str, ...]:
+    names = [box.partition("=")[0] for box in boxes]
+    for box, name in zip(boxes, names, strict=True):
+        if not re.match(_BOX_NAME, name) or not re.match(r"^[^=]+:\d{1,5}$", box.partition("=")[2]):
+            raise ValueError(f"{box!r:.80} is not NAME=HOST:PORT such as box2=10.0.0.2:7174")
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is there twice; each box has a name of its own")
+    return boxes
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
 Trackers = Annotated[
     tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], NoDecode, BeforeValidator(_split_list)
 ]
+Boxes = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_boxes)]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
 
 
@@ -279,6 +295,23 @@ class Settings(BaseSettings):
         description="HOST:PORT of further nodes, which run horizond node serve: jobs with nodes use them, in this "
         "order.",
     )
+    box_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port at fleet_address where the daemon of another machine may send jobs to this one; 0 picks a "
+        "free one. Default: none may.",
+    )
+    box_name: str = Field(
+        default_factory=socket.gethostname,
+        pattern=_BOX_NAME,
+        description="What this machine is called in a job's node: NAME. Default: its host name.",
+    )
+    boxes: Boxes = Field(
+        (),
+        description="NAME=HOST:PORT of machines with daemons of their own (their fleet_address and box_port): a job "
+        "is sent to one of them where it is predicted to end there first.",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
 
@@ -349,6 +382,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     if settings.nodes and not (settings.fleet_address and settings.fleet_key_file):
         missing = "fleet_key_file" if settings.fleet_address else "fleet_address"
         raise BadSetting(f"setting {missing}: nodes need it (docs/nodes.md)")
+    if settings.boxes and not settings.fleet_key_file:
+        raise BadSetting("setting fleet_key_file: boxes need it (docs/fleet.md)")
+    if settings.box_port is not None and not (settings.fleet_address and settings.fleet_key_file):
+        missing = "fleet_key_file" if settings.fleet_address else "fleet_address"
+        raise BadSetting(f"setting {missing}: box_port needs it (docs/fleet.md)")
+    if settings.box_name in [box.partition("=")[0] for box in settings.boxes]:
+        raise BadSetting(f"setting boxes: {settings.box_name} is the name of this machine (setting box_name)")
     if "mlflow" in settings.trackers and not settings.mlflow_tracking_uri:
         raise BadSetting("setting mlflow_tracking_uri: trackers has mlflow, which needs to know where to write")
     return settings

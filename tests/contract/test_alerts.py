@@ -23,7 +23,7 @@ NOT_HERE = {
     "horizon_worker_restarts_total": "no worker has died",
     "horizon_steps_skipped_total": "no step was skipped",
     "horizon_rank_": "no job had several devices",
-    "horizon_fleet_nodes": "no further nodes were set",
+    "horizon_fleet_": "no further nodes and boxes were set",
 }
 """Series that the alerts read and the recording does not have, with the reason."""
 

@@ -106,6 +106,16 @@ _NOW = (
         kind="number",
         queries=[(f"sum by (instance, state) ({select('horizon_fleet_nodes')})", "{{state}}")],
     ),
+    Chart(
+        title="Machines of the fleet",
+        text="Machines with daemons of their own, which jobs are sent to: open, closed by an admin, or lost.",
+        good="None is lost.",
+        unit="short",
+        width=8,
+        height=4,
+        kind="number",
+        queries=[(f"sum by (instance, state) ({select('horizon_fleet_boxes')})", "{{state}}")],
+    ),
 )
 
 _MEMORY = (

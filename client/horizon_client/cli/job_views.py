@@ -28,7 +28,7 @@ from horizon_client.cli.session import Notices
 from horizon_client.reporter import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.live import Live
     from rich.table import Table
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         KeptMemory,
         MemoryPlan,
         Outlook,
+        Place,
         PlannedJob,
         QueueEntry,
         StepEvent,
@@ -164,6 +165,25 @@ def advice_lines(plan: MemoryPlan) -> list[str]:
 
 def _hint_lines(plan: MemoryPlan) -> list[str]:
     return [f"hint: {clean(plan.hint)}"] if plan.hint else []
+
+
+def places_page(places: Sequence[Place]) -> str:
+    """Return what a job would be on each machine of a fleet, the chosen one marked; empty where there is only one."""
+    if not places:
+        return ""
+    rows = []
+    for place in places:
+        facts = ["-"] * 5
+        if not place.why_not:
+            facts = [
+                place.devices,
+                "-" if place.step_s is None else f"{place.step_s:.3g} s",
+                bytes_text(place.copied_bytes) if place.copied_bytes else "-",
+                about_text(place.estimated_start_time),
+                about_text(place.estimated_end_time),
+            ]
+        rows.append([f"{clean(place.box)}{'*' if place.chosen else ''}", *facts, clean(place.why_not) or "-"])
+    return table(["MACHINE", "DEVICES", "STEP", "TO COPY", "START", "END", "WHY NOT"], rows)
 
 
 def total_text(plan: MemoryPlan) -> str:
@@ -302,6 +322,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("state", state_text(job)),
         ("reason", job.reason),
         ("message", job.message),
+        ("machine", clean(job.box)),
         *(fact for fact in outlook_facts(job) if fact[1] != "-"),
         ("priority", str(job.priority) if job.priority else ""),
         ("model", job.model),

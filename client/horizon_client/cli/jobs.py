@@ -31,6 +31,7 @@ from horizon_client.cli.job_views import (
     OUTLOOK_COLUMNS,
     DataView,
     advice_lines,
+    places_page,
     plan_page,
     speed_text,
     state_text,
@@ -88,7 +89,8 @@ def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, o
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
         planned = client.jobs.plan(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
     names = ["fits" if planned.plan.fits else "does-not-fit"]
-    print_result(planned, output, names=names, page=lambda: plan_page(planned.plan))
+    pages = plan_page(planned.plan), places_page(planned.places)
+    print_result(planned, output, names=names, page=lambda: "\n\n".join(page for page in pages if page))
     return 0 if planned.plan.fits else 1
 
 

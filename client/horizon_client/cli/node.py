@@ -10,6 +10,7 @@ import click
 
 from horizon_client.cli.output import (
     View,
+    about_text,
     bytes_text,
     clean,
     details,
@@ -28,8 +29,12 @@ from horizon_client.profiles import NO_SERVER
 from horizon_client.version import client_version
 
 if TYPE_CHECKING:
-    from horizon_client.resources import DeviceStatus, FurtherNode, Node, NodeCondition
+    from horizon_client.resources import Box, DeviceStatus, FurtherNode, Node, NodeCondition
     from horizon_client.sync_client import Client
+
+
+# States of jobs that a machine is busy with, or will be.
+_ALIVE = ("QUEUED", "PREPARING", "STARTING", "RUNNING", "STOPPING")
 
 
 def _facts(node: Node) -> list[tuple[str, str]]:
@@ -55,6 +60,7 @@ def _facts(node: Node) -> list[tuple[str, str]]:
         ("jobs", jobs or "none"),
         ("turns", slices),
         *((f"turn on {device.name}", _turn_text(device)) for device in node.devices),
+        *((f"machine {box.name}", _box_text(box)) for box in node.boxes),
         *((f"node {further.address}", _further_text(further)) for further in node.further_nodes),
         *([("use", uses)] if uses else []),
         ("you", f"{node.user}, role {node.role}"),
@@ -84,13 +90,20 @@ def _turn_text(device: DeviceStatus) -> str:
     return f"{device.holder or 'nobody'} ({number}){out}"
 
 
+def _box_text(box: Box) -> str:
+    if box.state == "lost":
+        return f"lost: {clean(box.message)}"
+    jobs = f"{box.num_jobs} job{'' if box.num_jobs == 1 else 's'}"
+    return f"{box.state}, {jobs}, {_memory_text(box)} free, {_gpus_text(box.gpus)}"
+
+
 def _further_text(further: FurtherNode) -> str:
     if further.state == "lost":
         return f"lost: {clean(further.message)}"
     return f"{further.state}, {_memory_text(further)} free, {_gpus_text(further.gpus)}"
 
 
-def _memory_text(machine: FurtherNode | Node) -> str:
+def _memory_text(machine: FurtherNode | Box | Node) -> str:
     return f"{bytes_text(machine.host_memory_available_bytes)} of {bytes_text(machine.host_memory_limit_bytes)}"
 
 
@@ -127,22 +140,40 @@ def status(client: Client, output: str) -> None:
 @output_option
 @connected
 def list_nodes(client: Client, output: str) -> None:
-    """List the node and the further ones that jobs with nodes may use besides it."""
+    """List the node, the machines that jobs are sent to, and the further nodes that jobs with nodes use.
+
+    A job's 'node: NAME' names one of the first two kinds.
+    """
     found = client.node.status()
-    own = [found.hostname, _state_text(found), _gpus_text([a.name for a in found.accelerators]), _memory_text(found)]
-    others = [
-        [one.address, f"lost: {clean(one.message)}", "-", "-"]
-        if one.state == "lost"
-        else [one.address, one.state, _gpus_text(one.gpus), _memory_text(one)]
-        for one in found.further_nodes
+    gpus = _gpus_text([accelerator.name for accelerator in found.accelerators])
+    num_jobs = sum(found.num_jobs.get(state, 0) for state in _ALIVE)
+    rows = [
+        [f"{clean(found.hostname)}*", _state_text(found), gpus, _memory_text(found), str(num_jobs), "-"],
+        *(_box_row(box) for box in found.boxes),
+        *(_further_row(one) for one in found.further_nodes),
     ]
-    plain = [dict(zip(("node", "state", "gpus", "free_memory"), row, strict=True)) for row in (own, *others)]
+    titles = ["NODE", "STATE", "GPUS", "FREE MEMORY", "JOBS", "NEXT FREE"]
+    keys = [title.lower().replace(" ", "_") for title in titles]
     print_result(
-        plain,
+        [dict(zip(keys, row, strict=True)) for row in rows],
         output,
-        names=[row[0] for row in (own, *others)],
-        page=lambda: table(["NODE", "STATE", "GPUS", "FREE MEMORY"], [own, *others]),
+        names=[row[0] for row in rows],
+        page=lambda: table(titles, rows),
     )
+
+
+def _box_row(box: Box) -> list[str]:
+    if box.state == "lost":
+        return [box.name, f"lost: {clean(box.message)}", "-", "-", "-", "-"]
+    state = f"{box.state}{f': {clean(box.message)}' if box.message else ''}"
+    free = "now" if box.num_idle else about_text(box.next_free_time)
+    return [box.name, state, _gpus_text(box.gpus), _memory_text(box), str(box.num_jobs), free]
+
+
+def _further_row(one: FurtherNode) -> list[str]:
+    if one.state == "lost":
+        return [one.address, f"lost: {clean(one.message)}", "-", "-", "-", "-"]
+    return [one.address, f"{one.state} (for jobs with nodes)", _gpus_text(one.gpus), _memory_text(one), "-", "-"]
 
 
 _MESSAGE = click.option("--message", default="", metavar="TEXT", help="Shown to everybody whose jobs wait.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from horizon_client.cli.job_options import NO_PUSH_OPTION, SET_OPTION, SPEC_ARGUMENT, read_spec
-from horizon_client.cli.job_views import advice_lines, share_text, steps_text, total_text, when_text
+from horizon_client.cli.job_views import advice_lines, places_page, share_text, steps_text, total_text, when_text
 from horizon_client.cli.output import (
     View,
     about_text,
@@ -115,7 +115,9 @@ def simulate(client: Client, spec: str, overrides: tuple[str, ...], no_push: boo
 def _simulated_page(found: SimulatedJob) -> str:
     """Return when the job would start and end, why, with what share, and what it would advise."""
     facts = [("why", found.outlook.why), ("when", when_text(found.outlook)), ("total", total_text(found.plan))]
-    return "\n".join([details([fact for fact in facts if fact[1]]), *advice_lines(found.plan)])
+    places = places_page(found.places)
+    rest = [*advice_lines(found.plan), *(["", places] if places else [])]
+    return "\n".join([details([fact for fact in facts if fact[1]]), *rest])
 
 
 @click.command(

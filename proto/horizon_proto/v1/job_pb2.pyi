@@ -616,6 +616,7 @@ class JobSpec(google.protobuf.message.Message):
     GPUS_FIELD_NUMBER: builtins.int
     MAX_GPUS_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
@@ -653,6 +654,8 @@ class JobSpec(google.protobuf.message.Message):
     """Nodes that compute the job together, each with as many gpus; from 1 to 64; default 1. On several, gpus is one number.
     With max_nodes, the fewest of them.
     """
+    node: builtins.str
+    """The machine of the fleet that it runs on; unset: where it is predicted to end first."""
     max_nodes: builtins.int
     """The most nodes of a job that starts on as many as can be had; at least nodes. Unset: nodes exactly."""
     @property
@@ -727,10 +730,11 @@ class JobSpec(google.protobuf.message.Message):
         gpus: builtins.int | None = ...,
         max_gpus: builtins.int | None = ...,
         nodes: builtins.int | None = ...,
+        node: builtins.str | None = ...,
         max_nodes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "method", b"method", "model", b"model", "name", b"name", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -741,6 +745,8 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_gpus", b"_max_gpus"]) -> typing.Literal["max_gpus"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_nodes", b"_max_nodes"]) -> typing.Literal["max_nodes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_node", b"_node"]) -> typing.Literal["node"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
     @typing.overload
@@ -1437,6 +1443,7 @@ class Job(google.protobuf.message.Message):
     FIRST_EVAL_FIELD_NUMBER: builtins.int
     BEST_EVAL_FIELD_NUMBER: builtins.int
     LAST_EVAL_FIELD_NUMBER: builtins.int
+    BOX_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -1471,6 +1478,8 @@ class Job(google.protobuf.message.Message):
     """The project that its device time is charged to."""
     keep_files: builtins.bool
     """Whether its owner keeps its checkpoints: they are not deleted automatically."""
+    box: builtins.str
+    """The machine of the fleet that it was sent to, which has its files; empty for the daemon's own."""
     @property
     def spec(self) -> global___JobSpec:
         """The spec with every default filled in."""
@@ -1562,9 +1571,10 @@ class Job(google.protobuf.message.Message):
         first_eval: global___EvalEvent | None = ...,
         best_eval: global___EvalEvent | None = ...,
         last_eval: global___EvalEvent | None = ...,
+        box: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["best_eval", b"best_eval", "create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "last_eval", b"last_eval", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "best_eval", b"best_eval", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "job_id", b"job_id", "keep_files", b"keep_files", "last_eval", b"last_eval", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "best_eval", b"best_eval", "box", b"box", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "job_id", b"job_id", "keep_files", b"keep_files", "last_eval", b"last_eval", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
 
 global___Job = Job
 
@@ -2787,6 +2797,7 @@ class PlanJobResponse(google.protobuf.message.Message):
 
     PLAN_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
     @property
     def plan(self) -> global___MemoryPlan:
         """Its memory plan."""
@@ -2795,16 +2806,80 @@ class PlanJobResponse(google.protobuf.message.Message):
     def spec(self) -> global___JobSpec:
         """The spec with every default filled in."""
 
+    @property
+    def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Place]:
+        """What it would be on each machine of the fleet; empty where there is only one. The plan is that of the chosen one."""
+
     def __init__(
         self,
         *,
         plan: global___MemoryPlan | None = ...,
         spec: global___JobSpec | None = ...,
+        places: collections.abc.Iterable[global___Place] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["plan", b"plan", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["plan", b"plan", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["places", b"places", "plan", b"plan", "spec", b"spec"]) -> None: ...
 
 global___PlanJobResponse = PlanJobResponse
+
+@typing.final
+class Place(google.protobuf.message.Message):
+    """Place is what a job would be on one machine of a fleet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOX_FIELD_NUMBER: builtins.int
+    CHOSEN_FIELD_NUMBER: builtins.int
+    WHY_NOT_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    COPIED_BYTES_FIELD_NUMBER: builtins.int
+    ESTIMATED_START_TIME_FIELD_NUMBER: builtins.int
+    ESTIMATED_END_TIME_FIELD_NUMBER: builtins.int
+    box: builtins.str
+    """Name of the machine."""
+    chosen: builtins.bool
+    """Whether the job is sent there: where it is predicted to end first."""
+    why_not: builtins.str
+    """Why it cannot run there; empty where it can."""
+    devices: builtins.str
+    """On what: 8 GPUs."""
+    step_s: builtins.float
+    """Seconds of a step, predicted; unset where nothing is known."""
+    tokens_per_second: builtins.float
+    """Tokens per second, predicted."""
+    copied_bytes: builtins.int
+    """Bytes of its model and data that are not there yet."""
+    @property
+    def estimated_start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its model is expected to be loaded there."""
+
+    @property
+    def estimated_end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it is expected to end there."""
+
+    def __init__(
+        self,
+        *,
+        box: builtins.str = ...,
+        chosen: builtins.bool = ...,
+        why_not: builtins.str = ...,
+        devices: builtins.str = ...,
+        step_s: builtins.float | None = ...,
+        tokens_per_second: builtins.float | None = ...,
+        copied_bytes: builtins.int = ...,
+        estimated_start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        estimated_end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step_s", b"_step_s", "_tokens_per_second", b"_tokens_per_second", "estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "step_s", b"step_s", "tokens_per_second", b"tokens_per_second"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step_s", b"_step_s", "_tokens_per_second", b"_tokens_per_second", "box", b"box", "chosen", b"chosen", "copied_bytes", b"copied_bytes", "devices", b"devices", "estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "step_s", b"step_s", "tokens_per_second", b"tokens_per_second", "why_not", b"why_not"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step_s", b"_step_s"]) -> typing.Literal["step_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_second", b"_tokens_per_second"]) -> typing.Literal["tokens_per_second"] | None: ...
+
+global___Place = Place
 
 @typing.final
 class GetJobRequest(google.protobuf.message.Message):

@@ -205,6 +205,7 @@ class Node(google.protobuf.message.Message):
     SHARE_USES_FIELD_NUMBER: builtins.int
     HOST_MEMORY_PROMISED_BYTES_FIELD_NUMBER: builtins.int
     FURTHER_NODES_FIELD_NUMBER: builtins.int
+    BOXES_FIELD_NUMBER: builtins.int
     hostname: builtins.str
     """Its host name."""
     version: builtins.str
@@ -255,6 +256,10 @@ class Node(google.protobuf.message.Message):
     def further_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FurtherNode]:
         """Other nodes that jobs with nodes may use besides this one."""
 
+    @property
+    def boxes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Box]:
+        """Other machines of the fleet, with daemons of their own, which jobs are sent to."""
+
     def __init__(
         self,
         *,
@@ -277,11 +282,75 @@ class Node(google.protobuf.message.Message):
         share_uses: collections.abc.Iterable[global___ShareUse] | None = ...,
         host_memory_promised_bytes: builtins.int = ...,
         further_nodes: collections.abc.Iterable[global___FurtherNode] | None = ...,
+        boxes: collections.abc.Iterable[global___Box] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["condition", b"condition"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "further_nodes", b"further_nodes", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "boxes", b"boxes", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "further_nodes", b"further_nodes", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
 
 global___Node = Node
+
+@typing.final
+class Box(google.protobuf.message.Message):
+    """Box is another machine of the fleet, whose daemon has a queue of its own."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    HOSTNAME_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    NUM_IDLE_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: builtins.int
+    NUM_JOBS_FIELD_NUMBER: builtins.int
+    NEXT_FREE_TIME_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name, as in a job's node."""
+    address: builtins.str
+    """Where it serves other daemons, HOST:PORT."""
+    state: builtins.str
+    """open (jobs start there), closed (an admin has closed it, or it shuts down) or lost (it does not answer)."""
+    hostname: builtins.str
+    """Its host name; empty while it does not answer."""
+    num_idle: builtins.int
+    """Devices that no job is on."""
+    host_memory_limit_bytes: builtins.int
+    """Host memory of the machine, or of its control group."""
+    host_memory_available_bytes: builtins.int
+    """Of that, what is free now."""
+    num_jobs: builtins.int
+    """Jobs in its memory and in its queue, of all users."""
+    message: builtins.str
+    """Why it is closed or lost; empty otherwise."""
+    @property
+    def gpus(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of its GPUs; none where its processors compute."""
+
+    @property
+    def next_free_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its first device is expected to be free; unset where one is free, or nothing is known."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        address: builtins.str = ...,
+        state: builtins.str = ...,
+        hostname: builtins.str = ...,
+        gpus: collections.abc.Iterable[builtins.str] | None = ...,
+        num_idle: builtins.int = ...,
+        host_memory_limit_bytes: builtins.int = ...,
+        host_memory_available_bytes: builtins.int = ...,
+        num_jobs: builtins.int = ...,
+        next_free_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["next_free_time", b"next_free_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "gpus", b"gpus", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "hostname", b"hostname", "message", b"message", "name", b"name", "next_free_time", b"next_free_time", "num_idle", b"num_idle", "num_jobs", b"num_jobs", "state", b"state"]) -> None: ...
+
+global___Box = Box
 
 @typing.final
 class FurtherNode(google.protobuf.message.Message):

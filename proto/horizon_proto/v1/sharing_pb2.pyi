@@ -335,6 +335,7 @@ class SimulateJobResponse(google.protobuf.message.Message):
 
     OUTLOOK_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
     @property
     def outlook(self) -> horizon_proto.v1.job_pb2.Outlook:
         """Why it would be where it is, and when it would start and end."""
@@ -343,13 +344,18 @@ class SimulateJobResponse(google.protobuf.message.Message):
     def plan(self) -> horizon_proto.v1.job_pb2.MemoryPlan:
         """Its memory plan, with what `job plan` and `job submit` warn of."""
 
+    @property
+    def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.job_pb2.Place]:
+        """What it would be on each machine of the fleet; empty where there is only one."""
+
     def __init__(
         self,
         *,
         outlook: horizon_proto.v1.job_pb2.Outlook | None = ...,
         plan: horizon_proto.v1.job_pb2.MemoryPlan | None = ...,
+        places: collections.abc.Iterable[horizon_proto.v1.job_pb2.Place] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["outlook", b"outlook", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["outlook", b"outlook", "plan", b"plan"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outlook", b"outlook", "places", b"places", "plan", b"plan"]) -> None: ...
 
 global___SimulateJobResponse = SimulateJobResponse

@@ -15,6 +15,7 @@ from horizon_server.services.access import has_lost_rights
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.audit import Audit
 from horizon_server.services.evaluating import Evaluations
+from horizon_server.services.fleet.guest import Guest
 from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.retention import Retention
 from horizon_server.services.identity import IdentityService
@@ -53,6 +54,7 @@ class Services:
     retention: Retention
     identity: IdentityService
     webhooks: Webhooks
+    guest: Guest
 
 
 class OpenStreams:

@@ -85,7 +85,7 @@ def _swept(settings: Settings, *, dry_run: bool, timeout_s: float) -> tuple[list
 
 
 async def _sweep(settings: Settings, *, dry_run: bool) -> tuple[list[Garbage], str]:
-    from horizon_server.main import wire
+    from horizon_server.wiring import wire
 
     path = settings.database_path
     async with database_to_read(path, always_copy=True) if dry_run else database_to_change(path) as database:

@@ -180,7 +180,7 @@ def _with_services(
     only_look: bool = False,
 ) -> Result:
     """Return what `call` returns of the daemon's services, over its database."""
-    from horizon_server.main import wire
+    from horizon_server.wiring import wire
 
     async def wired(database: Database) -> Result:
         parts = await wire(settings, database, found=(), usable=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -52,9 +52,11 @@ _STORED = tuple(
 )
 # Made once: SQLAlchemy takes longer to put a query together than SQLite to answer it.
 _JOBS = select(*_STORED)
+# What is in another box is in the queue there.
+_HERE = JobRow.box == ""
 _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
-_IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
-_COUNTS = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
+_IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True)), _HERE).order_by(JobRow.number)
+_COUNTS = select(JobRow.job_state, func.count()).where(_HERE).group_by(JobRow.job_state)
 # In whatever case, and without wildcards. The model and the dataset are in the spec.
 _SEARCHED = func.lower(
     JobRow.job_id
@@ -190,7 +192,8 @@ class JobStore:
             if any(row.job_state == JobState.QUEUED for row in rows):
                 queue = connection.scalars(_queue(JobRow.queue_order)).all()
             for row in connection.execute(_BY_NUMBERS, {"numbers": others}).all() if others else ():
-                place = bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
+                is_here = row.job_state == JobState.QUEUED and not row.box
+                place = bisect_right(queue, row.queue_order) if is_here else 0
                 found[row.number] = record = self._records.of(row, queue_position=place)
                 self._ended.keep(row, record)
             return [(row.number, found[row.number]) for row in rows if row.number in found]
@@ -202,15 +205,46 @@ class JobStore:
         return await self._database.look_up(("page", whose, tuple(states), only, limit), read)
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
-        """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
+        """Return all jobs of this node in these states, in the order of their submission. Meant for states that few
+        jobs are in."""
         named = {"states": [state.value for state in states]}
         return await self._database.look_up(
             ("in states", *named["states"]),
             lambda connection: [self._records.of(row) for row in connection.execute(_IN_STATES, named).all()],
         )
 
+    async def elsewhere(self) -> list[JobRecord]:
+        """Return the jobs that have not ended and were sent to other boxes, in the order of their submission."""
+        query = _JOBS.where(JobRow.box != "", JobRow.job_state.in_(_ALIVE)).order_by(JobRow.number)
+        return await self._database.read(lambda connection: [record_of(row) for row in connection.execute(query)])
+
+    async def mirror(
+        self, job_id: str, events: Sequence[tuple[int, float, Payload]], fields: Mapping[str, Any]
+    ) -> tuple[JobRecord, list[JobEvent]]:
+        """Store events of a job in another box, which each have a number there, and set `fields` of it. Return the job,
+        and the events that were not stored before."""
+        async with self._database.session() as session:
+            row = await _row(session, job_id)
+            # The first one says that it is queued, which it was here before it was there.
+            new = [
+                _add_event(session, row, payload, time_s)
+                for number, time_s, payload in events
+                if number > max(1, row.journal_line)
+            ]
+            _set(row, {**fields, "journal_line": max([row.journal_line, *(number for number, _, _ in events)])})
+            for event in new:
+                if isinstance(event.payload, StateChanged):
+                    row.job_state, row.reason = event.payload.job_state, event.payload.reason
+                    row.message, row.attempt = event.payload.message, event.payload.attempt
+                    await queue_deliveries(session, row, event.time_s)
+                elif isinstance(event.payload, EvalDone):
+                    await session.flush()
+                    before = (await session.execute(_JOBS.where(JobRow.job_id == job_id))).one()
+                    row.evaluations = evaluations_after(record_of(before), event.payload)
+            return await self._stored(session, row), new
+
     async def queued(self, limit: int) -> list[JobRecord]:
-        """Return the first jobs of the queue, in their order."""
+        """Return the first jobs of this node's queue, in their order."""
 
         def read(connection: Connection) -> list[JobRecord]:
             rows = connection.execute(_queue(*_STORED).limit(limit))
@@ -222,7 +256,7 @@ class JobStore:
         """Return the queued jobs to decide from, in the order of the queue: the first of each user in each project, by
         priority and age, then the second of each and so on. So however many jobs of one user wait, the others are
         seen."""
-        is_queued = JobRow.job_state == JobState.QUEUED.value
+        is_queued = (JobRow.job_state == JobState.QUEUED.value) & _HERE
         place = func.row_number().over(order_by=JobRow.queue_order).label("place")
         whose, by_priority = (JobRow.project, JobRow.owner), (JobRow.priority.desc(), JobRow.queue_order)
         rank = func.row_number().over(partition_by=whose, order_by=by_priority).label("rank")
@@ -373,7 +407,8 @@ class JobStore:
     async def _stored(self, session: AsyncSession, row: JobRow) -> JobRecord:
         """Return the record of a row that this transaction has changed."""
         await session.flush()
-        position = (await session.scalar(_ahead(row)) or 0) if row.job_state == JobState.QUEUED else 0
+        is_here = row.job_state == JobState.QUEUED and not row.box
+        position = (await session.scalar(_ahead(row)) or 0) if is_here else 0
         stored = (await session.execute(_JOBS.where(JobRow.job_id == row.job_id))).one()
         return self._records.of(stored, queue_position=position)
 
@@ -454,7 +489,7 @@ class JobStore:
         return await self._database.read(read)
 
     async def counts(self) -> dict[str, int]:
-        """Return the number of jobs by state, every state named."""
+        """Return the number of this node's jobs by state, every state named."""
 
         def read(connection: Connection) -> dict[str, int]:
             found = {job_state: number for job_state, number in connection.execute(_COUNTS)}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
@@ -502,7 +537,7 @@ def _visible(owner: str, projects: Collection[str]) -> Any:
 
 
 def _queue(*what: Any) -> Any:
-    return select(*what).where(JobRow.job_state == JobState.QUEUED.value).order_by(JobRow.queue_order)
+    return select(*what).where(JobRow.job_state == JobState.QUEUED.value, _HERE).order_by(JobRow.queue_order)
 
 
 async def _end_of_queue(session: AsyncSession) -> int:
@@ -511,13 +546,14 @@ async def _end_of_queue(session: AsyncSession) -> int:
 
 
 def _place(connection: Connection, row: Any) -> int:
-    if row.job_state != JobState.QUEUED:
+    if row.job_state != JobState.QUEUED or row.box:
         return 0
     return connection.scalar(_ahead(row)) or 0
 
 
 def _ahead(row: Any) -> Any:
-    return select(func.count()).where(JobRow.job_state == row.job_state, JobRow.queue_order <= row.queue_order)
+    is_before = JobRow.queue_order <= row.queue_order
+    return select(func.count()).where(JobRow.job_state == row.job_state, _HERE, is_before)
 
 
 async def _row(session: AsyncSession, job_id: str) -> JobRow:
@@ -534,8 +570,9 @@ def _set(row: JobRow, fields: dict[str, Any]) -> None:
         setattr(row, name, value)
 
 
-def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> JobEvent:
+def _add_event(session: AsyncSession, row: JobRow, payload: Payload, time_s: float | None = None) -> JobEvent:
     row.last_sequence += 1
-    event = JobEvent(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), payload=payload)
+    at_s = time.time() if time_s is None else time_s
+    event = JobEvent(job_id=row.job_id, sequence=row.last_sequence, time_s=at_s, payload=payload)
     session.add(EventRow(job_id=row.job_id, sequence=event.sequence, time_s=event.time_s, body=encode(payload)))
     return event

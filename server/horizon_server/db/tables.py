@@ -249,6 +249,8 @@ class JobRow(Table):
     keep_files: Mapped[bool] = mapped_column(server_default="0")
     # The datasets of its named eval sets, as a JSON object of ids by name.
     eval_set_ids: Mapped[str] = mapped_column(Text, server_default="{}")
+    # The machine of the fleet that it was sent to; empty for this one.
+    box: Mapped[str] = mapped_column(String(63), server_default="")
     # Its first, best and last evaluation, as a JSON object of events; empty before the first.
     evaluations: Mapped[str] = mapped_column(Text, server_default="")
 

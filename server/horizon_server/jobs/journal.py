@@ -105,7 +105,7 @@ class Journal:
         """Store a new job, or return the one that the same earlier request made. `admit` may refuse a new one."""
         record, is_new = await self.store.create(job, request_id=request_id, admit=admit)
         if is_new:
-            self._metrics.on_job_state(record, None)
+            self._count(record, None)
             self._tell()
         return record
 
@@ -117,7 +117,7 @@ class Journal:
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
         record, before, event = await self.store.move(job.job_id, change, **fields)
-        self._metrics.on_job_state(record, before.value)
+        self._count(record, before)
         if reason == RESTARTED:
             self._metrics.on_worker_restart(record.last_failure.partition("@")[0])
         self._pass_on(event)
@@ -130,8 +130,22 @@ class Journal:
     async def append_now(self, job_id: str, payload: Payload, **fields: Any) -> None:
         """Store an event. Raises DiskFull or DatabaseUnavailable."""
         record, event = await self.store.append(job_id, payload, **fields)
-        self._metrics.on_payload(record, payload)
+        if not record.box:
+            self._metrics.on_payload(record, payload)
         self._pass_on(event)
+
+    async def mirror(
+        self, job_id: str, events: Sequence[tuple[int, float, Payload]], **fields: Any
+    ) -> tuple[JobRecord, JobRecord | None]:
+        """Store what has become of a job in another box: events by their numbers there, and fields of the job. Return
+        the job as it is now, and as it was. Raises as `append_now`."""
+        before = await self.store.get(job_id)
+        record, stored = await self.store.mirror(job_id, events, fields)
+        for event in stored:
+            self._pass_on(event)
+        if not stored:
+            self._tell()
+        return record, before
 
     async def retry_until_stored(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining
@@ -211,6 +225,11 @@ class Journal:
         """End every watch with Draining, once each has what is stored. Call it after `Lifecycle.close`."""
         for watched in self._watched.values():
             watched.wake()
+
+    def _count(self, job: JobRecord, before: JobState | None) -> None:
+        # One that is in another box is counted there.
+        if not job.box:
+            self._metrics.on_job_state(job, None if before is None else before.value)
 
     def _tell(self) -> None:
         for news in self._told:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, micro_batch_tokens
 from horizon_server.planning.machine import (
     Accelerator,
+    Gpu,
     HostMemory,
     RateBook,
     RatesByDevice,
@@ -50,6 +52,17 @@ from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
 from horizon_server.texts import size_text
 
+# Those that plans depend on.
+_PLANNED_SETTINGS = {
+    "device_arena_bytes",
+    "fleet_network_gbps",
+    "host_devices",
+    "host_memory_limit_bytes",
+    "host_memory_reserve_bytes",
+    "nodes",
+    "numa_interleave",
+}
+
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
 
@@ -65,6 +78,21 @@ _STATE_SHARE = 0.7
 
 # Of a step that several devices compute: the same on 2, 4 and 8 of them, so that the result is.
 _DEFAULT_LANES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerFacts:
+    """What the planner of a node is made of, so that another node can plan for it."""
+
+    settings: dict[str, Any]
+    """Those of `_PLANNED_SETTINGS`."""
+    memory: HostMemory
+    num_threads: int
+    accelerators: tuple[Gpu, ...]
+    rates: dict[str, DeviceRates]
+    has_bf16: bool
+    free_devices: tuple[str, ...]
+    numa_nodes: tuple[int, ...]
 
 
 class Planner:
@@ -105,11 +133,12 @@ class Planner:
         self._free_devices = free_devices
         self._numa_nodes = numa_nodes
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
-        self._network_bytes_per_s: float | None = None
+        self.network_bytes_per_s: float | None = None
+        """Of the private network of the fleet; None where nothing is known of it."""
         if settings.fleet_network_gbps is not None:
-            self._network_bytes_per_s = settings.fleet_network_gbps * _GIGABIT_BYTES
-        elif settings.nodes and settings.fleet_address:
-            self._network_bytes_per_s = link_speed(interface_of(settings.fleet_address))
+            self.network_bytes_per_s = settings.fleet_network_gbps * _GIGABIT_BYTES
+        elif settings.fleet_address:
+            self.network_bytes_per_s = link_speed(interface_of(settings.fleet_address))
 
     @classmethod
     def of_node(
@@ -131,6 +160,38 @@ class Planner:
             has_bf16=book.machine.has_bf16,
             free_devices=free_devices,
             numa_nodes=[node.index for node in numa.nodes()],
+        )
+
+    @property
+    def facts(self) -> PlannerFacts:
+        """What this planner is made of, as it is now. Blocking."""
+        network = self.network_bytes_per_s
+        return PlannerFacts(
+            settings={
+                **self._settings.model_dump(mode="json", include=_PLANNED_SETTINGS),
+                "fleet_network_gbps": None if network is None else network / _GIGABIT_BYTES,
+            },
+            memory=self._memory(),
+            num_threads=self._num_threads,
+            accelerators=tuple(gpu for gpu in self._accelerators if isinstance(gpu, Gpu)),
+            rates=dict(self._rates()),
+            has_bf16=self._has_bf16,
+            free_devices=tuple(self._free_devices()) if self._free_devices else (),
+            numa_nodes=tuple(self._numa_nodes),
+        )
+
+    def of_facts(self, facts: PlannerFacts) -> Planner:
+        """Return the planner of another node, which is of the same version."""
+        return type(self)(
+            Settings.model_construct(**{**vars(self._settings), "fleet_address": None, **facts.settings}),
+            memory=lambda: facts.memory,
+            num_threads=facts.num_threads,
+            accelerators=facts.accelerators,
+            rates=lambda: facts.rates,
+            layer_memory=self._layer_memory,
+            has_bf16=facts.has_bf16,
+            free_devices=lambda: facts.free_devices,
+            numa_nodes=facts.numa_nodes,
         )
 
     def plan(self, spec: JobSpec, folder: Path, *, data: DataSize | None = None) -> Plan:
@@ -291,7 +352,7 @@ class Planner:
             layer=self._layer_memory(folder),
             data=data,
             longest_document=longest_document,
-            network_bytes_per_s=self._network_bytes_per_s,
+            network_bytes_per_s=self.network_bytes_per_s,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
         asked, device_range, node_range = dataclasses.replace(execution, micro_batch_tokens=together), None, None

@@ -187,6 +187,9 @@ class JobRecord:
     """It stays in the queue until then: the pause after a failure."""
     journal_line: int = 0
     """Lines of the journal of this attempt's worker that are stored."""
+    box: str = ""
+    """The machine of the fleet that it was sent to, which has its files; empty for this one. `journal_line` counts its
+    events there that are stored here; 0 until it has arrived."""
     deletion_s: UnixTime | None = None
     """When its checkpoints are deleted; None where nothing is to be. Negative while it is being deleted."""
     keep_files: bool = False

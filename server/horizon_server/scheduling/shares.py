@@ -43,6 +43,13 @@ class Shares:
             used_s, as_of_s = self._uses.get(key, (0.0, now_s))
             self._uses[key] = (used_s * self._left(now_s - as_of_s) + device_s, max(now_s, as_of_s))
 
+    def raise_to(self, uses: Iterable[ShareUse]) -> None:
+        """Count what was used elsewhere too: a use that is smaller here becomes as large as the given one."""
+        for use in uses:
+            here_s = self._use((use.project, use.user), use.as_of_s)
+            if use.device_s > here_s:
+                self.charge(use.project, use.user, use.device_s - here_s, use.as_of_s)
+
     def rank(self, project: str, user: str, now_s: float) -> tuple[float, float]:
         """Decayed use by weight of the project and of the user in it: the lowest is served first, and who has used
         nothing before all."""

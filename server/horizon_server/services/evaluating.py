@@ -66,6 +66,19 @@ class Evaluations:
         """
         job = await self._jobs.get(principal, key)
         require_sample(principal, job.owner, f"job {job.job_id}", project=job.project)
+        if self._jobs.boxes.has_arrived(job):
+            if sets:
+                raise InvalidSpec.of(
+                    "sets",
+                    f"job {job.job_id} is in {job.box}, which has the datasets of its own eval sets only; evaluate on "
+                    "those, or pull the checkpoint",
+                )
+            kinds = (EvaluationProgress, CheckpointEvaluation)
+            lines = self._jobs.boxes.records(principal, job, "evaluate", kinds, step=step)
+            async with contextlib.aclosing(lines):
+                async for line in lines:
+                    yield line
+            return
         spec = _spec_on(job.spec, sets) if sets else job.spec
         if not spec.eval_sets:
             raise InvalidSpec.of(

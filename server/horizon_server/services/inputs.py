@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from horizon_server.errors import InvalidSpec, NotAllowed, NotFound
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, EvalSets
 from horizon_server.records.account import Principal
-from horizon_server.records.blob import DatasetRecord
+from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import JobRecord
+from horizon_server.services.fleet.records import Needed
 from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.spec import EVAL_SET
 from horizon_server.store.adapter_files import PEFT_LORA, is_adapter_folder
@@ -45,6 +47,19 @@ class Inputs:
         of_sets |= job.eval_set_ids
         eval_sets = {name: self._files(await self._datasets.by_id(key)) for name, key in of_sets.items()}
         return await self.model_of(job), self._files(dataset), eval_sets
+
+    async def needed_by(self, job: JobRecord) -> dict[str, Needed]:
+        """Return what a job needs where it is sent, by what its spec names. Raises NotFound when it was deleted
+        meanwhile."""
+        found = {} if job.model_id.startswith("/") else {"model": _needed(await self._models.by_id(job.model_id))}
+        sets = {f"eval.sets.{name}": key for name, key in job.eval_set_ids.items()}
+        datasets = {"dataset": job.dataset_id, "eval_dataset": job.eval_dataset_id, **sets}
+        found |= {name: _needed(await self._datasets.by_id(key)) for name, key in datasets.items() if key}
+        if job.spec.init_from is not None and "@" not in job.spec.init_from:
+            # Which its owner was allowed to use when the job was submitted.
+            owner = Principal(name=job.owner, role="viewer", project=job.project)
+            found["init_from"] = _needed(await self._models.get_ready(owner, job.spec.init_from))
+        return found
 
     async def model_of(self, job: JobRecord) -> Path:
         """Return the model folder of a job: of an adapter that it starts with, the base. Raises NotFound when its start
@@ -115,3 +130,10 @@ class Inputs:
 
     def _files(self, record: DatasetRecord) -> DatasetFiles:
         return DatasetFiles(record=record, files=self._datasets.data_files(record))
+
+
+def _needed(record: ModelRecord | DatasetRecord) -> Needed:
+    needed = Needed(kind=record.kind, name=record.name, digest=record.digest, files=record.files)
+    if isinstance(record, DatasetRecord):
+        return replace(needed, format=record.format, field_map=record.field_map)
+    return needed

@@ -7,7 +7,7 @@ import asyncio
 import base64
 import contextlib
 import secrets
-import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.jobs.tracking import Tracking
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
+from horizon_server.records.boxes import Place
 from horizon_server.records.job import (
     ANY_JOB,
     BEING_DELETED,
@@ -44,8 +45,10 @@ from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.texts import to_owner, with_names
 from horizon_server.services.access import may_see, require_change, require_submit
 from horizon_server.services.accounts import UserLocks
+from horizon_server.services.fleet.boxes import NOTHING, Boxes
+from horizon_server.services.fleet.records import SentJob
 from horizon_server.services.inputs import Inputs
-from horizon_server.services.proposals import Proposals
+from horizon_server.services.proposals import Proposal, Proposals
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.starts import Start
@@ -77,6 +80,7 @@ class JobService:
     lifecycle: Lifecycle
     resources: Inputs
     planner: Planner
+    boxes: Boxes
     folders: JobFolders
     turns: UserLocks
     quotas: Quotas
@@ -88,6 +92,7 @@ class JobService:
         self.proposals = Proposals(
             resources=self.resources,
             planner=self.planner,
+            boxes=self.boxes,
             folders=self.folders,
             quotas=self.quotas,
             trackers=self.tracking.trackers,
@@ -108,25 +113,27 @@ class JobService:
         self.require_open()
         async with self.proposals.of(principal, spec) as proposal:
             proposal.require_fit()
-            now_s = time.time()
-            job = JobRecord(
-                job_id=_ID_PREFIX + secrets.token_hex(6),
-                owner=principal.name,
-                project=proposal.spec.project,
-                spec=proposal.spec,
-                priority=spec.priority,
-                model_id=proposal.model_id,
-                dataset_id=proposal.dataset_id,
-                eval_dataset_id=proposal.eval_dataset_id,
-                eval_set_ids=proposal.eval_set_ids,
-                job_state=JobState.QUEUED,
-                created_s=now_s,
-                queued_s=now_s,
-                plan=proposal.plan,
-            )
-            create = partial(self.journal.create, job, request_id=request_id, admit=proposal.admit)
-            stored = await (create() if proposal.start is None else self._created_from(proposal.start, job, create))
+            job = replace(proposal.job, job_id=_ID_PREFIX + secrets.token_hex(6))
+            stored = await self._queued(proposal, job, request_id)
         self.tracking.follow(stored)
+        return stored
+
+    async def take(self, principal: Principal, sent: SentJob) -> JobRecord:
+        """Queue a job that the daemon of another machine sends, under the id that it has there; or return it, where it
+        was sent before. Raises as `submit` does."""
+        self.require_open()
+        if (known := await self.journal.store.get(sent.job_id)) is not None:
+            return known
+        async with self.proposals.of(principal, sent.named_by_ids, stays=True) as proposal:
+            proposal.require_fit()
+            job = replace(proposal.job, job_id=sent.job_id, spec=sent.spec, priority=sent.priority)
+            return await self._queued(proposal, job, str(uuid.uuid4()))
+
+    async def _queued(self, proposal: Proposal, job: JobRecord, request_id: str) -> JobRecord:
+        create = partial(self.journal.create, job, request_id=request_id, admit=proposal.admit)
+        # One that starts in another box is given its files there.
+        start = None if job.box else proposal.start
+        stored = await (create() if start is None else self._created_from(start, job, create))
         self.scheduler.wake()
         return stored
 
@@ -137,16 +144,19 @@ class JobService:
 
     async def plan(
         self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None, *, config: bytes = b""
-    ) -> tuple[JobSpec, Plan]:
+    ) -> tuple[JobSpec, Plan, tuple[Place, ...]]:
         """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is
-        asked about. With the `config` of the model, its config.json, neither model nor data need to be here.
+        asked about. With the `config` of the model, its config.json, neither model nor data need to be here. Where the
+        node has a fleet, also what the job would be on each of its machines: the plan is that of the chosen one.
 
         Raises what `Proposals.of` and `Proposals.plan_config` do.
         """
         if config:
-            return await self.proposals.plan_config(principal, spec, config, machine)
-        async with self.proposals.of(principal, spec, machine) as proposal:
-            return proposal.spec, await proposal.warned(self.quotas, principal.name)
+            return *await self.proposals.plan_config(principal, spec, config, machine), ()
+        if machine is not None:
+            return *await self.proposals.plan_elsewhere(principal, spec, machine), ()
+        async with self.proposals.of(principal, spec) as proposal:
+            return proposal.job.spec, await proposal.warned(self.quotas), proposal.placed.places
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of
@@ -216,8 +226,8 @@ class JobService:
         return [self._with_outlook(principal, job) for _, job in rows[:size]], token
 
     async def queue(self, principal: Principal) -> Jobs:
-        """Return the jobs on the device and then the first of the queue in the order in which they are considered, of
-        all users."""
+        """Return the jobs on the device, then the first of the queue in the order in which they are considered, then
+        those that were sent to other boxes; of all users."""
         # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
         store = self.journal.store
         residents, queued = await store.in_states(sorted(RESIDENT)), await store.queued(MAX_PAGE_SIZE)
@@ -229,7 +239,8 @@ class JobService:
         # Their places are in another order, by when they came.
         last = max((job.queue_position for job in placed), default=0)
         others = [replace(job, queue_position=place) for place, job in enumerate(others, last + 1)]
-        return [*(self._with_outlook(principal, job) for job in residents), *placed, *others]
+        there = [self._with_outlook(principal, job) for job in await store.elsewhere()]
+        return [*(self._with_outlook(principal, job) for job in residents), *placed, *others, *there]
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another
@@ -237,6 +248,8 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state in ENDED:
             return job
+        if self.boxes.has_arrived(job):
+            return await self.boxes.order(principal, job, "cancel")
         return await self._stop(job, StopRequest.CANCEL)
 
     async def pause(self, principal: Principal, key: str) -> JobRecord:
@@ -246,6 +259,8 @@ class JobService:
             return job
         if job.job_state in ENDED:
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a job that has not ended can be paused")
+        if self.boxes.has_arrived(job):
+            return await self.boxes.order(principal, job, "pause")
         return await self._stop(job, StopRequest.PAUSE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:
@@ -258,6 +273,8 @@ class JobService:
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
         await self.quotas.require_room(job.owner, job.project)
+        if self.boxes.has_arrived(job):
+            return await self.boxes.order(principal, job, "resume")
         # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of
         # the queue.
         job = await self.journal.move(
@@ -290,6 +307,8 @@ class JobService:
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a job that has not ended has a priority")
         if priority == job.priority:
             return job
+        if self.boxes.has_arrived(job):
+            return await self.boxes.order(principal, job, "update", priority=priority)
         text = f"priority is now {priority}, set by {principal.name}"
         await self.journal.append(job.job_id, Message(level="info", text=text), priority=priority)
         self.scheduler.wake()
@@ -316,6 +335,12 @@ class JobService:
         if not 0 <= offset <= _MAX_OFFSET:
             raise InvalidSpec.of("offset", f"offset is {offset}; it must be from 0 to {_MAX_OFFSET}")
         job = await self.get(principal, key)
+        if self.boxes.has_arrived(job):
+            more = {"attempt": attempt, "offset": offset, "follow": follow}
+            async with contextlib.aclosing(self.boxes.stream(principal, job, "logs", **more)) as items:
+                async for item in items:
+                    yield item.value, item.data
+            return
 
         async def grows() -> bool:
             now = await self.journal.store.get(job.job_id)
@@ -332,6 +357,9 @@ class JobService:
         """Return a part of an attempt's log in whole lines, from an offset on or, for None, to its end; of the last
         attempt, unless one is named."""
         job = await self.get(principal, key)
+        if self.boxes.has_arrived(job):
+            more = {"attempt": attempt, "offset": offset, "limit": limit}
+            return await self.boxes.call(principal, job, "log_part", LogPart, **more)
         number = attempt or job.attempt
         size, start, content = await asyncio.to_thread(
             read_log_part, self.folders.log(job.job_id, number), offset=offset, limit=limit
@@ -355,6 +383,8 @@ class JobService:
     async def checkpoints(self, principal: Principal, key: str) -> Checkpoints:
         """Return a job's complete checkpoints, oldest first."""
         job = await self.get(principal, key)
+        if self.boxes.has_arrived(job):
+            return await self.boxes.call(principal, job, "checkpoints", Checkpoints)
         return await asyncio.to_thread(self.folders.checkpoints(job.job_id).all)
 
     @asynccontextmanager
@@ -385,6 +415,9 @@ class JobService:
         """Remove one checkpoint. Raises as `require_checkpoint_deletable` does, and NotFound when there is none of that
         step."""
         job = await self.get(principal, key)
+        if self.boxes.has_arrived(job):
+            await self.boxes.call(principal, job, "delete_checkpoint", NOTHING, step=step)
+            return
         checkpoints = self.folders.checkpoints(job.job_id)
         await self.require_checkpoint_deletable(principal, job, step)
         self.leases.drop_idle(checkpoints, step)
@@ -399,6 +432,9 @@ class JobService:
             InUse: while it is being downloaded.
         """
         await self._change(principal, job.job_id)
+        if self.boxes.has_arrived(job):
+            await self.boxes.call(principal, job, "require_checkpoint_deletable", NOTHING, step=step)
+            return
         checkpoints = self.folders.checkpoints(job.job_id)
         newest = await asyncio.to_thread(checkpoints.newest)
         if job.job_state not in ENDED and newest is not None and newest == checkpoints.of_step(step):
@@ -425,6 +461,9 @@ class JobService:
         """Remove an ended job with its checkpoints, logs and events. Raises as `require_deletable` does."""
         job = await self.get(principal, key)
         await self.require_deletable(principal, job)
+        if self.boxes.has_arrived(job):
+            with contextlib.suppress(NotFound):  # an earlier call has come as far as here
+                await self.boxes.call(principal, job, "delete", NOTHING)
         try:
             await self.journal.store.begin_deletion(job.job_id, BEING_DELETED)
         except WrongJobState as error:  # resumed meanwhile
@@ -468,7 +507,8 @@ class JobService:
         A job that has ended since the scheduler last looked has no outlook.
         """
         is_queued = job.job_state is JobState.QUEUED
-        outlook = self.scheduler.outlook(job.job_id) if is_queued or job.job_state in RESIDENT else None
+        is_alive = is_queued or job.job_state in RESIDENT
+        outlook = (self.boxes.outlook(job) if job.box else self.scheduler.outlook(job.job_id)) if is_alive else None
         if outlook is None:
             return job
         read = self.as_read(principal, outlook, is_owner=principal.name == job.owner)

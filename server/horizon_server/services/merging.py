@@ -82,6 +82,14 @@ class Merges:
             raise InvalidSpec.of("base", f"base is {base:.20}; it must be one of {', '.join(get_args(MergeBase))}")
         job = await self._jobs.get(principal, key)
         require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
+        if self._jobs.boxes.has_arrived(job):
+            more = {"step": step, "dtype": dtype, "base": base, "remove": remove}
+            kinds = (MergeProgress, CheckpointRecord)
+            there = self._jobs.boxes.records(principal, job, "merge", kinds, **more)
+            async with contextlib.aclosing(there):
+                async for progress in there:
+                    yield progress
+            return
         checkpoints = self._jobs.folders.checkpoints(job.job_id)
         async with self._turn:
             manifest = await asyncio.to_thread(checkpoints.manifest, step)

@@ -17,9 +17,11 @@ from horizon_server.nodes.directory import NodeDirectory, NodeState
 from horizon_server.nodes.protocol import NodeReport
 from horizon_server.planning.machine import Accelerator, HostMemory, host_memory
 from horizon_server.records.account import Principal
+from horizon_server.records.boxes import Box
 from horizon_server.records.job import RESIDENT, JobRecord
 from horizon_server.records.sharing import NodeCondition, NodeMode, ShareUse
 from horizon_server.services.access import may_see
+from horizon_server.services.fleet.boxes import Boxes
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
@@ -82,6 +84,8 @@ class NodeStatus:
     host_memory_promised_bytes: int
     """Planned host memory of all resident jobs together, and of the model that answers prompts."""
     further_nodes: tuple[FurtherNode, ...]
+    boxes: tuple[Box, ...]
+    """Other machines of the fleet, which jobs are sent to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,7 @@ class NodeFacts:
         store: JobStore,
         lifecycle: Lifecycle,
         scheduler: Scheduler,
+        boxes: Boxes,
         *,
         state_dir: Path,
         accelerators: tuple[Accelerator, ...],
@@ -130,6 +135,7 @@ class NodeFacts:
         self._store = store
         self._lifecycle = lifecycle
         self._scheduler = scheduler
+        self._boxes = boxes
         self._share_half_life_s = share_half_life_s
         self._state_dir = state_dir
         self.accelerators = accelerators
@@ -165,6 +171,7 @@ class NodeFacts:
             host_memory_promised_bytes=sum(job.plan.kept_host_bytes for job in residents if job.plan)
             + scheduler.held_bytes(),
             further_nodes=further_nodes(scheduler.runtime.nodes),
+            boxes=self._boxes.all(),
         )
 
     def _machine_figures(self) -> _MachineFigures:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,53 +23,53 @@ from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.outline import config_outline
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
-from horizon_server.records.job import JobRecord
+from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan, PlannedMachine
 from horizon_server.services.access import require_project
 from horizon_server.services.accounts import UserLocks
+from horizon_server.services.fleet.boxes import Boxes, Placed
 from horizon_server.services.inputs import Inputs
 from horizon_server.services.model_check import check_config
 from horizon_server.services.pushed import MAX_ANNOUNCED_CONFIG_BYTES
 from horizon_server.services.quotas import Quotas
-from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
+from horizon_server.services.starts import CheckpointStart, PushedAdapter, Start, require_lora, start_at
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
 from horizon_server.store.base_digest import INIT_ADAPTER, check_base
 from horizon_server.store.model_files import parse_config
 
+PROPOSED = "job_proposed"
+"""The id of a job that is not queued yet."""
+
+_ONLY_HERE = "init_from names a checkpoint of this machine, and no other one has it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A job that passes every check but that of memory, with what its names mean; see `plan.fits`.
+    """A job that passes every check but that of memory, with what its names mean; see `plan.fits`."""
 
-    Of a machine that is only asked about, the data is not looked at: `dataset_id` is empty.
-    """
-
-    spec: JobSpec
-    """With its project."""
-    model_id: str
-    dataset_id: str = ""
-    eval_dataset_id: str = ""
-    eval_set_ids: dict[str, str] = field(default_factory=dict)
+    job: JobRecord
+    """As it would be queued, under the id `PROPOSED`: with its project, its plan, and the box that it is sent to."""
     start: Start | None = None
-    plan: Plan
+    placed: Placed
     admit: AdmitJob | None = None
     """Refuses it where too many jobs are queued; None where it cannot be queued at all."""
 
-    async def warned(self, quotas: Quotas, user: str) -> Plan:
-        """Return the plan, with a warning where the queue has no room for a job that this node could run."""
+    async def warned(self, quotas: Quotas) -> Plan:
+        """Return the plan, with a warning where the queue has no room for a job that could run."""
+        plan = self.placed.plan
         if self.admit is None:
-            return self.plan
+            return plan
         try:
-            await quotas.require_room(user, self.spec.project)
+            await quotas.require_room(self.job.owner, self.job.project)
         except QuotaExceeded as full:
-            return replace(self.plan, warnings=(*self.plan.warnings, f"it would not be queued now: {full.message}"))
-        return self.plan
+            return replace(plan, warnings=(*plan.warnings, f"it would not be queued now: {full.message}"))
+        return plan
 
     def require_fit(self) -> None:
-        """Let pass a job that the node has memory for. Raises DoesNotFit, with the numbers."""
-        if not self.plan.fits:
-            raise DoesNotFit(self.plan.message)
+        """Let pass a job that its machine has memory for. Raises DoesNotFit, with the numbers."""
+        if not self.placed.plan.fits:
+            raise DoesNotFit(self.placed.plan.message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ class Proposals:
 
     resources: Inputs
     planner: Planner
+    boxes: Boxes
     folders: JobFolders
     quotas: Quotas
     trackers: NodeTrackers
@@ -96,11 +98,9 @@ class Proposals:
     find_job: Callable[[Principal, str], Awaitable[JobRecord]]
 
     @asynccontextmanager
-    async def of(
-        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
-    ) -> AsyncIterator[Proposal]:
-        """Give the proposal, for this node or for a machine that is asked about, and one of the caller's turns until
-        the block ends.
+    async def of(self, principal: Principal, spec: JobSpec, *, stays: bool = False) -> AsyncIterator[Proposal]:
+        """Give the proposal, for the machine of the fleet where the job ends first, and one of the caller's turns until
+        the block ends. With `stays` it is for this machine.
 
         Raises:
             NotAllowed: when the project is not the caller's.
@@ -113,31 +113,64 @@ class Proposals:
         """
         spec = spec if spec.project else spec.in_project(principal.project)
         require_project(principal, spec.project)
-        if machine is None:
-            await asyncio.to_thread(self.trackers.check, spec, owner=principal.name, project=spec.project)
+        await asyncio.to_thread(self.trackers.check, spec, owner=principal.name, project=spec.project)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
         start = await self._start(principal, spec, model_id, folder)
         async with self.turns.of(principal.name):
-            if machine is not None:
-                plan = await self._plan_elsewhere(principal, spec, folder, machine)
-                yield Proposal(spec=spec, model_id=model_id, start=start, plan=plan)
-                return
             data = await self._data(principal, spec)
             size = await asyncio.to_thread(self._size, spec, folder, data)
-            plan = await asyncio.to_thread(self._plan, spec, folder, start, size)
             evaluated = {name: files.record.dataset_id for name, files in data.evaluated.items()}
-            yield Proposal(
+            now_s = time.time()
+            job = JobRecord(
+                job_id=PROPOSED,
+                owner=principal.name,
+                project=spec.project,
                 spec=spec,
+                priority=spec.priority,
                 model_id=model_id,
                 dataset_id=data.trained.record.dataset_id,
                 eval_dataset_id=evaluated.pop(EVAL_SET, ""),
                 eval_set_ids=evaluated,
+                job_state=JobState.QUEUED,
+                created_s=now_s,
+                queued_s=now_s,
+            )
+            placed = await self.boxes.placed(
+                principal,
+                job,
+                lambda planner: _plan(planner, spec, folder, start, size),
+                node=self.boxes.name if stays else spec.node,
+                only_here=_ONLY_HERE if isinstance(start, CheckpointStart) else "",
+            )
+            plan = placed.plan
+            yield Proposal(
+                job=replace(job, plan=plan, box=placed.box),
                 start=start,
-                plan=plan,
+                placed=placed,
                 # That it does not fit the node says more than that a quota is smaller.
                 admit=await self.quotas.admit_job(principal.name, spec.project, plan) if plan.fits else None,
             )
+
+    async def plan_elsewhere(
+        self, principal: Principal, spec: JobSpec, machine: PlannedMachine
+    ) -> tuple[JobSpec, Plan]:
+        """Return the spec with its project and its plan on a machine that is asked about, where the data need not be
+        known. Raises as `of`."""
+        spec = spec if spec.project else spec.in_project(principal.project)
+        require_project(principal, spec.project)
+        async with self.turns.of(principal.name):
+            model_id, folder = await self.resources.model(principal, spec.model)
+        await self._start(principal, spec, model_id, folder)
+        async with self.turns.of(principal.name):
+            try:
+                data = await self._data(principal, spec)
+            except NotFound:
+                size = None
+            else:
+                size = await asyncio.to_thread(self._size, spec, folder, data)
+            plan_elsewhere = partial(self.planner.plan_elsewhere, spec, folder, machine, data=size)
+            return spec, await asyncio.to_thread(plan_elsewhere)
 
     async def plan_config(
         self, principal: Principal, spec: JobSpec, config: bytes, machine: PlannedMachine | None = None
@@ -165,15 +198,6 @@ class Proposals:
             if machine is None:
                 return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
             return spec, await asyncio.to_thread(self.planner.plan_elsewhere, spec, folder, machine)
-
-    async def _plan_elsewhere(self, principal: Principal, spec: JobSpec, folder: Path, machine: PlannedMachine) -> Plan:
-        try:
-            data = await self._data(principal, spec)
-        except NotFound:
-            size = None  # a machine that is asked about needs no data; where it is known, it is used
-        else:
-            size = await asyncio.to_thread(self._size, spec, folder, data)
-        return await asyncio.to_thread(partial(self.planner.plan_elsewhere, spec, folder, machine, data=size))
 
     async def _data(self, principal: Principal, spec: JobSpec) -> _Data:
         """Return the datasets that the job names. Raises NotFound, and InvalidSpec where its method does not learn from
@@ -206,14 +230,22 @@ class Proposals:
             require_lora(spec)
             return PushedAdapter(name=spec.init_from, folder=await self.resources.adapter(principal, spec.init_from))
         source = await self.find_job(principal, key)
+        if source.box:
+            raise InvalidSpec.of(
+                "init_from",
+                f"init_from: the checkpoints of job {source.job_id} are in {source.box}, and a job starts from those "
+                f"of this machine only; pull the checkpoint (horizon checkpoint pull {source.job_id}@{which}) and push "
+                "it as a model or adapter",
+            )
         return await start_at(spec, model_id, source, which, self.folders.checkpoints(source.job_id))
 
     def _size(self, spec: JobSpec, folder: Path, data: _Data) -> DataSize:
         evaluated = [files.record for files in data.evaluated.values()]
         return known_size(self.folders.prepared, spec, folder, data.trained.record, evaluated)
 
-    def _plan(self, spec: JobSpec, folder: Path, start: Start | None, size: DataSize) -> Plan:
-        """Return the plan of a job on this node, with the numbers of the files that it starts from. Blocking."""
-        if start is None:
-            return self.planner.plan(spec, folder, data=size)
-        return start.plan(self.planner, spec, folder, data=size)
+
+def _plan(planner: Planner, spec: JobSpec, folder: Path, start: Start | None, size: DataSize) -> Plan:
+    """Return the plan of a job, with the numbers of the files that it starts from. Blocking."""
+    if start is None:
+        return planner.plan(spec, folder, data=size)
+    return start.plan(planner, spec, folder, data=size)

@@ -14,6 +14,7 @@ from typing import Any
 
 from horizon_server.children.child import streamed
 from horizon_server.children.entry import Answer
+from horizon_server.codec import to_plain
 from horizon_server.errors import NotFound, WorkerFailed
 from horizon_server.events import SampledText
 from horizon_server.jobs.folders import CheckpointFolder
@@ -76,6 +77,13 @@ class Samples:
         job = await self._jobs.get(principal, key)
         require_sample(principal, job.owner, f"job {job.job_id}", project=job.project)
         check_sample(prompts, options)
+        if self._jobs.boxes.has_arrived(job):
+            more = {"step": step, "prompts": to_plain(list(prompts)), "options": to_plain(options)}
+            kinds = (SampledText, SampleFigures)
+            async with contextlib.aclosing(self._jobs.boxes.records(principal, job, "sample", kinds, **more)) as texts:
+                async for text in texts:
+                    yield text
+            return
         checkpoints = self._jobs.folders.checkpoints(job.job_id)
         # First the user's own turn: what waits for it must not keep others waiting.
         async with self._of_user[principal.name], self._turn:

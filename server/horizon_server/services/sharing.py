@@ -11,7 +11,7 @@ from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import InvalidSpec
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.records.account import Principal
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.boxes import Place
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
 from horizon_server.scheduling.quotas import with_defaults
@@ -107,29 +107,16 @@ class SharingService:
         self.scheduler.wake()
         return condition
 
-    async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, Plan]:
-        """Return when a job would start and end if it were submitted now, and its plan. Nothing is stored.
+    async def simulate(self, principal: Principal, spec: JobSpec) -> tuple[Outlook, Plan, tuple[Place, ...]]:
+        """Return when a job would start and end if it were submitted now, its plan, and what it would be on each
+        machine of a fleet. Nothing is stored.
 
         Raises what `JobService.submit` does, but also answers those who may look and not submit.
         """
         self.jobs.require_open()
         async with self.jobs.proposals.of(principal, spec) as proposal:
             proposal.require_fit()
-            await self.quotas.require_room(principal.name, proposal.spec.project)
-        now_s = time.time()
-        job = JobRecord(
-            job_id="job_simulated",
-            owner=principal.name,
-            project=proposal.spec.project,
-            spec=proposal.spec,
-            priority=spec.priority,
-            model_id=proposal.model_id,
-            dataset_id=proposal.dataset_id,
-            eval_dataset_id=proposal.eval_dataset_id,
-            job_state=JobState.QUEUED,
-            created_s=now_s,
-            queued_s=now_s,
-            plan=proposal.plan,
-        )
-        outlook = await self.scheduler.simulate(job)
-        return self.jobs.as_read(principal, outlook, is_owner=True), proposal.plan
+            await self.quotas.require_room(principal.name, proposal.job.project)
+        placed = proposal.placed
+        outlook = placed.outlook or await self.scheduler.simulate(proposal.job)
+        return self.jobs.as_read(principal, outlook, is_owner=True), placed.plan, placed.places

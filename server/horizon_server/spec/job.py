@@ -175,6 +175,12 @@ class JobSpec(Section):
         "takes as many as can be had each time it starts, and keeps that number while it runs.",
         json_schema_extra={"default": 1},
     )
+    node: str = Field(
+        default="",
+        max_length=63,
+        description="The machine of the fleet that the job runs on, by its name in horizon node list (docs/fleet.md). "
+        "Default: the one where it is predicted to end first.",
+    )
     eval_fraction: float = Field(
         default=0.0,
         ge=0,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.spec.words import RULE
@@ -62,7 +62,7 @@ def _read(given: Any) -> Span:
 
 SpanField = Annotated[
     Span,
-    BeforeValidator(_read),
+    PlainValidator(_read),
     PlainSerializer(lambda given: given.plain, return_type=int | str),
     WithJsonSchema(
         {

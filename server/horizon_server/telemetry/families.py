@@ -105,6 +105,7 @@ FAMILIES = (
         "Unix time since which the job that has waited longest is queued; 0 while none is.",
     ),
     Metric("horizon_node_open", "1 while jobs may start; 0 while an admin has cordoned or drained the node."),
+    Metric("horizon_fleet_boxes", "Machines that jobs are sent to, by state: open, closed or lost.", ("state",)),
     Metric("horizon_fleet_nodes", "Further nodes that jobs may use, by state: free, busy or lost.", ("state",)),
     Metric(
         "horizon_maintenance_start_timestamp_seconds",

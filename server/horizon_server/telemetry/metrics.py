@@ -252,6 +252,10 @@ class Metrics:
         """Show how many further nodes are in each state."""
         self._replace("horizon_fleet_nodes", {(state,): count for state, count in counts.items()})
 
+    def set_fleet_boxes(self, counts: Mapping[str, int]) -> None:
+        """Show how many machines that jobs are sent to are in each state."""
+        self._replace("horizon_fleet_boxes", {(state,): count for state, count in counts.items()})
+
     def set_maintenance(self, start_s: float, end_s: float) -> None:
         """Show the maintenance window that has not ended yet; 0 where there is none."""
         self._series("horizon_maintenance_start_timestamp_seconds").set(start_s)

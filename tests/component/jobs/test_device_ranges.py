@@ -230,5 +230,5 @@ async def test_what_a_range_asks_for_is_held_against_the_node(make_daemon: MakeD
             await daemon.submit(ADA, "narrow", gpus="1-4", train={"lanes": 2})
         job = await daemon.submit(ADA, "large", gpus="2-64")
         assert (planned(job).num_devices, planned(job).lanes) == (2, 64)
-        outlook, plan = await daemon.services.sharing.simulate(ADA, daemon.spec(gpus="1-2"))
+        outlook, plan, _ = await daemon.services.sharing.simulate(ADA, daemon.spec(gpus="1-2"))
         assert (outlook.why, plan.num_devices, plan.lanes) == ("starts now", 2, 8)

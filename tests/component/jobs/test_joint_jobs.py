@@ -112,7 +112,7 @@ async def test_the_queue_says_which_devices_a_job_shares(make_daemon: MakeDaemon
         script = Script(num_steps=10_000, step_s=STEP_S)
         joint = await daemon.submit(ADA, "joint", script, gpus=2)
         await daemon.until(joint.job_id, S.RUNNING, step=1)
-        outlook, _ = await daemon.services.sharing.simulate(ADA, daemon.spec(gpus=2))
+        outlook, _, _ = await daemon.services.sharing.simulate(ADA, daemon.spec(gpus=2))
         assert (outlook.why, outlook.share) == ("starts now", 0.5)
         found = daemon.parts.scheduler.outlook(joint.job_id)
         while found is None or not re.match("resident", found.why):

@@ -138,10 +138,10 @@ async def test_a_full_queue_refuses_a_simulation_and_a_plan_warns_of_it(quiet: D
     try:
         with pytest.raises(QuotaExceeded, match="queued jobs of user ada") as caught:
             await quiet.services.sharing.simulate(ADA, quiet.spec())
-        _, plan = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}))
+        _, plan, _ = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}))
         assert plan.warnings == (f"it would not be queued now: {caught.value.message}",)
         machine = PlannedMachine(gpu="h100", host_gbps=200)
-        _, elsewhere = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}), machine)
+        _, elsewhere, _ = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 0}), machine)
         assert elsewhere.warnings == (), "the queue here says nothing of another machine"
     finally:
         await quiet.allow("user", "ada")
@@ -150,7 +150,7 @@ async def test_a_full_queue_refuses_a_simulation_and_a_plan_warns_of_it(quiet: D
 async def test_what_cannot_do_what_it_was_asked_warns_everywhere(quiet: DaemonParts) -> None:
     for case, (changes, words) in WARNED.items():
         spec = quiet.spec(**changes | {"train": {"warmup_steps": 0} | changes.get("train", {})})
-        _, plan = await quiet.services.jobs.plan(ADA, spec)
+        _, plan, _ = await quiet.services.jobs.plan(ADA, spec)
         assert [words in warning for warning in plan.warnings] == [True], (case, plan.warnings)
         assert plan.message == ""
         assert (await quiet.services.sharing.simulate(ADA, spec))[1].warnings == plan.warnings, case
@@ -158,7 +158,7 @@ async def test_what_cannot_do_what_it_was_asked_warns_everywhere(quiet: DaemonPa
 
 
 async def test_a_usual_job_has_no_warning(quiet: DaemonParts) -> None:
-    _, plan = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 1}))
+    _, plan, _ = await quiet.services.jobs.plan(ADA, quiet.spec(train={"warmup_steps": 1}))
     assert (plan.warnings, plan.num_steps, plan.steps_estimated) == ((), 3, False)
 
 
@@ -169,16 +169,16 @@ async def test_epochs_are_counted_once_the_data_is_prepared_and_estimated_before
     async with make_daemon(state_dir) as daemon:
         await daemon.dataset(ADA, "fresh", fresh_rows())
         spec = daemon.spec("counted", dataset="fresh", train=epochs)
-        _, before = await daemon.services.jobs.plan(ADA, spec)
+        _, before, _ = await daemon.services.jobs.plan(ADA, spec)
         assert before.steps_estimated
         assert before.num_steps is not None and before.num_steps >= 2
         job = await daemon.submit(ADA, "counted", Script(num_steps=4, hold_at="start"), dataset="fresh", train=epochs)
         started = await daemon.until(job.job_id, JobState.STARTING)
         assert started.plan is not None and not started.plan.steps_estimated
-        _, after = await daemon.services.jobs.plan(ADA, spec)
+        _, after, _ = await daemon.services.jobs.plan(ADA, spec)
         assert (after.num_steps, after.steps_estimated) == (started.plan.num_steps, False)
         # In another length the rows are other tokens.
-        _, other = await daemon.services.jobs.plan(
+        _, other, _ = await daemon.services.jobs.plan(
             ADA, daemon.spec(dataset="fresh", train=epochs | {"sequence_length": 32})
         )
         assert other.steps_estimated

@@ -28,7 +28,7 @@ async def test_the_pass_is_planned_counted_and_gone_once_it_is_done(make_daemon:
         spec = daemon.spec(dataset="pairs", method="dpo", eval_fraction=0.2, train={"compile": "off"})
 
         async def estimated_s() -> float:
-            outlook, _ = await daemon.services.sharing.simulate(ada, spec)
+            outlook, _, _ = await daemon.services.sharing.simulate(ada, spec)
             assert outlook.estimated_start_s is not None and outlook.estimated_end_s is not None
             return outlook.estimated_end_s - outlook.estimated_start_s
 

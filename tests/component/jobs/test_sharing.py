@@ -47,7 +47,7 @@ def lab(make_daemon: MakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> tu
         async with make_daemon(state, queue=False) as daemon:
             for name in ("ada", "bob", "cleo"):
                 await daemon.dataset(await daemon.user(name))
-            _, plan = await daemon.services.jobs.plan(ADA, daemon.spec())
+            _, plan, _ = await daemon.services.jobs.plan(ADA, daemon.spec())
             return plan.host_total_bytes
 
     return state, asyncio.run(push())
@@ -450,11 +450,11 @@ async def test_a_simulated_job_starts_when_there_is_room_for_it(make: Make) -> N
     async with make(room=1) as daemon:
         simulate = daemon.services.sharing.simulate
         now_s = time.time()
-        outlook, _ = await simulate(BOB, daemon.spec())
+        outlook, _, _ = await simulate(BOB, daemon.spec())
         assert (outlook.why, outlook.share) == ("starts now", 1.0)
         assert outlook.estimated_start_s == pytest.approx(now_s, abs=30)
         running = await holds_the_device(daemon, ADA)
-        outlook, _ = await simulate(BOB, daemon.spec())
+        outlook, _, _ = await simulate(BOB, daemon.spec())
         assert re.search(f"waiting for .* of host memory, .* job {running.job_id} frees it at about", outlook.why)
         assert outlook.estimated_start_s is not None and outlook.estimated_start_s > now_s
         assert {job.job_id for job in await daemon.services.jobs.queue(ROOT)} == {running.job_id}
@@ -466,7 +466,7 @@ async def test_estimates_count_what_loading_has_taken(make: Make, tmp_path: Path
     async with make(num_threads=1) as daemon:
 
         async def estimated_s() -> float:
-            outlook, _ = await daemon.services.sharing.simulate(
+            outlook, _, _ = await daemon.services.sharing.simulate(
                 BOB, daemon.spec(train={"max_steps": 1, "compile": "off"})
             )
             assert outlook.estimated_start_s is not None and outlook.estimated_end_s is not None

@@ -362,7 +362,7 @@ async def test_only_admins_set_the_node_and_it_stays_set(make_daemon: MakeDaemon
 
 async def test_a_simulation_answers_and_stores_nothing(quiet: DaemonParts) -> None:
     simulate = quiet.services.sharing.simulate
-    outlook, plan = await simulate(ADA, quiet.spec())
+    outlook, plan, _ = await simulate(ADA, quiet.spec())
     assert outlook.why
     assert plan.fits
     with pytest.raises(NotFound, match="dataset 'not-pushed-yet' does not exist"):

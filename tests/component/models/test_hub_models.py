@@ -70,7 +70,7 @@ async def test_a_model_of_the_hub_is_shown_fetched_and_shared_beside_a_running_d
     with pytest.raises(AlreadyExists, match=f"is here already, of commit {'1' * 40}, and jobs that name it"):
         await known_model(daemon.services.models, dataclasses.replace(again, commit="2" * 40), REPO)
     assert not list((daemon.state_dir / "hub").glob("*"))
-    spec, plan = await daemon.services.jobs.plan(ada, daemon.spec(model=REPO))
+    spec, plan, _ = await daemon.services.jobs.plan(ada, daemon.spec(model=REPO))
     assert spec.model == REPO and plan.fits
     # The sweep of the daemon keeps it.
     await daemon.parts.sweep.run()

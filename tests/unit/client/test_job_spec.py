@@ -104,6 +104,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "project": "p",
         "init_from": "other@best",
         "nodes": "2-4",
+        "node": "box2",
         "eval_dataset": "e",
         "method": "pretrain",
         "train": {

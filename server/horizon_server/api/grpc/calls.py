@@ -27,7 +27,7 @@ from horizon_proto.v1 import (
 from horizon_server.api.audited import about_to_change
 from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
 from horizon_server.api.grpc.metric_rows import MetricRows, metric_rows
-from horizon_server.api.grpc.transfers import read_checkpoint_file, uploader, write_blob
+from horizon_server.api.grpc.transfers import uploader, write_blob
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
@@ -37,9 +37,10 @@ from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
 from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobFilter, JobState
-from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.records.plan import PlannedMachine
 from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
 from horizon_server.records.sharing import NodeCondition
+from horizon_server.services.checkpoint_files import read_checkpoint_file
 from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -106,7 +107,7 @@ def _files(request: Any) -> list[BlobFile]:
     return [from_message(file, BlobFile) for file in request.files]
 
 
-async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[JobSpec, Plan]:
+async def _plan(services: Services, caller: Principal, request: job_pb2.PlanJobRequest) -> tuple[Any, ...]:
     machine = from_message(request.machine, PlannedMachine) if request.HasField("machine") else None
     return await services.jobs.plan(caller, _spec(request), machine, config=request.model_config)
 
@@ -219,7 +220,7 @@ CALLS: Mapping[str, Call] = {
     "JobService/SubmitJob": Call(
         lambda on, caller, r: on.jobs.submit(caller, request_id=r.request_id, spec=_spec(r)), "job"
     ),
-    "JobService/PlanJob": Call(_plan, ("spec", "plan")),
+    "JobService/PlanJob": Call(_plan, ("spec", "plan", "places")),
     "JobService/GetJob": Call(lambda on, caller, r: on.jobs.get(caller, r.job_id), "job", is_frequent=True),
     "JobService/ListJobs": Call(
         lambda on, caller, r: on.jobs.list(
@@ -284,7 +285,12 @@ CALLS: Mapping[str, Call] = {
     "CheckpointService/ListCheckpoints": Call(
         lambda on, caller, r: on.jobs.checkpoints(caller, r.job_id), "checkpoints"
     ),
-    "CheckpointService/ReadCheckpointFile": Call(read_checkpoint_file, ("offset", "data")),
+    "CheckpointService/ReadCheckpointFile": Call(
+        lambda on, caller, r: read_checkpoint_file(
+            on.jobs, caller, r.job_id, r.step, r.path, offset=r.offset, length=r.length
+        ),
+        ("offset", "data"),
+    ),
     "CheckpointService/SampleCheckpoint": Call(
         _sample, lambda piece: {"text" if isinstance(piece, SampledText) else "figures": piece}
     ),
@@ -311,7 +317,7 @@ CALLS: Mapping[str, Call] = {
     ),
     "SharingService/GetQueue": Call(_queue, "jobs"),
     "SharingService/SimulateJob": Call(
-        lambda on, caller, r: on.sharing.simulate(caller, _spec(r)), ("outlook", "plan")
+        lambda on, caller, r: on.sharing.simulate(caller, _spec(r)), ("outlook", "plan", "places")
     ),
     "HousekeepingService/Delete": Call(_delete, ("deletion", "done", "total")),
     "HousekeepingService/KeepJob": Call(lambda on, caller, r: on.retention.keep(caller, r.job_id), "job"),

@@ -29,6 +29,7 @@ from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.events import EvalAnswer
 from horizon_server.records.account import Project
 from horizon_server.records.blob import DatasetRecord, ModelRecord
+from horizon_server.records.boxes import Place
 from horizon_server.records.job import CheckpointRecord, JobRecord, LogPart
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Usage
@@ -176,6 +177,7 @@ NodeBody = body_of(NodeStatus)
 PreviewBody = body_of(DatasetPreview)
 CheckpointBody = body_of(CheckpointRecord)
 PlanBody = body_of(Plan)
+PlaceBody = body_of(Place)
 LogBody = body_of(LogPart)
 
 

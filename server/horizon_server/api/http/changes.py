@@ -83,6 +83,9 @@ class PlanBody(BaseModel):
 
     spec: dict[str, Any] = Field(description="The spec with every default filled in.")
     plan: bodies.PlanBody  # type: ignore[valid-type]  # made while running
+    places: list[bodies.PlaceBody] = Field(  # type: ignore[valid-type]  # made while running
+        description="What it would be on each machine of the fleet; empty where there is only this one."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +189,8 @@ async def submit_job(change: Changing, body: SubmitBody) -> Any:
 @router.post("/jobs/plan", responses=_CHANGE_ERRORS, response_model=PlanBody)
 async def plan_job(services: Services, caller: Caller, body: SpecBody) -> Any:
     """Show what a job would take of the node, and its spec with every default; nothing is submitted."""
-    spec, plan = await services.jobs.plan(caller, parse_job_spec(body.spec))
-    return {"spec": spec.to_mapping(), "plan": plan}
+    spec, plan, places = await services.jobs.plan(caller, parse_job_spec(body.spec))
+    return {"spec": spec.to_mapping(), "plan": plan, "places": places}
 
 
 @router.post("/jobs/{job_id}/pause", responses=_CHANGE_ERRORS, response_model=bodies.JobBody)

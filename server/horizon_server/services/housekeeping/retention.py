@@ -99,6 +99,8 @@ class Retention:
         require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
         if job.job_state not in ENDED:
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only what an ended job has written can be kept")
+        if self.jobs.boxes.has_arrived(job):
+            return await self.jobs.boxes.order(principal, job, "keep")
         if job.keep_files:
             return job
         num_bytes = await asyncio.to_thread(self.jobs.folders.checkpoint_bytes)
@@ -118,6 +120,9 @@ class Retention:
         """
         job = await self.jobs.get(principal, key)
         require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
+        if self.jobs.boxes.has_arrived(job):
+            more = {"step": step, "kept": kept}
+            return await self.jobs.boxes.call(principal, job, "keep_checkpoint", CheckpointRecord, **more)
         checkpoints = self.jobs.folders.checkpoints(job.job_id)
         found = await asyncio.to_thread(checkpoints.all)
         one = next((record for record in found if record.step == step), None)

@@ -1,0 +1,1 @@
+"""Calls of the daemons of other machines, which send jobs to this one."""

@@ -1,0 +1,1 @@
+"""Whole jobs on other machines of the fleet, whose daemons have queues of their own."""
