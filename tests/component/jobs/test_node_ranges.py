@@ -4,6 +4,7 @@ nodes are in this process."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -32,6 +33,7 @@ from horizon_server.records.execution import Execution
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import Plan
 from horizon_server.spec import Span
+from horizon_server.worker_link.protocol import REQUEST_FILE
 
 S = JobState
 
@@ -126,6 +128,25 @@ async def test_a_range_whose_lower_end_cannot_be_had_waits(fleet: Fleet) -> None
     await daemon.until(other.job_id, S.SUCCEEDED)
     await daemon.parts.scheduler.until_empty()
     assert fleet.others[0].report().job_id == ""
+
+
+async def test_a_job_that_is_alone_computes_as_it_would_on_more(fleet: Fleet) -> None:
+    daemon = fleet.daemon
+    for other in fleet.others:
+        await asyncio.to_thread(other.close)
+    script = Script(num_steps=4, hold_at=2)
+    requests = dict[str, dict[str, Any]]()
+    for name, nodes in (("range", "1-3"), ("one", 1)):
+        job = await daemon.submit(ADA, name, script, nodes=nodes)
+        job = await daemon.until(job.job_id, S.RUNNING, step=1)
+        assert num_nodes(job) == 1
+        file = daemon.state_dir / "jobs" / job.job_id / "attempt-1" / REQUEST_FILE
+        requests[name] = json.loads(file.read_text())
+        daemon.release(name)
+        await daemon.until(job.job_id, S.SUCCEEDED)
+    # In lanes, and with layers that are not compiled: those would have other bits.
+    assert [request["plan"]["execution"]["lanes"] for request in requests.values()] == [8, 1]
+    assert requests["range"]["compiled"] is None and requests["one"]["compiled"] is not None
 
 
 def plan_of(number: int, *, host_limit_bytes: int = 64 * GIB) -> Plan:
