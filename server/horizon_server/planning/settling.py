@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.data_size import DataSize
@@ -23,7 +23,7 @@ from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Execution, Residency
 from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
-from horizon_server.spec import EVERYTHING, LORA, METHODS, Gpus, JobSpec
+from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec, Span
 from horizon_server.texts import size_text
 
 MAX_PLAN_BYTES = 1 << 60
@@ -143,16 +143,17 @@ def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Sett
     )
 
 
-def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tuple[Settled, DeviceRange]:
-    """Settle a job that may continue on each of these `numbers` of devices, the smallest first: how it runs on as many
-    as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
+def settle_range(
+    case: Case, execution: Execution, field: Literal["gpus", "nodes"], numbers: Sequence[int]
+) -> tuple[Settled, DeviceRange]:
+    """Settle a job that may continue on each of these `numbers` of what `field` counts, the smallest first: how it runs
+    on as many as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
     settled = settle(case, execution)
     # The search for what stays on a device takes the most time, and takes only what is to spare.
     each = {
-        number: settled
-        if number == execution.num_ranks
-        else settle(case, dataclasses.replace(execution, num_ranks=number), uses_spare=False)
+        number: settled if other == execution else settle(case, other, uses_spare=False)
         for number in numbers
+        for other in [execution.on(number, field)]
     }
     kept = DeviceRange(
         least=numbers[0],
@@ -162,10 +163,11 @@ def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tu
     )
     message = ""
     if refused := [number for number in numbers if each[number].message]:
-        message = f"on {refused[0]} of gpus: {case.spec.gpus.plain}, {each[refused[0]].message}"
+        asked: Span = getattr(case.spec, field)
+        message = f"on {refused[0]} of {field}: {asked.plain}, {each[refused[0]].message}"
         if fitting := [number for number in numbers if not each[number].message]:
             first = next(number for number in fitting if set(range(number, fitting[-1])) <= set(fitting))
-            message += f"; or use gpus: {Gpus(least=first, most=fitting[-1]).plain}, which fits"
+            message += f"; or use {field}: {Span(least=first, most=fitting[-1]).plain}, which fits"
     return dataclasses.replace(settled, message=message), kept
 
 

@@ -3,6 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -114,6 +115,12 @@ class Execution:
     def ranks_per_node(self) -> int:
         """Ranks, and so devices, on each machine."""
         return self.num_ranks // self.num_nodes
+
+    def on(self, number: int, what: Literal["gpus", "nodes"]) -> Execution:
+        """The same on that number of devices of each node, or of nodes with as many devices each."""
+        if what == "gpus":
+            return dataclasses.replace(self, num_ranks=number * self.num_nodes)
+        return dataclasses.replace(self, num_nodes=number, num_ranks=number * self.ranks_per_node)
 
     @property
     def element_bytes(self) -> int:
