@@ -197,6 +197,8 @@ class Boxes:
         try:
             if only_here:
                 raise InvalidSpec.of("node", only_here)
+            if isinstance(lost := self.known.get(client.name), HorizonError):
+                raise lost  # it is asked every second: nobody who submits has to wait for it
             report = await self._report(client)
             plan = await asyncio.to_thread(lambda: plan_with(self.planner.of_facts(report.planner)))
             if not plan.fits:
