@@ -26,6 +26,7 @@ from horizon_server.planning.machine import (
     host_memory,
     numa_nodes_of,
     rates_name,
+    rates_of_gpus,
 )
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
@@ -33,7 +34,6 @@ from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
 from horizon_server.planning.spec_warnings import spec_warnings
-from horizon_server.planning.step_time import predict_forward
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
@@ -42,7 +42,7 @@ from horizon_server.records.execution import (
     DeviceKind,
     Execution,
 )
-from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
+from horizon_server.records.plan import Ledger, Plan, PlannedMachine, StepPrediction
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec, Span
 from horizon_server.spec.fields import MAX_LANES
@@ -272,7 +272,9 @@ class Planner:
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
         execution = self._execution(spec, num_devices, gpus, num_nodes=num_nodes)
-        return self._planned_here(spec, folder, execution, limit, data=data, longest_document=longest_document)
+        return self._planned_here(
+            spec, folder, execution, limit, gpus=gpus, data=data, longest_document=longest_document
+        )
 
     def plan_to_continue(
         self,
@@ -288,7 +290,7 @@ class Planner:
         """Plan a job on another number of devices, in the memory that the plan `before` keeps for it."""
         execution = self._execution(spec, num_devices, gpus, num_nodes=before.num_nodes)
         plan = self._planned_here(
-            spec, folder, execution, before.host_limit_bytes, data=data, longest_document=longest_document
+            spec, folder, execution, before.host_limit_bytes, gpus=gpus, data=data, longest_document=longest_document
         )
         assert plan.plane_bytes == before.plane_bytes, "planes are as large for every number of devices"
         plan = plan if before.num_steps is None else plan.with_steps(before.num_steps)
@@ -329,13 +331,14 @@ class Planner:
         limit_bytes: int,
         *,
         rates: DeviceRates | None = None,
+        gpus: Sequence[Accelerator] = (),
         data: DataSize | None = None,
         longest_document: int | None = None,
         num_on_node: int = MAX_LANES,
         most_nodes: int = MAX_LANES,
     ) -> Plan:
-        """`num_on_node` are the devices of the kind that the node has, `most_nodes` the nodes that the job may have;
-        without, there are enough."""
+        """`gpus` are as in `plan_to_start`. `num_on_node` are the devices of the kind that the node has, `most_nodes`
+        the nodes that the job may have; without, there are enough."""
         folder = open_for_training(path, spec.train)
         check_exact(folder, execution, spec.nodes)
         longest = folder.shape.max_position_embeddings
@@ -344,11 +347,15 @@ class Planner:
                 f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
             )
             raise InvalidSpec.of("train.sequence_length", what)
+        # Which GPUs a job with a range continues on is not known when its memory is kept.
+        differ = execution.deals_lanes and not spec.gpus.is_range
+        gpus = gpus or self._accelerators[: execution.num_ranks]
         case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=limit_bytes,
             rates=rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype)),
+            rates_of_ranks=rates_of_gpus(self._rates(), gpus) if differ else (),
             layer=self._layer_memory(folder),
             data=data,
             longest_document=longest_document,
@@ -378,7 +385,7 @@ class Planner:
             prediction=prediction,
             ways=settled.ways,
             hint=self._hint(case, execution, prediction),
-            references=_references(case, execution),
+            references=case.references(execution),
         )
         if (num_steps := case.num_steps) is not None:
             plan = plan.with_steps(num_steps, estimated=case.is_estimated and num_steps != spec.most_steps)
@@ -579,20 +586,6 @@ def _check_names(asked: Span, gpus: Sequence[Accelerator]) -> None:
             "(MIG): all processes would compute on the first one; use gpus: 1"
         )
         raise InvalidSpec.of("gpus", what)
-
-
-def _references(case: Case, execution: Execution) -> ReferencePass | None:
-    """The pass over the data before the first step, where the method needs it."""
-    if case.rates is None or not case.spec.needs_references:
-        return None
-    work, data = case.work(execution), case.data
-    rate = work.num_tokens / predict_forward(work, case.rates, shares_processors=execution.device_kind == "host")
-    return ReferencePass(
-        tokens_per_second=execution.num_nodes * rate,
-        num_tokens=None if data is None else data.num_tokens,
-        tokens_estimated=case.is_estimated,
-        total_s=None if data is None else data.num_tokens / (execution.num_nodes * rate),
-    )
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

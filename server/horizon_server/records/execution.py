@@ -87,6 +87,9 @@ class Execution:
     micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""
     parallel: Parallel = "rows"
     """How several ranks divide a step. No bit depends on it."""
+    layer_ranks: tuple[int, ...] = ()
+    """By layers, the rank that computes each layer; empty where the layers go round the ranks in turn. No bit depends
+    on it."""
     deals_lanes: bool = False
     """Whether ranks that were measured to be faster get more lanes, where the devices differ."""
     num_threads: int = 1

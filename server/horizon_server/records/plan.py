@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -243,6 +244,9 @@ class Plan(Ledger):
             planned = planned.replace(" on the host", f" on each of {self.num_nodes} nodes", 1)
         if self.execution.num_ranks > 1:
             planned += f" by {self.execution.num_ranks} devices in {self.lanes} lanes, by {self.parallel}"
+        if self.execution.layer_ranks:
+            num_layers = Counter(self.execution.layer_ranks)
+            planned += f" dealt {':'.join(str(num_layers[rank]) for rank in sorted(num_layers))}"
         if self.device_range is not None:
             planned += f" ({self.num_devices} of {self.device_range.least} to {self.device_range.most} devices)"
         if self.node_range is not None:
