@@ -35,6 +35,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "service_load": ("What polling clients and watchers cost", ["--quick"]),
     "loading": ("What one user's many small jobs cost another's training", ["--quick"]),
     "sharing": ("Several jobs on one device", ["--quick"]),
+    "fleet": ("Where the jobs of a fleet are sent", ["--quick"]),
 }
 
 
