@@ -1,6 +1,6 @@
 """`make bench`: every benchmark that needs no GPU, each in a process of its own, with the machine and the date on top.
 
-python -m bench                 # all, about 25 minutes on two cores
+python -m bench                 # all, about half an hour on two cores
 python -m bench adamw link      # some
 """
 
