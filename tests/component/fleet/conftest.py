@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from tests.conftest import MakeDaemon
-from tests.daemon_parts import DaemonParts
+from tests.daemon_parts import WAIT_S, DaemonParts
+from tests.support.rates import write_rates
 
 from horizon_server.api.box.server import BoxServer, start_box_server
 from horizon_server.nodes.key import make_key
@@ -21,10 +22,31 @@ from horizon_server.records.account import Principal
 class Fleet:
     """Two daemons, and what serves between them."""
 
-    head: DaemonParts
+    make_daemon: MakeDaemon
+    folder: Path
+    key: Path
     box: DaemonParts
     server: BoxServer
-    ada: Principal
+    head: DaemonParts = field(init=False)
+    ada: Principal = field(init=False)
+
+    @property
+    def port(self) -> int:
+        """Where the box serves."""
+        return int(self.server.address.rpartition(":")[2])
+
+    @contextlib.asynccontextmanager
+    async def headed(self) -> AsyncIterator[None]:
+        """Have a head within the block, in the same folder each time."""
+        boxes = (f"box2={self.server.address}",)
+        more = {"box_name": "box1", "boxes": boxes, "fleet_key_file": self.key, "num_threads": 1}
+        async with self.make_daemon(self.folder / "box1", **more) as self.head:
+            following = asyncio.create_task(self.head.services.jobs.boxes.run())
+            try:
+                yield
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
     async def cut(self) -> None:
         """Have the box answer no more calls of the head."""
@@ -32,9 +54,22 @@ class Fleet:
 
     async def mend(self) -> None:
         """Have the box answer again, at the same address."""
-        port = int(self.server.address.rpartition(":")[2])
-        settings = self.box.settings.model_copy(update={"box_port": port})
+        settings = self.box.settings.model_copy(update={"box_port": self.port})
         self.server = await start_box_server(self.box.services, settings)
+
+    async def until(self, is_so: Callable[[], Awaitable[bool]]) -> None:
+        """Wait for what nothing announces."""
+        async with asyncio.timeout(WAIT_S):
+            while not await is_so():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def arrived(self, job_id: str) -> None:
+        """Wait until the head knows that a job is in the box."""
+
+        async def is_so() -> bool:
+            return (await self.head.job(job_id)).journal_line > 0
+
+        await self.until(is_so)
 
 
 @pytest.fixture
@@ -43,27 +78,19 @@ def fleet_key(tmp_path: Path) -> Path:
     return tmp_path / "fleet.pem"
 
 
-@contextlib.asynccontextmanager
-async def fleet_of(make_daemon: MakeDaemon, folder: Path, key: Path) -> AsyncIterator[Fleet]:
-    """The folders of the two daemons are made in `folder`, or used again."""
-    common = {"fleet_key_file": key, "fleet_address": "127.0.0.1"}
-    async with make_daemon(folder / "box2", box_name="box2", box_port=0, **common) as box:
-        server = await start_box_server(box.services, box.settings)
-        boxes = (f"box2={server.address}",)
-        async with make_daemon(folder / "box1", box_name="box1", boxes=boxes, **common) as head:
-            following = asyncio.create_task(head.services.jobs.boxes.run())
-            fleet = Fleet(head, box, server, await head.user("ada"))
-            try:
-                yield fleet
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-                await fleet.server.stop()
-
-
 @pytest.fixture
 async def fleet(make_daemon: MakeDaemon, tmp_path: Path, fleet_key: Path) -> AsyncIterator[Fleet]:
-    async with fleet_of(make_daemon, tmp_path, fleet_key) as made:
-        await made.head.dataset(made.ada)
-        await made.head.model(made.ada)
-        yield made
+    """Both run, and ada has pushed a model and a dataset to the head."""
+    more = {"fleet_key_file": fleet_key, "fleet_address": "127.0.0.1", "num_threads": 1}
+    for name in ("box1", "box2"):
+        write_rates(tmp_path / name, num_threads=1)
+    async with make_daemon(tmp_path / "box2", box_name="box2", box_port=0, **more) as box:
+        made = Fleet(make_daemon, tmp_path, fleet_key, box, await start_box_server(box.services, box.settings))
+        try:
+            async with made.headed():
+                made.ada = await made.head.user("ada")
+                await made.head.dataset(made.ada)
+                await made.head.model(made.ada)
+                yield made
+        finally:
+            await made.server.stop()

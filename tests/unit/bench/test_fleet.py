@@ -56,7 +56,7 @@ def test_an_offer_changes_nothing_on_the_box_and_a_job_on_its_way_counts_only_wh
         assert queue.offer(second) == before
         queue.send(first, 0)
         assert queue.num_present == 1
-        ends_s.append((before.end_s, queue.offer(second).estimated_end_s))
+        ends_s.append((before.estimated_end_s, queue.offer(second).estimated_end_s))
     (alone_s, unseen_s), (again_s, known_s) = ends_s
     assert alone_s == unseen_s == again_s
     assert known_s is not None
