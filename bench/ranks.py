@@ -4,6 +4,7 @@
 * `threads`: two ranks of one thread against one rank of two, the same step in 8 lanes.
 * `uneven`: two such devices as below, one of half the speed, in 8 and in 16 lanes that are dealt by speed; possible
   is the sum of the two.
+* `uneven-layers`: the same two devices, with layers that are dealt by speed or in turn.
 * `compute`, `layers`, `link`, `few`: devices whose compute is a wait, so that a few cores stand for many devices. A
   micro-batch of a layer takes `--wait-ms` whatever the processors do, in a step that is divided by rows or by layers.
   In `link` and `few`, copies take as long as on a slow link, which each device has for itself: in `link` the devices
@@ -43,10 +44,12 @@ from horizon_server.engine.ranks import ALONE, Call, Meeting, Ranks
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import CollectiveKind
+from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.play import Visit
 from horizon_server.planning.rates import DeviceRates, PeerRates, WidthRates
-from horizon_server.planning.step_time import Seconds, Visit
+from horizon_server.planning.step_time import Seconds
 from horizon_server.planning.step_work import work_of_step
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
@@ -66,10 +69,12 @@ REAL: dict[str, Any] = {
     "num_ranks": 1,
     "gathers": False,
     "parallel": "rows",
-    "deals": False,
+    "layer_ranks": (),
+    "speeds": (),
     "wait_s": 0.0,
     "link_bytes_per_s": None,
 }
+UNEVEN = (1.0, 0.5)
 _WARM_STEPS = 6
 """Until lanes are dealt by speed."""
 
@@ -123,6 +128,11 @@ class WaitingQueue:
         self._queue.close()
 
 
+def deals_lanes(job: dict[str, Any]) -> bool:
+    """Whether the ranks of a job get lanes by their speed."""
+    return bool(job["speeds"]) and job["parallel"] == "rows"
+
+
 @contextmanager
 def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Iterator[Trainer]:
     """A trainer of one rank on the planes."""
@@ -130,7 +140,7 @@ def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Ite
     store = HostStore.attach(template.layout, planes, rank=ranks.rank, max_ranks=MOST_LANES)
     device = HostDevice(num_threads=job["threads"], link_bytes_per_s=job["link_bytes_per_s"])
     if job["wait_s"]:
-        wait_s = job["wait_s"] * (2 if job["deals"] and ranks.rank else 1)
+        wait_s = job["wait_s"] / (job["speeds"][ranks.rank] if job["speeds"] else 1)
         device.compute = WaitingQueue(device.compute, wait_s)  # type: ignore[assignment]
     tokens = job["rows"] * job["row_tokens"]
     recipe = Recipe(learning_rate=1e-5, tokens_per_step=tokens, sequence_length=job["row_tokens"])
@@ -138,7 +148,8 @@ def trainer_of(job: dict[str, Any], planes: dict[str, int], ranks: Ranks) -> Ite
         num_ranks=ranks.num_ranks,
         lanes=job["lanes"],
         parallel=job["parallel"],
-        deals_lanes=job["deals"],
+        layer_ranks=tuple(job["layer_ranks"]),
+        deals_lanes=deals_lanes(job),
         num_threads=job["threads"],
         optimizer_threads=job["threads"],
         micro_batch_tokens=job["micro_batch_tokens"],
@@ -160,7 +171,12 @@ def joined(job: dict[str, Any], rank: int) -> Ranks:
     """The ranks of a job, met."""
     if job["num_ranks"] == 1:
         return ALONE
-    execution = Execution(num_ranks=job["num_ranks"], lanes=job["lanes"], parallel=job["parallel"])
+    execution = Execution(
+        num_ranks=job["num_ranks"],
+        lanes=job["lanes"],
+        parallel=job["parallel"],
+        layer_ranks=tuple(job["layer_ranks"]),
+    )
     ranks = Ranks.join(rank, Meeting(file=Path(job["meeting"])), execution, shared_fd=job["shared_fd"])
     ranks.gathers = job["gathers"]
     return ranks
@@ -173,7 +189,7 @@ def steps_of(jobs: list[dict[str, Any]], num_steps: int) -> list[list[float]]:
         vocab_size = qwen3_config(jobs[0]["shape"]).vocab_size
         rows = random_rows(vocab_size, num_rows=jobs[0]["rows"], row_tokens=jobs[0]["row_tokens"])
         seconds: list[list[float]] = [[] for _ in jobs]
-        num_warm = _WARM_STEPS if jobs[0]["deals"] else 1
+        num_warm = _WARM_STEPS if deals_lanes(jobs[0]) else 1
         for number in range(num_steps + num_warm):
             for index, trainer in enumerate(trainers):
                 started_s = time.perf_counter()
@@ -263,12 +279,13 @@ def predicted_s(job: dict[str, Any]) -> float:
         num_ranks=num_ranks,
         lanes=lanes,
         parallel=job["parallel"],
+        layer_ranks=job["layer_ranks"],
         micro_batch_tokens=job["micro_batch_tokens"],
     )
     link = job["link_bytes_per_s"] or _FAST
     peers = _ENDLESS.peers if job["gathers"] or job["parallel"] == "layers" else None
     rates = replace(_ENDLESS, h2d_bytes_per_s=link, d2h_bytes_per_s=link, peers=peers)
-    seconds = Seconds.of(work_of_step(folder, recipe, execution), rates)
+    seconds = Seconds.of(work_of_step(folder, recipe, execution), rates, job["speeds"])
     num_all = max(lanes, -(-num_tokens // int(job["micro_batch_tokens"])))
     num_own, own_lanes = -(-num_all // num_ranks), -(-lanes // num_ranks)
     goes_round = job["parallel"] == "layers" and num_ranks > 1
@@ -348,7 +365,7 @@ def main() -> None:
     parser.add_argument(
         "--parts",
         nargs="+",
-        default=["lanes", "threads", "uneven", "compute", "layers", "link", "few", "auto", "memory"],
+        default=["lanes", "threads", "uneven", "uneven-layers", "compute", "layers", "link", "few", "auto", "memory"],
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=5)
@@ -376,8 +393,16 @@ def main() -> None:
     for lanes in (LANES, MOST_LANES) if "uneven" in arguments.parts else ():
         dealt = {**waits, "lanes": lanes}
         (alone,) = steps_of([dealt], arguments.steps)
-        (found,) = steps_of([{**dealt, "num_ranks": 2, "deals": True}], arguments.steps)
-        line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=1.5)
+        (found,) = steps_of([{**dealt, "num_ranks": 2, "speeds": UNEVEN}], arguments.steps)
+        line(f"1 rank; 2 ranks of speeds 1 and 0.5, {lanes} lanes", alone, found, times=sum(UNEVEN))
+    if "uneven-layers" in arguments.parts:
+        (alone,) = steps_of([waits], arguments.steps)
+        by_speed = deal_layers(folder_of(waits).shape.num_hidden_layers, UNEVEN)
+        for how, layer_ranks in (("by speed", by_speed), ("in turn", ())):
+            shared = {**waits, "num_ranks": 2, "parallel": "layers", "speeds": UNEVEN, "layer_ranks": layer_ranks}
+            (found,) = steps_of([shared], arguments.steps)
+            what = f"1 rank; 2 ranks of speeds 1 and 0.5, layers dealt {how}"
+            line(what, alone, found, times=sum(UNEVEN), predicted_s=predicted_s(shared))
     # So slow that what processors and Python really do takes little of it.
     link = {"wait_s": 0.004, "link_bytes_per_s": 2.5e6, "rows": 8}
     cases = {

@@ -27,7 +27,15 @@ def resident(job_id: str, user: str = "ann", *, since_s: float = NOW, **values: 
     values.setdefault("num_devices", len(devices))
     extra: dict[str, Any] = {
         name: values.pop(name)
-        for name in ("is_stopping", "resident_since_s", "is_loading", "waits_to_prepare", "on_since_s", "can_change")
+        for name in (
+            "is_stopping",
+            "resident_since_s",
+            "is_loading",
+            "waits_to_prepare",
+            "on_since_s",
+            "can_change",
+            "more_nodes",
+        )
         if name in values
     }
     known = {"devices": devices, "resident_since_s": since_s, **extra}

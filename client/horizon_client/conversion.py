@@ -33,7 +33,7 @@ _BOOLEAN_WORDS = {True: ("true", "on"), False: ("false", "off")}
 _CLIPPING_OFF = "no_clipping"
 _CLIPPING = "max_grad_norm"
 # A range such as 2-8 is one value of users, and two numbers of the contract.
-_GPUS, _MAX_GPUS = "gpus", "max_gpus"
+_MOST = {"gpus": "max_gpus", "nodes": "max_nodes"}
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)", re.ASCII)
 _INT_BITS = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT64: 64}
 
@@ -129,8 +129,9 @@ def spec_to_mapping(spec: Message) -> dict[str, Any]:
                 plain[name] = _enum_text(field.enum_type, value)
         elif field.has_presence or value:
             plain[name] = value
-    if (most := plain.pop(_MAX_GPUS, None)) is not None:
-        plain[_GPUS] = f"{plain.get(_GPUS, 1)}-{most}"
+    for name, name_of_most in _MOST.items():
+        if (most := plain.pop(name_of_most, None)) is not None:
+            plain[name] = f"{plain.get(name, 1)}-{most}"
     return plain
 
 
@@ -209,11 +210,11 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
         if field.name == _CLIPPING:
             setattr(message, _CLIPPING_OFF, True)
         return
-    if field.name == _GPUS and isinstance(value, str) and not _NUMBER.fullmatch(value):
+    if field.name in _MOST and isinstance(value, str) and not _NUMBER.fullmatch(value):
         ends = _RANGE.fullmatch(value)
         if ends is None:
             raise _Refused("must be a whole number, or a range of them such as 2-8")
-        for name, number in zip((_GPUS, _MAX_GPUS), ends.groups(), strict=True):
+        for name, number in zip((field.name, _MOST[field.name]), ends.groups(), strict=True):
             setattr(message, name, _whole(number, 32))
         return
     current = getattr(message, field.name)
@@ -251,7 +252,7 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
 
 
 def _known_keys(descriptor: Any) -> list[str]:
-    return [field.name for field in descriptor.fields if field.name not in (_CLIPPING_OFF, _MAX_GPUS)]
+    return [field.name for field in descriptor.fields if field.name not in (_CLIPPING_OFF, *_MOST.values())]
 
 
 def _converted(field: Any, value: object) -> object:

@@ -273,8 +273,8 @@ class TrainSpec(TypedDict, total=False):
     'bf16'."""
     lanes: int | None
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree: the
-    result depends on lanes, not on gpus. A power of two, at least gpus, of a range its upper end. Null means 8 with
-    several gpus (16, 32 or 64 with more than 8, 16 or 32), else 1. Default: None."""
+    result depends on lanes, not on gpus or nodes. A power of two, at least gpus times nodes, of a range its upper end.
+    Null means 8 with several devices (16, 32 or 64 with more than 8, 16 or 32), else 1. Default: None."""
     parallel: Literal["auto", "rows", "layers"]
     """How several gpus divide a step; the result is the same. rows: each computes its lanes of every layer; layers: the
     layers go round the gpus, and each computes its own for all tokens, so that weights and gradients cross the links to
@@ -345,10 +345,11 @@ class JobSpec(_Required, total=False):
     range such as 2-8 the job takes what is free when it starts, gives devices back that another job needs, takes more
     that are free, and continues on the others where one fails; the result is the same. A user is charged for each that
     is used. Default: 1."""
-    nodes: int
+    nodes: int | str
     """Nodes that compute the job together, each with as many gpus: this one and others of its fleet (docs/nodes.md). A
     node holds its part of weights, gradients and moments, so a model may be larger than the memory of one; the result
-    is the same as on one node with as many lanes. Default: 1."""
+    is the same as on one node with as many lanes. With a range such as 1-3 the job takes as many as can be had each
+    time it starts, and keeps that number while it runs. Default: 1."""
     node: str
     """The machine of the fleet that the job runs on, by its name in horizon node list (docs/fleet.md). Default: the one
     where it is predicted to end first."""

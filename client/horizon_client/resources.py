@@ -282,6 +282,9 @@ class MemoryPlan:
     planned, or is used."""
     num_nodes: int
     """Nodes that compute the job together; host_bytes and num_devices are those of one."""
+    node_range: DeviceRange | None
+    """The numbers of nodes that the job may start on; None where it wants one number. num_nodes is what is used; before
+    the start, the fewest."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -294,8 +297,8 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRange:
-    """Between which numbers of devices a job may change, as far as the node has them, and what is kept for it so that
-    any of them can continue in its memory."""
+    """Between which numbers of devices a job may change, or on which numbers of nodes it may start, as far as they are
+    there, and what is kept for it on the daemon's node so that it can continue on any of them."""
 
     least: int
     """The fewest."""
@@ -1007,6 +1010,8 @@ class Node:
     """Other nodes that jobs with nodes may use besides this one."""
     boxes: tuple[Box, ...]
     """Other machines of the fleet, with daemons of their own, which jobs are sent to."""
+    box_name: str
+    """What this machine is called in a job's node."""
 
 
 @dataclass(frozen=True, kw_only=True)

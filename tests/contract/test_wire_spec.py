@@ -158,7 +158,7 @@ any_job_specs = st.builds(
     priority=st.integers(-100, 100),
     device=st.sampled_from(["auto", "cuda", "host"]),
     gpus=st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
-    nodes=st.integers(1, 64),
+    nodes=st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
     eval_fraction=st.just(0.0),
     eval=st.builds(EvalSpec, patience=st.just(0), min_delta=floats(0, 1e9)),
     limits=st.builds(
@@ -210,17 +210,19 @@ def test_clipping_is_on_off_or_left_alone(clipping: dict[str, bool], expected: f
     assert from_wire(job_pb2.JobSpec(name="a", model="m", dataset="d", train=train)).train.max_grad_norm == expected
 
 
-def test_a_range_of_devices_is_two_numbers_of_which_the_first_is_what_older_daemons_read() -> None:
-    wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "gpus": "2-8"}))
-    assert (wire.gpus, wire.max_gpus) == (2, 8)
-    fixed = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "gpus": 2}))
-    assert (fixed.gpus, fixed.HasField("max_gpus")) == (2, False)
-    upper_end = job_pb2.JobSpec(name="a", model="m", dataset="d", max_gpus=4)
-    assert from_wire(upper_end).gpus.plain == "1-4"
+@pytest.mark.parametrize("field", ["gpus", "nodes"])
+def test_a_range_is_two_numbers_of_which_the_first_is_what_older_daemons_read(field: str) -> None:
+    plain, most_of = {"name": "a", "model": "m", "dataset": "d"}, f"max_{field}"
+    wire = to_wire(parse_job_spec({**plain, field: "2-8"}))
+    assert (getattr(wire, field), getattr(wire, most_of)) == (2, 8)
+    fixed = to_wire(parse_job_spec({**plain, field: 2}))
+    assert (getattr(fixed, field), fixed.HasField(most_of)) == (2, False)  # type: ignore[arg-type]
+    upper_end = job_pb2.JobSpec(**plain, **{most_of: 4})  # type: ignore[arg-type]
+    assert getattr(from_wire(upper_end), field).plain == "1-4"
     for least, most in ((4, 2), (0, 2), (1, 65), (-1, 3)):
         with pytest.raises(InvalidSpec) as caught:
-            from_wire(job_pb2.JobSpec(name="a", model="m", dataset="d", gpus=least, max_gpus=most))
-        assert [violation.field for violation in caught.value.violations] == ["gpus"]
+            from_wire(job_pb2.JobSpec(**plain, **{field: least, most_of: most}))  # type: ignore[arg-type]
+        assert [violation.field for violation in caught.value.violations] == [field]
 
 
 def test_what_the_parser_refuses_is_named_by_field() -> None:
@@ -258,6 +260,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
                 "init_from": "j@last",
                 "report_to": ["mlflow"],
                 "gpus": "2-8",
+                "nodes": "2-4",
             }
         )
     )

@@ -27,6 +27,7 @@ from horizon_server.engine.ranks import Ranks
 from horizon_server.engine.trainer import Trainer
 from horizon_server.figures import StepFigures
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.records.execution import Parallel
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import TinyModel
@@ -56,6 +57,54 @@ def test_any_number_of_ranks_gives_the_same_bits(
     model = engine.tiny_model(model_type, **changes)
     first, *others = by_layers(model, rows_of(engine), ranks, max_grad_norm=0.5)
     assert others == [first] * len(ranks)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer_ranks"),
+    [
+        # Two to one, as the plan deals it; the slow one first; one rank after the other.
+        ("qwen3", (0, 1, 0, 0, 1, 0)),
+        ("llama", (1, 0, 0)),
+        ("gpt2", (0, 0, 1, 1)),
+        ("gemma3_text", (1, 1, 0)),
+        # Two to one to one, and a rank with a single layer in the middle of another's.
+        ("qwen3", (0, 1, 2, 0, 0, 1, 2, 0)),
+        ("mixtral", (2, 0, 1, 2)),
+    ],
+)
+def test_any_deal_gives_the_same_bits(engine: Engine, model_type: str, layer_ranks: tuple[int, ...]) -> None:
+    model, num_ranks = engine.tiny_model(model_type, num_hidden_layers=len(layer_ranks)), max(layer_ranks) + 1
+    first, *others = by_layers(model, rows_of(engine), (num_ranks,), max_grad_norm=0.5, layer_ranks=layer_ranks)
+    assert others == [first]
+
+
+@pytest.mark.parametrize("layer_ranks", [(0, 0, 1, 0), (1, 1, 0, 0), (0, 2, 2, 1)])
+@pytest.mark.parametrize("case", ["frozen below", "long", "races", "gpu"])
+def test_so_does_any_deal_where_ranks_have_no_part_or_run_apart(
+    case: str, layer_ranks: tuple[int, ...], engine: Engine
+) -> None:
+    model, how = engine.tiny_model("llama", num_hidden_layers=4), dict[str, Any]()
+    rows = rows_of(engine, num_steps=2)
+    match case:
+        case "frozen below":
+            # The first two layers have no backward, and hand their outputs on in one place.
+            model = frozen(model, r"layers\.[23]\.")
+        case "long":
+            rows = [[engine.pack(engine.documents(60, seed=step))] for step in range(2)]
+        case "races":
+            how = {
+                "make_device": lambda rank: HostDevice(
+                    num_threads=1, max_delay_s=0.001, delay_seed=rank, poison_on_free=True
+                )
+            }
+        case "gpu":
+            how = {
+                "compute_dtype": "bfloat16",
+                "grad_dtype": torch.bfloat16,
+                "make_device": lambda _: CudaDevice(runtime=CpuRuntime(), poison_on_free=True),
+            }
+    first, *others = by_layers(model, rows, (max(layer_ranks) + 1,), layer_ranks=layer_ranks, **how)
+    assert others == [first]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +172,20 @@ def test_objectives_are_asked_about_the_tokens_of_all_ranks(engine: Engine, obje
     assert found == [found[0]] * 3
 
 
-def test_rows_and_layers_take_turns_with_the_same_bits(engine: Engine) -> None:
+def test_rows_and_deals_of_layers_take_turns_with_the_same_bits(engine: Engine) -> None:
     """Also from a state in the middle, and after the memory of the devices was given back."""
-    model, rows = engine.tiny_model("llama"), rows_of(engine, num_steps=4)
+    model, rows = engine.tiny_model("llama"), rows_of(engine, num_steps=5)
     whole, changing = SharedStore(model), SharedStore(model)
     trained(whole, whole_life(rows), num_ranks=1, lanes=LANES, **STEP)
     state: dict[str, Any] = {}
-    for number, (num_ranks, parallel) in enumerate([(2, "layers"), (4, "rows"), (3, "layers"), (1, "rows")]):
+    turns: list[tuple[int, Parallel, tuple[int, ...]]] = [
+        (2, "layers", ()),
+        (4, "rows", ()),
+        (3, "layers", ()),
+        (2, "layers", (1, 1, 0)),
+        (1, "rows", ()),
+    ]
+    for number, (num_ranks, parallel, layer_ranks) in enumerate(turns):
 
         def work(trainer: Trainer, step: Sequence[MicroBatch] = rows[number]) -> bool:
             nonlocal state
@@ -140,7 +196,8 @@ def test_rows_and_layers_take_turns_with_the_same_bits(engine: Engine) -> None:
             state = trainer.state()
             return True
 
-        trained(changing, work, num_ranks=num_ranks, lanes=LANES, parallel=parallel, **STEP)
+        how: dict[str, Any] = {"parallel": parallel, "layer_ranks": layer_ranks, **STEP}
+        trained(changing, work, num_ranks=num_ranks, lanes=LANES, **how)
     assert changing.bits() == whole.bits()
 
 
@@ -238,24 +295,26 @@ def test_a_failed_copy_to_other_ranks_ends_the_rank_at_once(call: str, last_of: 
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_plan_knows_the_memory(model_type: str, num_ranks: int, engine: Engine) -> None:
+@pytest.mark.parametrize(("num_ranks", "layer_ranks"), [(2, ()), (3, ()), (2, (0, 0, 1))])
+def test_the_plan_knows_the_memory(
+    model_type: str, num_ranks: int, layer_ranks: tuple[int, ...], engine: Engine
+) -> None:
     model, rows = engine.tiny_model(model_type), rows_of(engine, num_steps=1)
 
     def work(trainer: Trainer) -> StepFigures:
         trainer.train_step(rows[0])
         return trainer.train_step(rows[0])
 
-    found = trained(SharedStore(model), work, num_ranks=num_ranks, lanes=LANES, parallel="layers", **STEP)
+    how: dict[str, Any] = {"parallel": "layers", "layer_ranks": layer_ranks, **STEP}
+    found = trained(SharedStore(model), work, num_ranks=num_ranks, lanes=LANES, **how)
     planned = ledger_of(
         model.template.layout,
         ModelShape.from_config(model.config.to_dict()),
         num_ranks=num_ranks,
         lanes=LANES,
-        parallel="layers",
         longest_document=21,
         sequence_length=21,
-        **STEP,
+        **how,
     )
     assert found.device_memory_bytes["gradients"] == planned.device_bytes["gradients"]
     assert found.device_memory_bytes["activations"] == planned.device_bytes["activations"]

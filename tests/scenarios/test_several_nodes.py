@@ -1,5 +1,5 @@
 """Jobs on a daemon's node and another one: the result of one node to the last bit, also where a rank of the other one
-is killed in between, and one job at a time on the other node."""
+is killed in between or the other node is lost, and one job at a time on the other node."""
 
 from __future__ import annotations
 
@@ -86,3 +86,26 @@ def test_two_nodes_give_the_bits_of_one_although_a_rank_of_the_other_dies(
     assert steps_of(client, two) == steps_of(client, one)
     states = [event for event in client.jobs.watch(two.job_id) if isinstance(event, StateEvent)]
     assert any(f"on {fleet.other.address}: rank 1 was killed by SIGKILL" in event.message for event in states)
+
+
+@pytest.mark.timeout(600)
+def test_a_range_of_nodes_gives_the_bits_of_one_although_the_other_is_lost(
+    fleet: Fleet, client: Client, tmp_path: Path
+) -> None:
+    one = client.jobs.submit(job("one", gpus=1))
+    wait_for_state(client, one.job_id, "SUCCEEDED")
+    lost = client.jobs.submit(job("lost", gpus=1, nodes="1-2", checkpoint={"every_steps": 3}))
+    assert (lost.plan and lost.plan.num_nodes, lost.spec["nodes"]) == (1, "1-2")
+    wait_for(lambda: client.jobs.get(lost.job_id).step >= 5, 120.0)
+    plan = client.jobs.get(lost.job_id).plan
+    assert plan is not None and (plan.num_nodes, plan.lanes, plan.node_range and plan.node_range.most) == (2, 4, 2)
+    assert fleet.other.report().job_id == lost.job_id
+    fleet.other.close()
+    wait_for_state(client, lost.job_id, "SUCCEEDED")
+
+    plan = client.jobs.get(lost.job_id).plan
+    assert plan is not None and plan.num_nodes == 1
+    assert exported(client, lost, tmp_path / "lost") == exported(client, one, tmp_path / "one")
+    assert steps_of(client, lost) == steps_of(client, one)
+    states = [event for event in client.jobs.watch(lost.job_id) if isinstance(event, StateEvent)]
+    assert [event.state for event in states if event.reason == "FEWER_NODES"] == ["QUEUED"]

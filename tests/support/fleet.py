@@ -20,15 +20,15 @@ NODE_BYTES = 4 * GIB
 
 
 @contextmanager
-def serving(folder: Path, key: Path, **how: Any) -> Iterator[NodeAgent]:
-    """A node with two devices; `how` are further arguments of the agent."""
+def serving(folder: Path, key: Path, *, memory_bytes: int = NODE_BYTES, **how: Any) -> Iterator[NodeAgent]:
+    """A node with two devices and so much memory; `how` are further arguments of the agent."""
     settings = load_settings(
         fleet_address="127.0.0.1", fleet_port=0, fleet_key_file=key, host_memory_reserve_bytes=0, host_devices=2
     )
     agent = NodeAgent(
         settings,
         folder=folder,
-        memory=lambda: HostMemory(limit_bytes=NODE_BYTES, available_bytes=NODE_BYTES),
+        memory=lambda: HostMemory(limit_bytes=memory_bytes, available_bytes=memory_bytes),
         num_threads=1,
         environment={**os.environ, **CHILD_VARIABLES},
         **how,

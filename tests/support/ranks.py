@@ -63,6 +63,7 @@ def in_ranks(
     work: Callable[[Ranks], Result],
     *,
     parallel: Parallel = "rows",
+    layer_ranks: tuple[int, ...] = (),
     gathers: bool = False,
     kind: type[Ranks] = Ranks,
     num_nodes: int = 1,
@@ -78,8 +79,8 @@ def in_ranks(
             for name, members in groups_of_nodes(num_ranks, num_nodes):
                 if rank in members:
                     groups[name] = group_of(store, f"{name} {members}", members.index(rank), len(members))
-            how: dict[str, Any] = {"parallel": parallel, "gathers": gathers, "num_nodes": num_nodes}
-            results[rank] = work(kind(rank, num_ranks, groups, shared_fd=shared_fd, **how))
+            how: dict[str, Any] = {"parallel": parallel, "layer_ranks": layer_ranks, "gathers": gathers}
+            results[rank] = work(kind(rank, num_ranks, groups, shared_fd=shared_fd, num_nodes=num_nodes, **how))
         except BaseException as error:
             errors.append(error)
 
@@ -225,8 +226,8 @@ def trained(
         finally:
             device.close()
 
-    parallel = execution.parallel
-    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, parallel=parallel, gathers=gathers, kind=kind)
+    divided: dict[str, Any] = {"parallel": execution.parallel, "layer_ranks": execution.layer_ranks}
+    result = one(ALONE) if num_ranks == 1 else in_ranks(num_ranks, one, gathers=gathers, kind=kind, **divided)
     assert result is not None
     return result
 

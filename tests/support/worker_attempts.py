@@ -85,6 +85,7 @@ def worker_request(
     num_nodes: int = 1,
     lanes: int | None = None,
     parallel: Parallel = "rows",
+    layer_ranks: tuple[int, ...] = (),
     numa_nodes: tuple[int, ...] = (),
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
@@ -105,6 +106,7 @@ def worker_request(
         num_nodes=num_nodes,
         lanes=lanes,
         parallel=parallel,
+        layer_ranks=layer_ranks,
         numa_nodes=numa_nodes,
     )
     layout = open_for_training(folder / "model", spec.train).layout

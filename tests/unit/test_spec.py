@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, Gpus, JobSpec, TrainSpec, parse_job_spec
+from horizon_server.spec import CheckpointSpec, JobSpec, Span, TrainSpec, parse_job_spec
 from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LANES, MAX_LR_SCALE
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
@@ -239,38 +239,40 @@ def test_which_methods_compare_with_the_starting_weights(method: str, options: d
 
 
 def test_devices_and_lanes_are_bounded_and_lanes_are_a_power_of_two() -> None:
-    assert (parse_job_spec(MINIMAL).gpus, parse_job_spec(MINIMAL).train.lanes) == (Gpus(), None)
+    assert (parse_job_spec(MINIMAL).gpus, parse_job_spec(MINIMAL).train.lanes) == (Span(), None)
     most = parse_job_spec({**MINIMAL, "gpus": MAX_LANES, "train": {"lanes": MAX_LANES}})
-    assert (most.gpus, most.train.lanes) == (Gpus(least=MAX_LANES, most=MAX_LANES), MAX_LANES)
+    assert (most.gpus, most.train.lanes) == (Span(least=MAX_LANES, most=MAX_LANES), MAX_LANES)
     for gpus in (0, MAX_LANES + 1, "2", True):
         assert "it must be a whole number from 1 to 64" in violations({**MINIMAL, "gpus": gpus})["gpus"]
 
 
 def test_nodes_are_bounded() -> None:
-    assert parse_job_spec(MINIMAL).nodes == 1
-    assert parse_job_spec({**MINIMAL, "nodes": MAX_LANES}).nodes == MAX_LANES
+    assert parse_job_spec(MINIMAL).nodes == Span()
+    assert parse_job_spec({**MINIMAL, "nodes": MAX_LANES}).nodes == Span(least=MAX_LANES, most=MAX_LANES)
     for nodes in (0, MAX_LANES + 1, "2", True):
         assert "it must be a whole number from 1 to 64" in violations({**MINIMAL, "nodes": nodes})["nodes"]
 
 
-def test_a_range_of_devices_is_a_text_of_two_numbers_the_smaller_first() -> None:
-    spec = parse_job_spec({**MINIMAL, "gpus": "2-8"})
-    assert (spec.gpus, spec.gpus.plain, spec.gpus.is_range) == (Gpus(least=2, most=8), "2-8", True)
-    assert (spec.to_mapping()["gpus"], spec.given()["gpus"]) == ("2-8", "2-8")
+@pytest.mark.parametrize("field", ["gpus", "nodes"])
+def test_a_range_is_a_text_of_two_numbers_the_smaller_first(field: str) -> None:
+    spec = parse_job_spec({**MINIMAL, field: "2-8"})
+    found = getattr(spec, field)
+    assert (found, found.plain, found.is_range) == (Span(least=2, most=8), "2-8", True)
+    assert (spec.to_mapping()[field], spec.given()[field]) == ("2-8", "2-8")
     assert parse_job_spec(spec.to_mapping()) == spec
-    exact = parse_job_spec({**MINIMAL, "gpus": "4-4"})
-    assert exact == parse_job_spec({**MINIMAL, "gpus": 4})
-    assert (exact.to_mapping()["gpus"], exact.gpus.is_range) == (4, False)
-    assert "the smaller number comes first: use 2-8" in violations({**MINIMAL, "gpus": "8-2"})["gpus"]
-    for gpus in ("0-2", "1-65", "2-", "-2", "2 - 8", "2-8-9", "1-999", [1, 2]):
-        assert "or a range of them such as 2-8" in violations({**MINIMAL, "gpus": gpus})["gpus"]
+    exact = parse_job_spec({**MINIMAL, field: "4-4"})
+    assert exact == parse_job_spec({**MINIMAL, field: 4})
+    assert (exact.to_mapping()[field], getattr(exact, field).is_range) == (4, False)
+    assert "the smaller number comes first: use 2-8" in violations({**MINIMAL, field: "8-2"})[field]
+    for wrong in ("0-2", "1-65", "2-", "-2", "2 - 8", "2-8-9", "1-999", [1, 2]):
+        assert "or a range of them such as 2-8" in violations({**MINIMAL, field: wrong})[field]
 
 
 def test_the_numbers_of_a_range_are_those_that_the_node_has() -> None:
-    gpus = Gpus(least=2, most=8)
+    gpus = Span(least=2, most=8)
     assert [list(gpus.within(num)) for num in (1, 2, 4, 64)] == [[], [2], [2, 3, 4], [2, 3, 4, 5, 6, 7, 8]]
     assert [gpus.at_most(num).plain for num in (6, 2, 1)] == ["2-6", 2, 1]
-    assert Gpus(least=8, most=8).at_most(3).plain == 3
+    assert Span(least=8, most=8).at_most(3).plain == 3
     for lanes in (0, 3, 12, 2 * MAX_LANES, 2.0):
         message = f"train.lanes is {lanes}; it must be a power of two from 1 to 64, or null"
         assert violations({**MINIMAL, "train": {"lanes": lanes}}) == {"train.lanes": message}

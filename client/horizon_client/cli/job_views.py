@@ -143,6 +143,9 @@ def _memory_page(plan: MemoryPlan) -> str:
     if span := plan.device_range:
         where += f", planned for {plan.num_devices} of {span.least} to {span.most} devices"
         where += f" ({bytes_text(span.host_bytes)} of host memory are kept for any number of them)"
+    if span := plan.node_range:
+        where += f", planned for {plan.num_nodes} of {span.least} to {span.most} nodes"
+        where += f" ({bytes_text(span.host_bytes)} of this node's memory are kept for any number of them)"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
     parameters = f"{plan.num_parameters:,} parameters"
     if 0 < plan.num_trained_parameters < plan.num_parameters:

@@ -145,10 +145,12 @@ def list_nodes(client: Client, output: str) -> None:
     A job's 'node: NAME' names one of the first two kinds.
     """
     found = client.node.status()
-    gpus = _gpus_text([accelerator.name for accelerator in found.accelerators])
+    num_idle = sum(not device.num_residents and not device.out_of_service for device in found.devices)
+    gpus = f"{_gpus_text([accelerator.name for accelerator in found.accelerators])}, {num_idle} idle"
     num_jobs = sum(found.num_jobs.get(state, 0) for state in _ALIVE)
+    free = "now" if num_idle else "-"
     rows = [
-        [f"{clean(found.hostname)}*", _state_text(found), gpus, _memory_text(found), str(num_jobs), "-"],
+        [f"{clean(found.box_name)}*", _state_text(found), gpus, _memory_text(found), str(num_jobs), free],
         *(_box_row(box) for box in found.boxes),
         *(_further_row(one) for one in found.further_nodes),
     ]
@@ -167,7 +169,8 @@ def _box_row(box: Box) -> list[str]:
         return [box.name, f"lost: {clean(box.message)}", "-", "-", "-", "-"]
     state = f"{box.state}{f': {clean(box.message)}' if box.message else ''}"
     free = "now" if box.num_idle else about_text(box.next_free_time)
-    return [box.name, state, _gpus_text(box.gpus), _memory_text(box), str(box.num_jobs), free]
+    gpus = f"{_gpus_text(box.gpus)}, {box.num_idle} idle"
+    return [box.name, state, gpus, _memory_text(box), str(box.num_jobs), free]
 
 
 def _further_row(one: FurtherNode) -> list[str]:

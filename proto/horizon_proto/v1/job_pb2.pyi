@@ -617,6 +617,7 @@ class JobSpec(google.protobuf.message.Message):
     MAX_GPUS_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    MAX_NODES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -650,9 +651,13 @@ class JobSpec(google.protobuf.message.Message):
     max_gpus: builtins.int
     """The most devices of a job that takes what is free; at least gpus. Unset: gpus exactly."""
     nodes: builtins.int
-    """Nodes that compute the job together, each with as many gpus; from 1 to 64; default 1. On several, gpus is one number."""
+    """Nodes that compute the job together, each with as many gpus; from 1 to 64; default 1. On several, gpus is one number.
+    With max_nodes, the fewest of them.
+    """
     node: builtins.str
     """The machine of the fleet that it runs on; unset: where it is predicted to end first."""
+    max_nodes: builtins.int
+    """The most nodes of a job that starts on as many as can be had; at least nodes. Unset: nodes exactly."""
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -726,9 +731,10 @@ class JobSpec(google.protobuf.message.Message):
         max_gpus: builtins.int | None = ...,
         nodes: builtins.int | None = ...,
         node: builtins.str | None = ...,
+        max_nodes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -737,6 +743,8 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_gpus", b"_gpus"]) -> typing.Literal["gpus"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_gpus", b"_max_gpus"]) -> typing.Literal["max_gpus"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_nodes", b"_max_nodes"]) -> typing.Literal["max_nodes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_node", b"_node"]) -> typing.Literal["node"] | None: ...
     @typing.overload
@@ -1674,6 +1682,7 @@ class MemoryPlan(google.protobuf.message.Message):
     WAYS_FIELD_NUMBER: builtins.int
     DEVICE_RANGE_FIELD_NUMBER: builtins.int
     NUM_NODES_FIELD_NUMBER: builtins.int
+    NODE_RANGE_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1746,6 +1755,12 @@ class MemoryPlan(google.protobuf.message.Message):
     def device_range(self) -> global___DeviceRange:
         """The numbers of devices that the job may compute on; unset where it wants one number. num_devices is what was planned, or is used."""
 
+    @property
+    def node_range(self) -> global___DeviceRange:
+        """The numbers of nodes that the job may start on; unset where it wants one number. num_nodes is what is used; before the start, the
+        fewest.
+        """
+
     def __init__(
         self,
         *,
@@ -1774,17 +1789,18 @@ class MemoryPlan(google.protobuf.message.Message):
         ways: global___PredictedWays | None = ...,
         device_range: global___DeviceRange | None = ...,
         num_nodes: builtins.int = ...,
+        node_range: global___DeviceRange | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "device_range", b"device_range", "kept", b"kept", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "device_range", b"device_range", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
 
 @typing.final
 class DeviceRange(google.protobuf.message.Message):
-    """DeviceRange is between which numbers of devices a job may change, as far as the node has them, and what is kept for it so that any of
-    them can continue in its memory.
+    """DeviceRange is between which numbers of devices a job may change, or on which numbers of nodes it may start, as far as they are there,
+    and what is kept for it on the daemon's node so that it can continue on any of them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

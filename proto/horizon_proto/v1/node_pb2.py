@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bhorizon_proto/v1/node.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x10\n\x0eGetNodeRequest\"7\n\x0fGetNodeResponse\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.horizon_proto.v1.Node\"D\n\x0eSetNodeRequest\x12\x32\n\tcondition\x18\x01 \x01(\x0b\x32\x1f.horizon_proto.v1.NodeCondition\"7\n\x0fSetNodeResponse\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.horizon_proto.v1.Node\"\xc9\x01\n\rNodeCondition\x12(\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.horizon_proto.v1.NodeMode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x35\n\x11window_start_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x0fwindow_end_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\twithdrawn\x18\x05 \x03(\t\"\xd4\x05\n\x04Node\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1f\n\x17host_memory_limit_bytes\x18\x03 \x01(\x03\x12#\n\x1bhost_memory_available_bytes\x18\x04 \x01(\x03\x12\x10\n\x08num_cpus\x18\x05 \x01(\x05\x12\x33\n\x0c\x61\x63\x63\x65lerators\x18\x06 \x03(\x0b\x32\x1d.horizon_proto.v1.Accelerator\x12\x17\n\x0f\x64isk_free_bytes\x18\x07 \x01(\x03\x12\x35\n\x08num_jobs\x18\x08 \x03(\x0b\x32#.horizon_proto.v1.Node.NumJobsEntry\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x0c\n\x04user\x18\n \x01(\t\x12\x0c\n\x04role\x18\x0b \x01(\t\x12\x32\n\tcondition\x18\x0c \x01(\x0b\x32\x1f.horizon_proto.v1.NodeCondition\x12(\n\x04mode\x18\r \x01(\x0e\x32\x1a.horizon_proto.v1.NodeMode\x12\x14\n\x0ctime_slice_s\x18\x0e \x01(\x01\x12\x19\n\x11share_half_life_s\x18\x0f \x01(\x01\x12/\n\x07\x64\x65vices\x18\x10 \x03(\x0b\x32\x1e.horizon_proto.v1.DeviceStatus\x12.\n\nshare_uses\x18\x11 \x03(\x0b\x32\x1a.horizon_proto.v1.ShareUse\x12\"\n\x1ahost_memory_promised_bytes\x18\x12 \x01(\x03\x12\x34\n\rfurther_nodes\x18\x13 \x03(\x0b\x32\x1d.horizon_proto.v1.FurtherNode\x12$\n\x05\x62oxes\x18\x14 \x03(\x0b\x32\x15.horizon_proto.v1.Box\x1a.\n\x0cNumJobsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"\x82\x02\n\x03\x42ox\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08hostname\x18\x04 \x01(\t\x12\x0c\n\x04gpus\x18\x05 \x03(\t\x12\x10\n\x08num_idle\x18\x06 \x01(\x05\x12\x1f\n\x17host_memory_limit_bytes\x18\x07 \x01(\x03\x12#\n\x1bhost_memory_available_bytes\x18\x08 \x01(\x03\x12\x10\n\x08num_jobs\x18\t \x01(\x05\x12\x32\n\x0enext_free_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07message\x18\x0b \x01(\t\"\xa4\x01\n\x0b\x46urtherNode\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08hostname\x18\x03 \x01(\t\x12\x0c\n\x04gpus\x18\x04 \x03(\t\x12\x1f\n\x17host_memory_limit_bytes\x18\x05 \x01(\x03\x12#\n\x1bhost_memory_available_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07message\x18\x07 \x01(\t\"p\n\x0c\x44\x65viceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x15\n\rnum_residents\x18\x03 \x01(\x05\x12\x13\n\x0bholder_name\x18\x04 \x01(\t\x12\x16\n\x0eout_of_service\x18\x05 \x01(\t\"k\n\x08ShareUse\x12\x0f\n\x07project\x18\x01 \x01(\t\x12\x0c\n\x04user\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65vice_s\x18\x03 \x01(\x01\x12.\n\nas_of_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"@\n\x0b\x41\x63\x63\x65lerator\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x03*h\n\x08NodeMode\x12\x19\n\x15NODE_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eNODE_MODE_OPEN\x10\x01\x12\x16\n\x12NODE_MODE_CORDONED\x10\x02\x12\x15\n\x11NODE_MODE_DRAINED\x10\x03\x32\xad\x01\n\x0bNodeService\x12N\n\x07GetNode\x12 .horizon_proto.v1.GetNodeRequest\x1a!.horizon_proto.v1.GetNodeResponse\x12N\n\x07SetNode\x12 .horizon_proto.v1.SetNodeRequest\x1a!.horizon_proto.v1.SetNodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bhorizon_proto/v1/node.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x10\n\x0eGetNodeRequest\"7\n\x0fGetNodeResponse\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.horizon_proto.v1.Node\"D\n\x0eSetNodeRequest\x12\x32\n\tcondition\x18\x01 \x01(\x0b\x32\x1f.horizon_proto.v1.NodeCondition\"7\n\x0fSetNodeResponse\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.horizon_proto.v1.Node\"\xc9\x01\n\rNodeCondition\x12(\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.horizon_proto.v1.NodeMode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x35\n\x11window_start_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x0fwindow_end_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\twithdrawn\x18\x05 \x03(\t\"\xe6\x05\n\x04Node\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1f\n\x17host_memory_limit_bytes\x18\x03 \x01(\x03\x12#\n\x1bhost_memory_available_bytes\x18\x04 \x01(\x03\x12\x10\n\x08num_cpus\x18\x05 \x01(\x05\x12\x33\n\x0c\x61\x63\x63\x65lerators\x18\x06 \x03(\x0b\x32\x1d.horizon_proto.v1.Accelerator\x12\x17\n\x0f\x64isk_free_bytes\x18\x07 \x01(\x03\x12\x35\n\x08num_jobs\x18\x08 \x03(\x0b\x32#.horizon_proto.v1.Node.NumJobsEntry\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x0c\n\x04user\x18\n \x01(\t\x12\x0c\n\x04role\x18\x0b \x01(\t\x12\x32\n\tcondition\x18\x0c \x01(\x0b\x32\x1f.horizon_proto.v1.NodeCondition\x12(\n\x04mode\x18\r \x01(\x0e\x32\x1a.horizon_proto.v1.NodeMode\x12\x14\n\x0ctime_slice_s\x18\x0e \x01(\x01\x12\x19\n\x11share_half_life_s\x18\x0f \x01(\x01\x12/\n\x07\x64\x65vices\x18\x10 \x03(\x0b\x32\x1e.horizon_proto.v1.DeviceStatus\x12.\n\nshare_uses\x18\x11 \x03(\x0b\x32\x1a.horizon_proto.v1.ShareUse\x12\"\n\x1ahost_memory_promised_bytes\x18\x12 \x01(\x03\x12\x34\n\rfurther_nodes\x18\x13 \x03(\x0b\x32\x1d.horizon_proto.v1.FurtherNode\x12$\n\x05\x62oxes\x18\x14 \x03(\x0b\x32\x15.horizon_proto.v1.Box\x12\x10\n\x08\x62ox_name\x18\x15 \x01(\t\x1a.\n\x0cNumJobsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"\x82\x02\n\x03\x42ox\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x10\n\x08hostname\x18\x04 \x01(\t\x12\x0c\n\x04gpus\x18\x05 \x03(\t\x12\x10\n\x08num_idle\x18\x06 \x01(\x05\x12\x1f\n\x17host_memory_limit_bytes\x18\x07 \x01(\x03\x12#\n\x1bhost_memory_available_bytes\x18\x08 \x01(\x03\x12\x10\n\x08num_jobs\x18\t \x01(\x05\x12\x32\n\x0enext_free_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07message\x18\x0b \x01(\t\"\xa4\x01\n\x0b\x46urtherNode\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08hostname\x18\x03 \x01(\t\x12\x0c\n\x04gpus\x18\x04 \x03(\t\x12\x1f\n\x17host_memory_limit_bytes\x18\x05 \x01(\x03\x12#\n\x1bhost_memory_available_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07message\x18\x07 \x01(\t\"p\n\x0c\x44\x65viceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x15\n\rnum_residents\x18\x03 \x01(\x05\x12\x13\n\x0bholder_name\x18\x04 \x01(\t\x12\x16\n\x0eout_of_service\x18\x05 \x01(\t\"k\n\x08ShareUse\x12\x0f\n\x07project\x18\x01 \x01(\t\x12\x0c\n\x04user\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65vice_s\x18\x03 \x01(\x01\x12.\n\nas_of_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"@\n\x0b\x41\x63\x63\x65lerator\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x03*h\n\x08NodeMode\x12\x19\n\x15NODE_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eNODE_MODE_OPEN\x10\x01\x12\x16\n\x12NODE_MODE_CORDONED\x10\x02\x12\x15\n\x11NODE_MODE_DRAINED\x10\x03\x32\xad\x01\n\x0bNodeService\x12N\n\x07GetNode\x12 .horizon_proto.v1.GetNodeRequest\x1a!.horizon_proto.v1.GetNodeResponse\x12N\n\x07SetNode\x12 .horizon_proto.v1.SetNodeRequest\x1a!.horizon_proto.v1.SetNodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NODE_NUMJOBSENTRY']._loaded_options = None
   _globals['_NODE_NUMJOBSENTRY']._serialized_options = b'8\001'
-  _globals['_NODEMODE']._serialized_start=1932
-  _globals['_NODEMODE']._serialized_end=2036
+  _globals['_NODEMODE']._serialized_start=1950
+  _globals['_NODEMODE']._serialized_end=2054
   _globals['_GETNODEREQUEST']._serialized_start=82
   _globals['_GETNODEREQUEST']._serialized_end=98
   _globals['_GETNODERESPONSE']._serialized_start=100
@@ -47,19 +47,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODECONDITION']._serialized_start=285
   _globals['_NODECONDITION']._serialized_end=486
   _globals['_NODE']._serialized_start=489
-  _globals['_NODE']._serialized_end=1213
-  _globals['_NODE_NUMJOBSENTRY']._serialized_start=1167
-  _globals['_NODE_NUMJOBSENTRY']._serialized_end=1213
-  _globals['_BOX']._serialized_start=1216
-  _globals['_BOX']._serialized_end=1474
-  _globals['_FURTHERNODE']._serialized_start=1477
-  _globals['_FURTHERNODE']._serialized_end=1641
-  _globals['_DEVICESTATUS']._serialized_start=1643
-  _globals['_DEVICESTATUS']._serialized_end=1755
-  _globals['_SHAREUSE']._serialized_start=1757
-  _globals['_SHAREUSE']._serialized_end=1864
-  _globals['_ACCELERATOR']._serialized_start=1866
-  _globals['_ACCELERATOR']._serialized_end=1930
-  _globals['_NODESERVICE']._serialized_start=2039
-  _globals['_NODESERVICE']._serialized_end=2212
+  _globals['_NODE']._serialized_end=1231
+  _globals['_NODE_NUMJOBSENTRY']._serialized_start=1185
+  _globals['_NODE_NUMJOBSENTRY']._serialized_end=1231
+  _globals['_BOX']._serialized_start=1234
+  _globals['_BOX']._serialized_end=1492
+  _globals['_FURTHERNODE']._serialized_start=1495
+  _globals['_FURTHERNODE']._serialized_end=1659
+  _globals['_DEVICESTATUS']._serialized_start=1661
+  _globals['_DEVICESTATUS']._serialized_end=1773
+  _globals['_SHAREUSE']._serialized_start=1775
+  _globals['_SHAREUSE']._serialized_end=1882
+  _globals['_ACCELERATOR']._serialized_start=1884
+  _globals['_ACCELERATOR']._serialized_end=1948
+  _globals['_NODESERVICE']._serialized_start=2057
+  _globals['_NODESERVICE']._serialized_end=2230
 # @@protoc_insertion_point(module_scope)

@@ -206,6 +206,7 @@ class Node(google.protobuf.message.Message):
     HOST_MEMORY_PROMISED_BYTES_FIELD_NUMBER: builtins.int
     FURTHER_NODES_FIELD_NUMBER: builtins.int
     BOXES_FIELD_NUMBER: builtins.int
+    BOX_NAME_FIELD_NUMBER: builtins.int
     hostname: builtins.str
     """Its host name."""
     version: builtins.str
@@ -232,6 +233,8 @@ class Node(google.protobuf.message.Message):
     """Seconds after which used device time counts half in the shares."""
     host_memory_promised_bytes: builtins.int
     """Planned host memory of all resident jobs together, and of the model that answers prompts."""
+    box_name: builtins.str
+    """What this machine is called in a job's node."""
     @property
     def accelerators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Accelerator]:
         """Accelerators."""
@@ -283,9 +286,10 @@ class Node(google.protobuf.message.Message):
         host_memory_promised_bytes: builtins.int = ...,
         further_nodes: collections.abc.Iterable[global___FurtherNode] | None = ...,
         boxes: collections.abc.Iterable[global___Box] | None = ...,
+        box_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["condition", b"condition"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "boxes", b"boxes", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "further_nodes", b"further_nodes", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "box_name", b"box_name", "boxes", b"boxes", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "further_nodes", b"further_nodes", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
 
 global___Node = Node
 

@@ -30,6 +30,7 @@ _SHOWN = (
         "num_parameters",
         "device",
         "num_devices",
+        "num_nodes",
         "lanes",
         "parallel",
         "compute_dtype",
@@ -67,6 +68,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     mapping: dict[str, Any] = {"model": str(model)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
     mapping["device_range"] = None if job_plan.device_range is None else dataclasses.asdict(job_plan.device_range)
+    mapping["node_range"] = None if job_plan.node_range is None else dataclasses.asdict(job_plan.node_range)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
     mapping["ways"] = None if job_plan.ways is None else dataclasses.asdict(job_plan.ways)
     mapping["references"] = None if job_plan.references is None else dataclasses.asdict(job_plan.references)
@@ -174,6 +176,9 @@ def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
             case dict() if key == "ways":
                 seconds = {name.removesuffix("_s"): step_s for name, step_s in value.items() if step_s is not None}
                 lines |= {f"predicted.by_{way}": f"{step_s:,.3g} s" for way, step_s in seconds.items()}
+            case dict() if key.endswith("_range"):
+                kept = f"{size_text(value['host_bytes'])} of host memory are kept for any number of them"
+                lines[key] = f"{value['least']} to {value['most']}, {kept}"
             case dict():
                 lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
             case int() if key.endswith("_bytes"):

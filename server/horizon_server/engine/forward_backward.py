@@ -42,7 +42,6 @@ from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS, logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import Execution
-from horizon_server.store.ownership import rank_of_layer
 from horizon_server.store.reference import in_order
 
 Enqueue = Callable[[Tensor], None]
@@ -83,12 +82,10 @@ class ForwardBackward:
         self._head_chunk_tokens = chunk_tokens
         # Backward ends at the first trained unit, and wants no inputs of the layers before it.
         self._first_trained = template.layout.first_trained_unit
+        self._own_layers = list(range(template.num_layers))
+        if ranks.by_layers:
+            self._own_layers = [layer for layer, rank in enumerate(ownership.layer_ranks) if rank == ranks.rank]
         self.activations = self._make_activations(execution)
-        self._own_layers = [
-            layer
-            for layer in range(template.num_layers)
-            if not ranks.by_layers or rank_of_layer(layer, ranks.num_ranks) == ranks.rank
-        ]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -213,7 +210,9 @@ class ForwardBackward:
             "hidden_size": template.hidden_size,
         }
         if self._ranks.by_layers:
-            return SharedActivations(self._device, self._ranks, first_trained=self._first_trained - 1, **sizes)
+            return SharedActivations(
+                self._device, self._ranks, self._own_layers, first_trained=self._first_trained - 1, **sizes
+            )
         kind = Activations if execution.activation_placement == "device" else OffloadedActivations
         return kind(self._device, **sizes)
 

@@ -103,13 +103,14 @@ class Ranks:
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         *,
         parallel: Parallel = "rows",
+        layer_ranks: tuple[int, ...] = (),
         gathers: bool = False,
         shared_fd: int = -1,
         num_nodes: int = 1,
     ) -> None:
         self.num_nodes = num_nodes
         self.rank, self.num_ranks, self.gathers, self.shared_fd = rank, num_ranks, gathers, shared_fd
-        self.parallel = parallel
+        self.parallel, self._layer_ranks = parallel, layer_ranks
         self._dealt: list[range] | None = None
         self.is_broken = False
         """Whether a rank has died: nothing is sent or waited for any more."""
@@ -141,6 +142,7 @@ class Ranks:
             num_ranks,
             groups,
             parallel=parallel,
+            layer_ranks=execution.layer_ranks,
             gathers=gathers,
             shared_fd=shared_fd,
             num_nodes=execution.num_nodes,
@@ -170,7 +172,7 @@ class Ranks:
 
     def ownership(self, layout: StoreLayout) -> Ownership:
         """What each rank owns of a store."""
-        return Ownership(layout=layout, num_ranks=self.num_ranks, parallel=self.parallel)
+        return Ownership(layout=layout, num_ranks=self.num_ranks, parallel=self.parallel, dealt=self._layer_ranks)
 
     def lanes(self, num_lanes: int) -> list[range]:
         """The lanes of each rank: about as many for each, unless they were dealt otherwise."""

@@ -29,7 +29,6 @@ from horizon_server.engine.activations import EMBEDDING, Activations, Purpose
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.ranks import RankEvent, Ranks
 from horizon_server.planning.ledger import counter_bytes, num_shared_planes, plane_elements_of
-from horizon_server.store.ownership import rank_of_layer
 from horizon_server.store.planes import map_memory_file
 
 # Bits of a counter below the number of the pass.
@@ -37,7 +36,8 @@ _COUNT_BITS = 24
 
 
 class SharedActivations(Activations):
-    """Of one rank. `first_trained` is the first layer that is trained; EMBEDDING where the embedding is.
+    """Of one rank, which computes the layers `own`. `first_trained` is the first layer that is trained; EMBEDDING where
+    the embedding is.
 
     Thread: the driver's. Counters are read by a queue's and written by a queue's own.
     """
@@ -46,6 +46,7 @@ class SharedActivations(Activations):
         self,
         device: Device,
         ranks: Ranks,
+        own: Sequence[int],
         *,
         num_layers: int,
         num_skipped: int,
@@ -53,9 +54,8 @@ class SharedActivations(Activations):
         hidden_size: int,
     ) -> None:
         super().__init__(device, num_layers=num_layers, num_skipped=num_skipped, hidden_size=hidden_size, num_planes=2)
-        self._ranks, self._first_trained = ranks, first_trained
-        self._own = [layer for layer in range(num_layers) if rank_of_layer(layer, ranks.num_ranks) == ranks.rank]
-        assert self._own, "there are as many layers as ranks"
+        self._ranks, self._own, self._first_trained = ranks, own, first_trained
+        assert own, "each rank has a layer"
         self._up, self._down, self._signals = device.hops()
         self._counters_bytes = counter_bytes(num_layers=num_layers, num_ranks=ranks.num_ranks)
         _grow(ranks.shared_fd, self._counters_bytes)
@@ -158,7 +158,7 @@ class SharedActivations(Activations):
         if layer > self._first_trained:
             self._send(layer, index, self._plane(1))
             self._signal(self._backward_counter(layer), index + 1)
-        wanted = layer - self._ranks.num_ranks
+        wanted = next((own for own in reversed(self._own) if own < layer), EMBEDDING)
         if wanted >= max(0, self._first_trained):
             self._receive_for_backward(wanted, index)
         elif self._first_trained == EMBEDDING and index in self._own_edge:

@@ -23,7 +23,6 @@ from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import (
     DatabaseUnavailable,
     DiskFull,
-    DoesNotFit,
     HorizonError,
     TurnOverrun,
     WorkerCrashed,
@@ -32,14 +31,13 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
-from horizon_server.jobs.fleet import fleet_environment, reserve_nodes
+from horizon_server.jobs.fleet import continue_on_nodes, fleet_environment, plan_on_nodes
 from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
 from horizon_server.jobs.reports import Reports
 from horizon_server.jobs.requests import (
     MOVED,
-    WAITS_FOR_MEMORY,
     AttemptDevices,
     Move,
     Stopped,
@@ -291,22 +289,21 @@ class Attempt:
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since
         # the submission. The kind of device may not: on another one, a job that has begun would compute in other
         # numbers.
-        plan = await asyncio.to_thread(
-            self.runtime.planner.plan_to_start,
-            self.job.spec.model_copy(update={"device": self.job.plan.execution.device_kind}),
-            model,
-            longest_document=prepared.longest_document,
-            data=prepared.size,
+        plan, fleet = await plan_on_nodes(
+            self.runtime,
+            self.job,
+            functools.partial(
+                self.runtime.planner.plan_to_start,
+                self.job.spec.model_copy(update={"device": self.job.plan.execution.device_kind}),
+                model,
+                longest_document=prepared.longest_document,
+                data=prepared.size,
+                num_devices=len(self.devices.names),
+                gpus=self.devices.gpus,
+            ),
+            self.devices,
             other_bytes=self.other_bytes(),
-            num_devices=len(self.devices.names),
-            gpus=self.devices.gpus,
         )
-        if not plan.fits:
-            if not self.other_bytes():
-                raise DoesNotFit(plan.message)
-            # Less is free than the plans of the other jobs say, or this one's plan has grown.
-            raise Stopped(WAITS_FOR_MEMORY, plan.message)
-        fleet = await reserve_nodes(self.runtime, self.job.job_id, plan, self.devices)
         # Of the node's devices, those that it is on.
         plan = dataclasses.replace(plan, device=self.devices.turns.device)
         known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
@@ -381,7 +378,7 @@ class Attempt:
     async def _continued(self, request: WorkerRequest, *, from_memory: bool) -> WorkerRequest:
         """The request of another worker, which continues where the one before it has ended."""
         newest = await asyncio.to_thread(self.runtime.folders.checkpoints(self.job.job_id).newest)
-        fleet = await reserve_nodes(self.runtime, self.job.job_id, request.plan, self.devices, before=request.fleet)
+        fleet = await continue_on_nodes(self.runtime, self.job.job_id, request, self.devices)
         again = dataclasses.replace(request, attempt=self._number, resume_from=newest, fleet=fleet)
         return dataclasses.replace(again, resume_from_memory=from_memory)
 
@@ -592,5 +589,5 @@ class Attempt:
             )
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
-        if self.job.plan is not None and self.job.plan.num_nodes > 1:
+        if self.job.spec.nodes.most > 1:
             await self.runtime.nodes.release(self.job.job_id)

@@ -207,8 +207,8 @@ class QueueView:
             device_bytes=plan.kept_device_bytes,
             num_devices=least,
             more_devices=most - least,
-            further_nodes=plan.num_nodes - 1,
-            remaining_s=on_number(job.remaining_device_s, num_devices, least),
+            further_nodes=plan.least_nodes - 1,
+            remaining_s=on_number(job.remaining_device_s, num_devices * plan.num_nodes, least * plan.least_nodes),
             # Written once and read once.
             unload_s=None if rate is None else 2 * stored_bytes / rate,
             load_s=load_s,
@@ -217,11 +217,15 @@ class QueueView:
         )
 
     def _resident(self, job: JobRecord, residence: Residence) -> Resident:
-        waiting = self._waiting(job)
-        remaining_s = on_number(waiting.remaining_s, waiting.num_devices, len(residence.devices))
+        waiting, plan = self._waiting(job), job.plan
+        assert plan is not None, "no job is loaded without a plan"
+        remaining_s = on_number(
+            waiting.remaining_s, waiting.num_devices * plan.least_nodes, len(residence.devices) * plan.num_nodes
+        )
         return Resident(
             **{**vars(waiting), "since_s": residence.since_s, "remaining_s": remaining_s},
             devices=residence.devices,
+            more_nodes=plan.num_nodes - plan.least_nodes,
             on_since_s=residence.on_since_s,
             can_change=residence.can_change,
             resident_since_s=residence.since_s,

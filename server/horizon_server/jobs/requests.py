@@ -97,8 +97,9 @@ def first_request(
         min_free_bytes=folders.min_free_bytes,
         adapter=start if is_adapter_folder(start) else None,
         resume_from=checkpoints.newest(),
-        # A library of compiled layers belongs to one node.
-        compiled=folders.compiled if plan.num_nodes == 1 else None,
+        # A library of compiled layers belongs to one node. Layers that are not compiled have other bits, which must not
+        # depend on how many nodes of a range there were.
+        compiled=folders.compiled if job.spec.nodes.most == 1 else None,
         digests=folders.digests,
         trace=log_file.with_name("trace.json") if runtime.settings.trace_workers else None,
         turns=True,

@@ -122,7 +122,7 @@ def resident_job(job: JobRecord) -> Job:
         host_bytes=job.plan.kept_host_bytes,
         device_bytes=job.plan.kept_device_bytes,
         num_devices=job.plan.num_devices,
-        further_nodes=job.plan.num_nodes - 1,
+        further_nodes=job.plan.least_nodes - 1,
     )
 
 

@@ -99,8 +99,11 @@ class NodeDirectory:
         if isinstance(report := self.known.get(address), NodeReport):
             self.known[address] = replace(report, job_id=job_id)
 
-    async def reserve(self, reservation: Reservation, num_nodes: int, *, kept: Sequence[str] = ()) -> tuple[str, ...]:
-        """Reserve as many nodes for a job, `kept` first; all of them or none.
+    async def reserve(
+        self, reservation: Reservation, *, least: int, most: int, kept: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Reserve nodes for a job, `kept` first: as many as can be had up to `most`, or none where these are fewer than
+        `least`.
 
         Raises:
             WorkerFailed: too few can be had; it says why of each.
@@ -110,7 +113,7 @@ class NodeDirectory:
         found: list[str] = []
         refusals: list[str] = []
         for address in order:
-            if len(found) == num_nodes:
+            if len(found) == most:
                 break
             try:
                 await self._ask(address, NodeCall(name="reserve", body=to_plain(reservation)))
@@ -118,10 +121,10 @@ class NodeDirectory:
                 self._set_job(address, reservation.job_id)
             except HorizonError as error:
                 refusals.append(f"{address}: {error.message}")
-        if len(found) < num_nodes:
+        if len(found) < least:
             await self.release(reservation.job_id, found)
-            what = f"{num_nodes} further node{'' if num_nodes == 1 else 's'} of {len(self.addresses)}"
-            raise WorkerFailed(f"waits for {what}: {'; '.join(refusals) or 'no others are set'}")
+            needs = f"it needs {least} further node{'' if least == 1 else 's'} of {len(self.addresses)}"
+            raise WorkerFailed(f"{needs}: {'; '.join(refusals) or 'no others are set'}")
         return tuple(found)
 
     async def release(self, job_id: str, addresses: Sequence[str] | None = None) -> None:

@@ -31,7 +31,7 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
     """Of the device's memory for gradients, beside the slots."""
     if execution.lanes == 1:
         return 0
-    ownership, lanes = _ownership(layout, execution), _lanes(execution)
+    ownership, lanes = Ownership.of(layout, execution), _lanes(execution)
     roots = [len(roots_of(of_rank)) for of_rank in lanes]
     most_buffers, most_roots, num_roots = max(num_buffers(of_rank) for of_rank in lanes), max(roots), sum(roots)
     num_open = num_sums(sorted(root for of_rank in lanes for root in roots_of(of_rank)))
@@ -61,7 +61,7 @@ def lane_gradient_bytes(layout: StoreLayout, execution: Execution, tokens_per_st
 
 def sent_row_bytes(layout: StoreLayout, execution: Execution, tokens_per_step: int) -> int:
     """Of the device's memory for weights: rows of the embedding table that a rank sends to the others."""
-    ownership = _ownership(layout, execution)
+    ownership = Ownership.of(layout, execution)
     has_rows = ownership.has_rows or (execution.num_nodes > 1 and ownership.is_table_alone)
     if execution.num_ranks == 1 or not has_rows:
         return 0
@@ -94,12 +94,12 @@ def lane_number_bytes(layout: StoreLayout, execution: Execution) -> int:
     """Of the host's memory: what a rank notes of the gradients of two steps."""
     if execution.lanes == 1:
         return 0
-    return 2 * _ownership(layout, execution).num_numbers * _FP64
+    return 2 * Ownership.of(layout, execution).num_numbers * _FP64
 
 
 def owned_elements(layout: StoreLayout, execution: Execution, unit_index: int) -> int:
     """The most trained elements of a unit that one rank owns."""
-    return _most(_ownership(layout, execution), unit_index)
+    return _most(Ownership.of(layout, execution), unit_index)
 
 
 def _lane_buffer_elements(layout: StoreLayout, execution: Execution, most_buffers: int) -> int:
@@ -112,10 +112,6 @@ def _lane_buffer_elements(layout: StoreLayout, execution: Execution, most_buffer
     of_layers, of_edges = num_buffers(range(execution.lanes)) - 1, most_buffers - 1
     both = min(of_layers, of_edges)
     return both * max(layer, edge) + (of_layers - both) * layer + (of_edges - both) * edge
-
-
-def _ownership(layout: StoreLayout, execution: Execution) -> Ownership:
-    return Ownership(layout=layout, num_ranks=execution.num_ranks, parallel=execution.parallel)
 
 
 def _lanes(execution: Execution) -> list[range]:

@@ -112,9 +112,18 @@ def cpu_has_bf16() -> bool:
     return not _BF16_INSTRUCTIONS.isdisjoint(words)
 
 
-def rates_name(kind: DeviceKind, dtype: ComputeDtype) -> str:
-    """Return what the rates of a device that computes in a dtype are kept under: `host`, `host_bfloat16` or `cuda`."""
-    return kind if dtype == DEFAULT_COMPUTE_DTYPE[kind] else f"{kind}_{dtype}"
+def rates_name(kind: DeviceKind, dtype: ComputeDtype, gpu: str = "") -> str:
+    """Return what the rates of a device that computes in a dtype are kept under: `host`, `host_bfloat16` or `cuda`; of
+    a `gpu` that is of another kind than the node's first, `cuda` and its name."""
+    name = kind if dtype == DEFAULT_COMPUTE_DTYPE[kind] else f"{kind}_{dtype}"
+    return f"{name} {gpu}".rstrip()
+
+
+def rates_of_gpus(rates: RatesByDevice, gpus: Sequence[Accelerator]) -> tuple[DeviceRates, ...]:
+    """Return how fast each of these GPUs is; nothing where that is not known."""
+    dtype = DEFAULT_COMPUTE_DTYPE["cuda"]
+    first = rates.get(rates_name("cuda", dtype))
+    return () if first is None else tuple(rates.get(rates_name("cuda", dtype, gpu.name), first) for gpu in gpus)
 
 
 def _cpu_info(name: str) -> str:
@@ -255,11 +264,16 @@ class Machine:
 
     @property
     def measured(self) -> Mapping[str, tuple[DeviceKind, ComputeDtype]]:
-        """What is measured here, by `rates_name`: every kind of device in its default dtype, and bf16 where the CPU has
-        it."""
+        """What is measured here, by `rates_name`: every kind of device in its default dtype, bf16 where the CPU has it,
+        and a GPU of each further name."""
         pairs = [(kind, DEFAULT_COMPUTE_DTYPE[kind]) for kind in self.device_kinds]
         pairs += [("host", "bfloat16")] if self.has_bf16 else []
-        return {rates_name(kind, dtype): (kind, dtype) for kind, dtype in pairs}
+        found = {rates_name(kind, dtype): (kind, dtype) for kind, dtype in pairs}
+        for gpu in self.accelerators:
+            if gpu != self.accelerators[0]:
+                dtype = DEFAULT_COMPUTE_DTYPE["cuda"]
+                found[rates_name("cuda", dtype, gpu)] = ("cuda", dtype)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,17 +358,18 @@ async def measure_rates(
     machine: Machine, *, environment: Mapping[str, str], gpus: Sequence[Accelerator] = ()
 ) -> RatesByDevice:
     """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpus` are
-    what cuda means. Of several the first is measured, and then what they do at once, in one more.
+    what cuda means. Of several the first of each name is measured, and then what all do at once, in one more.
 
     Raises:
         WorkerFailed, Stalled, IoFailed, OutOfMemory: when a child fails or takes too long.
     """
     rates: dict[str, DeviceRates] = {}
     for name, (kind, dtype) in machine.measured.items():
-        who, first = f"the measurement of {name}", worker_environment(environment, kind, gpus[:1])
+        named = [gpu for gpu in gpus if name == rates_name(kind, dtype, gpu.name)]
+        who, one = f"the measurement of {name}", worker_environment(environment, kind, (named or gpus)[:1])
         request = {"device": kind, "compute_dtype": dtype, "num_threads": machine.num_threads}
-        answer = await _ask_child(request, who=who, environment=first)
-        if kind == "cuda" and len(gpus) > 1:
+        answer = await _ask_child(request, who=who, environment=one)
+        if name == "cuda" and len(gpus) > 1:
             peers = {"peers": kind, "num_devices": len(gpus)}
             several = worker_environment(environment, kind, gpus)
             try:

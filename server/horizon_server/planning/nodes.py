@@ -15,7 +15,7 @@ from horizon_server.planning.lane_tree import NodeTree, lanes_of_rank
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.records.execution import ELEMENT_BYTES, Execution
 from horizon_server.records.plan import StepPrediction
-from horizon_server.spec import JobSpec
+from horizon_server.spec import JobSpec, Span
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.layout import StoreLayout
@@ -30,10 +30,11 @@ def check_nodes(spec: JobSpec, *, num_further: int) -> None:
     Raises:
         InvalidSpec: with the change that would be possible.
     """
-    if spec.nodes == 1:
+    nodes = spec.nodes
+    if nodes.most == 1:
         return
-    has = f"nodes is {spec.nodes}"
-    if spec.nodes - 1 > num_further:
+    has = f"nodes is {nodes.plain}"
+    if nodes.least - 1 > num_further:
         have = "has no further node" if not num_further else f"has {num_further} further"
         raise InvalidSpec.of(
             "nodes", f"{has}, and this daemon {have} (its setting nodes); use nodes: {num_further + 1} at most"
@@ -44,11 +45,10 @@ def check_nodes(spec: JobSpec, *, num_further: int) -> None:
             f"{has} and gpus is {spec.gpus.plain}: on several nodes the number of gpus of each does not change while "
             f"the job runs; use gpus: {spec.gpus.most}",
         )
-    if spec.nodes * spec.gpus.most > MAX_LANES:
+    if (num_devices := nodes.most * spec.gpus.most) > MAX_LANES:
         raise InvalidSpec.of(
             "nodes",
-            f"{has} and gpus is {spec.gpus.most}, which are {spec.nodes * spec.gpus.most} devices; {MAX_LANES} are "
-            "possible together",
+            f"{has} and gpus is {spec.gpus.most}, which are {num_devices} devices; {MAX_LANES} are possible together",
         )
     if spec.train.parallel == "layers":
         raise InvalidSpec.of(
@@ -67,10 +67,10 @@ def check_nodes(spec: JobSpec, *, num_further: int) -> None:
         )
 
 
-def check_exact(folder: ModelFolder, execution: Execution) -> None:
+def check_exact(folder: ModelFolder, execution: Execution, nodes: Span) -> None:
     """Refuse a model with parameters that stay in fp32 where the others are in bf16: they are read from the whole
     store. Raises InvalidSpec."""
-    if execution.num_nodes == 1 or execution.compute_dtype == "float32":
+    if nodes.most == 1 or execution.compute_dtype == "float32":
         return
     names = [*folder.shape.kept_in_fp32, re.escape(MAGNITUDE)]
     exact = re.compile("|".join(names))
@@ -78,7 +78,7 @@ def check_exact(folder: ModelFolder, execution: Execution) -> None:
     if found is not None:
         raise InvalidSpec.of(
             "nodes",
-            f"nodes is {execution.num_nodes}, and {found} of the model is computed with in fp32 next to weights in "
+            f"nodes is {nodes.plain}, and {found} of the model is computed with in fp32 next to weights in "
             "bf16, which one node alone can do; use nodes: 1",
         )
 

@@ -26,6 +26,7 @@ from horizon_server.planning.machine import (
     host_memory,
     numa_nodes_of,
     rates_name,
+    rates_of_gpus,
 )
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
@@ -33,7 +34,6 @@ from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
 from horizon_server.planning.spec_warnings import spec_warnings
-from horizon_server.planning.step_time import predict_forward
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
@@ -42,9 +42,9 @@ from horizon_server.records.execution import (
     DeviceKind,
     Execution,
 )
-from horizon_server.records.plan import Ledger, Plan, PlannedMachine, ReferencePass, StepPrediction
+from horizon_server.records.plan import Ledger, Plan, PlannedMachine, StepPrediction
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import Gpus, JobSpec
+from horizon_server.spec import JobSpec, Span
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
@@ -230,8 +230,8 @@ class Planner:
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
-            num_ranks=spec.nodes * spec.gpus.most,
-            num_nodes=spec.nodes,
+            num_ranks=spec.nodes.least * spec.gpus.most,
+            num_nodes=spec.nodes.least,
             wire=spec.train.wire,
             lanes=_lanes(spec),
             num_threads=self._num_threads,
@@ -255,6 +255,7 @@ class Planner:
         longest_document: int | None = None,
         data: DataSize | None = None,
         other_bytes: int = 0,
+        num_nodes: int | None = None,
         num_devices: int | None = None,
         gpus: Sequence[Accelerator] = (),
     ) -> Plan:
@@ -264,13 +265,16 @@ class Planner:
             longest_document: that of the data, once prepared.
             data: all its documents, which the pass before the first step goes over, and the steps that they make.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
-            num_devices: that the job is to use; without, as many as it may use of the node's.
+            num_nodes: that the job is to use; without, the fewest of its range.
+            num_devices: that it is to use of each; without, as many as it may use of the node's.
             gpus: those, in the order of its ranks; without, the first ones.
         """
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
-        execution = self._execution(spec, num_devices, gpus)
-        return self._planned_here(spec, folder, execution, limit, data=data, longest_document=longest_document)
+        execution = self._execution(spec, num_devices, gpus, num_nodes=num_nodes)
+        return self._planned_here(
+            spec, folder, execution, limit, gpus=gpus, data=data, longest_document=longest_document
+        )
 
     def plan_to_continue(
         self,
@@ -284,9 +288,9 @@ class Planner:
         gpus: Sequence[Accelerator],
     ) -> Plan:
         """Plan a job on another number of devices, in the memory that the plan `before` keeps for it."""
-        execution = self._execution(spec, num_devices, gpus)
+        execution = self._execution(spec, num_devices, gpus, num_nodes=before.num_nodes)
         plan = self._planned_here(
-            spec, folder, execution, before.host_limit_bytes, data=data, longest_document=longest_document
+            spec, folder, execution, before.host_limit_bytes, gpus=gpus, data=data, longest_document=longest_document
         )
         assert plan.plane_bytes == before.plane_bytes, "planes are as large for every number of devices"
         plan = plan if before.num_steps is None else plan.with_steps(before.num_steps)
@@ -300,7 +304,7 @@ class Planner:
         """
         # By one process, in the job's lanes: sums of losses are in their order.
         lanes = _lanes(spec)
-        spec = spec.model_copy(update={"device": "host", "gpus": Gpus(), "nodes": 1})
+        spec = spec.model_copy(update={"device": "host", "gpus": Span(), "nodes": Span()})
         folder = evaluated_folder(path, spec.train)
         together = micro_batch_tokens(folder.shape.hidden_size, "host")
         execution = dataclasses.replace(self._execution(spec), grad_bytes=0, micro_batch_tokens=together, lanes=lanes)
@@ -316,8 +320,8 @@ class Planner:
         return execution, case.ledger(execution)
 
     def _planned_here(self, spec: JobSpec, path: Path, execution: Execution, limit_bytes: int, **known: Any) -> Plan:
-        num_on_node = self._num_devices(execution.device_kind)
-        return self._planned(spec, path, execution, limit_bytes, num_on_node=num_on_node, **known)
+        known |= {"num_on_node": self._num_devices(execution.device_kind), "most_nodes": self.most_nodes(spec)}
+        return self._planned(spec, path, execution, limit_bytes, **known)
 
     def _planned(
         self,
@@ -327,33 +331,42 @@ class Planner:
         limit_bytes: int,
         *,
         rates: DeviceRates | None = None,
+        gpus: Sequence[Accelerator] = (),
         data: DataSize | None = None,
         longest_document: int | None = None,
         num_on_node: int = MAX_LANES,
+        most_nodes: int = MAX_LANES,
     ) -> Plan:
-        """`num_on_node` are the devices of the kind that the node has; without, there are enough."""
+        """`gpus` are as in `plan_to_start`. `num_on_node` are the devices of the kind that the node has, `most_nodes`
+        the nodes that the job may have; without, there are enough."""
         folder = open_for_training(path, spec.train)
-        check_exact(folder, execution)
+        check_exact(folder, execution, spec.nodes)
         longest = folder.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             what = (
                 f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
             )
             raise InvalidSpec.of("train.sequence_length", what)
+        # Which GPUs a job with a range continues on is not known when its memory is kept.
+        differ = execution.deals_lanes and not spec.gpus.is_range
+        gpus = gpus or self._accelerators[: execution.num_ranks]
         case = Case(
             spec=spec,
             folder=folder,
             host_limit_bytes=limit_bytes,
             rates=rates or self._rates().get(rates_name(execution.device_kind, execution.compute_dtype)),
+            rates_of_ranks=rates_of_gpus(self._rates(), gpus) if differ else (),
             layer=self._layer_memory(folder),
             data=data,
             longest_document=longest_document,
             network_bytes_per_s=self.network_bytes_per_s,
         )
         together = micro_batch_tokens(folder.shape.hidden_size, execution.device_kind)
-        asked, device_range = dataclasses.replace(execution, micro_batch_tokens=together), None
+        asked, device_range, node_range = dataclasses.replace(execution, micro_batch_tokens=together), None, None
         if spec.gpus.is_range:
-            settled, device_range = settle_range(case, asked, spec.gpus.within(num_on_node))
+            settled, device_range = settle_range(case, asked, "gpus", spec.gpus.within(num_on_node))
+        elif spec.nodes.is_range:
+            settled, node_range = settle_range(case, asked, "nodes", spec.nodes.within(most_nodes))
         else:
             settled = settle(case, asked)
         execution, prediction = settled.execution, settled.prediction
@@ -367,15 +380,20 @@ class Planner:
             num_trained_parameters=folder.layout.num_trained_parameters,
             message=settled.message,
             device_range=device_range,
+            node_range=node_range,
             warnings=tuple(self._warnings(case, execution)),
             prediction=prediction,
             ways=settled.ways,
             hint=self._hint(case, execution, prediction),
-            references=_references(case, execution),
+            references=case.references(execution),
         )
         if (num_steps := case.num_steps) is not None:
             plan = plan.with_steps(num_steps, estimated=case.is_estimated and num_steps != spec.most_steps)
         return plan
+
+    def most_nodes(self, spec: JobSpec) -> int:
+        """On how many nodes a job may be computed at most: of its range, this one and those of the settings."""
+        return min(spec.nodes.most, 1 + len(self._settings.nodes))
 
     def _num_devices(self, kind: DeviceKind) -> int:
         return len(self._accelerators) if kind == "cuda" else self._settings.host_devices
@@ -386,10 +404,12 @@ class Planner:
         num_devices: int | None = None,
         gpus: Sequence[Accelerator] = (),
         *,
+        num_nodes: int | None = None,
         free: Collection[str] | None = None,
     ) -> Execution:
         """On what a job of this spec computes here, and in which numbers; placement and residency depend on the
-        model. Without a number of devices, on as many as it may use, of those that are `free` where that is given."""
+        model. Without a number of devices, on as many as it may use, of those that are `free` where that is given;
+        without a number of nodes, on the fewest."""
         check_nodes(spec, num_further=len(self._settings.nodes))
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
@@ -401,6 +421,7 @@ class Planner:
         on_gpu = spec.device == "cuda" or (spec.device == "auto" and bool(self._accelerators) and asked != "float32")
         device_kind: DeviceKind = "cuda" if on_gpu else "host"
         self._check_devices(spec.gpus, device_kind)
+        num_nodes = num_nodes or spec.nodes.least
         most = min(spec.gpus.most, self._num_devices(device_kind))
         num_devices = num_devices or most
         if free is not None:
@@ -437,21 +458,21 @@ class Planner:
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
             gpu=gpu_uuids(gpus) if device_kind == "cuda" else "",
-            num_ranks=spec.nodes * num_devices,
-            num_nodes=spec.nodes,
+            num_ranks=num_nodes * num_devices,
+            num_nodes=num_nodes,
             wire=spec.train.wire,
             lanes=_lanes(spec),
-            deals_lanes=differ and spec.nodes == 1,
+            deals_lanes=differ and spec.nodes.most == 1,
             num_threads=num_threads,
             optimizer_threads=update_threads(num_updating, device_kind=device_kind),
             numa_interleave=self._settings.numa_interleave,
             numa_nodes=numa_nodes_of(gpus, self._numa_nodes)
-            if self._settings.numa_interleave and spec.nodes == 1
+            if self._settings.numa_interleave and num_nodes == 1
             else (),
             grad_bytes=_grad_bytes(spec, compute_dtype),
         )
 
-    def _check_devices(self, gpus: Gpus, kind: DeviceKind) -> None:
+    def _check_devices(self, gpus: Span, kind: DeviceKind) -> None:
         """Raises InvalidSpec where a job asks for more devices of the kind than this node has."""
         if gpus.least <= (num := self._num_devices(kind)):
             return
@@ -466,6 +487,11 @@ class Planner:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
         warnings += _of_lanes(case.spec, execution)
+        if case.spec.nodes.is_range and execution.wire != "float32":
+            warnings.append(
+                f"nodes is {case.spec.nodes.plain} and train.wire is {execution.wire}, with which the result depends "
+                "on the number of nodes that the job gets; use train.wire: float32 for the same result on any number"
+            )
         if execution.num_nodes > 1 and case.network_bytes_per_s is None:
             warnings.append(
                 "the speed of the network between the nodes is not known, so the prediction leaves it out; an admin "
@@ -515,15 +541,15 @@ def _keeping_everything(layout: StoreLayout, execution: Execution) -> str:
 
 
 def _lanes(spec: JobSpec) -> int:
-    """The parts that a step is divided into, on whatever number of devices. Raises InvalidSpec where one would have
-    none."""
-    most = spec.nodes * spec.gpus.most
+    """The parts that a step is divided into, on whatever number of nodes and devices. Raises InvalidSpec where a device
+    would have none."""
+    most = spec.nodes.most * spec.gpus.most
     lanes, gpus, least = spec.train.lanes, spec.gpus, 1 << (most - 1).bit_length()
     if lanes is None:
         return 1 if most == 1 else max(_DEFAULT_LANES, least)
     if lanes < most:
-        of_nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
-        instead = f" or gpus: {gpus.at_most(lanes).plain}" if spec.nodes == 1 else ""
+        of_nodes = f" on {spec.nodes.plain} nodes" if spec.nodes.most > 1 else ""
+        instead = f" or gpus: {gpus.at_most(lanes).plain}" if spec.nodes.most == 1 else ""
         what = (
             f"train.lanes is {lanes} and gpus is {gpus.plain}{of_nodes}, and each device computes one lane at least; "
             f"use train.lanes: {least}{instead}"
@@ -552,7 +578,7 @@ def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
     return []
 
 
-def _check_names(asked: Gpus, gpus: Sequence[Accelerator]) -> None:
+def _check_names(asked: Span, gpus: Sequence[Accelerator]) -> None:
     """Raises InvalidSpec where a job has several GPUs and the driver names no UUIDs for its ranks to find them by."""
     if len(gpus) > 1 and not gpu_uuids(gpus):
         what = (
@@ -560,20 +586,6 @@ def _check_names(asked: Gpus, gpus: Sequence[Accelerator]) -> None:
             "(MIG): all processes would compute on the first one; use gpus: 1"
         )
         raise InvalidSpec.of("gpus", what)
-
-
-def _references(case: Case, execution: Execution) -> ReferencePass | None:
-    """The pass over the data before the first step, where the method needs it."""
-    if case.rates is None or not case.spec.needs_references:
-        return None
-    work, data = case.work(execution), case.data
-    rate = work.num_tokens / predict_forward(work, case.rates, shares_processors=execution.device_kind == "host")
-    return ReferencePass(
-        tokens_per_second=execution.num_nodes * rate,
-        num_tokens=None if data is None else data.num_tokens,
-        tokens_estimated=case.is_estimated,
-        total_s=None if data is None else data.num_tokens / (execution.num_nodes * rate),
-    )
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

@@ -4,13 +4,15 @@ device; and says why it does not fit. Loads no torch."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.data_size import DataSize
+from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
@@ -18,12 +20,12 @@ from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
 from horizon_server.planning.sampling import with_answers
-from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Execution, Residency
-from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, StepPrediction
-from horizon_server.spec import EVERYTHING, LORA, METHODS, Gpus, JobSpec
+from horizon_server.records.plan import DeviceRange, Ledger, PredictedWays, ReferencePass, StepPrediction
+from horizon_server.spec import EVERYTHING, LORA, METHODS, JobSpec, Span
 from horizon_server.texts import size_text
 
 MAX_PLAN_BYTES = 1 << 60
@@ -40,6 +42,8 @@ class Case:
     host_limit_bytes: int
     rates: DeviceRates | None
     """How fast the device is, where that is known."""
+    rates_of_ranks: tuple[DeviceRates, ...] = ()
+    """How fast each rank's device is, where they differ and that is known; else all are as `rates` say."""
     layer: LayerMemory | None
     """What a layer keeps, where it was counted on the model."""
     data: DataSize | None
@@ -76,7 +80,10 @@ class Case:
         """How long it takes; None where the device's speed is not known."""
         if self.rates is None:
             return None
-        predicted = predict_step(self.work(execution), self.rates, shares_processors=execution.device_kind == "host")
+        work = self.work(execution)
+        predicted = predict_step(
+            work, self.rates, speeds=self.speeds(work), shares_processors=execution.device_kind == "host"
+        )
         if execution.num_nodes == 1:
             return predicted
         return with_network(
@@ -85,6 +92,27 @@ class Case:
             num_nodes=execution.num_nodes,
             bytes_per_s=self.network_bytes_per_s,
         )
+
+    def references(self, execution: Execution) -> ReferencePass | None:
+        """The pass over the data before the first step, where the method needs it."""
+        if self.rates is None or not self.spec.needs_references:
+            return None
+        work, data, on_host = self.work(execution), self.data, execution.device_kind == "host"
+        seconds = predict_forward(work, self.rates, speeds=self.speeds(work), shares_processors=on_host)
+        rate = work.num_tokens / seconds
+        return ReferencePass(
+            tokens_per_second=execution.num_nodes * rate,
+            num_tokens=None if data is None else data.num_tokens,
+            tokens_estimated=self.is_estimated,
+            total_s=None if data is None else data.num_tokens / (execution.num_nodes * rate),
+        )
+
+    def speeds(self, work: StepWork) -> tuple[float, ...]:
+        """How fast each rank's device computes a layer, in units of `rates`; empty where they do not differ."""
+        if self.rates is None:
+            return ()
+        own_s = layer_seconds(work, self.rates)
+        return tuple(own_s / layer_seconds(work, rates) for rates in self.rates_of_ranks)
 
     def with_train(self, **changes: Any) -> Case:
         """The case of a job with other fields of `train`, on the same layout."""
@@ -143,16 +171,17 @@ def settle(case: Case, execution: Execution, *, uses_spare: bool = True) -> Sett
     )
 
 
-def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tuple[Settled, DeviceRange]:
-    """Settle a job that may continue on each of these `numbers` of devices, the smallest first: how it runs on as many
-    as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
+def settle_range(
+    case: Case, execution: Execution, field: Literal["gpus", "nodes"], numbers: Sequence[int]
+) -> tuple[Settled, DeviceRange]:
+    """Settle a job that may continue on each of these `numbers` of what `field` counts, the smallest first: how it runs
+    on as many as `execution` has, and what is kept for it, so that it can. Raises as `settle`."""
     settled = settle(case, execution)
     # The search for what stays on a device takes the most time, and takes only what is to spare.
     each = {
-        number: settled
-        if number == execution.num_ranks
-        else settle(case, dataclasses.replace(execution, num_ranks=number), uses_spare=False)
+        number: settled if other == execution else settle(case, other, uses_spare=False)
         for number in numbers
+        for other in [execution.on(number, field)]
     }
     kept = DeviceRange(
         least=numbers[0],
@@ -162,10 +191,11 @@ def settle_range(case: Case, execution: Execution, numbers: Sequence[int]) -> tu
     )
     message = ""
     if refused := [number for number in numbers if each[number].message]:
-        message = f"on {refused[0]} of gpus: {case.spec.gpus.plain}, {each[refused[0]].message}"
+        asked: Span = getattr(case.spec, field)
+        message = f"on {refused[0]} of {field}: {asked.plain}, {each[refused[0]].message}"
         if fitting := [number for number in numbers if not each[number].message]:
             first = next(number for number in fitting if set(range(number, fitting[-1])) <= set(fitting))
-            message += f"; or use gpus: {Gpus(least=first, most=fitting[-1]).plain}, which fits"
+            message += f"; or use {field}: {Span(least=first, most=fitting[-1]).plain}, which fits"
     return dataclasses.replace(settled, message=message), kept
 
 
@@ -211,8 +241,8 @@ def _is_better(case: Case, by_layers: _Way, by_rows: _Way) -> bool:
 
 
 def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | None:
-    """The way in which the layers go round the devices; None where that is not possible. Raises InvalidSpec where it is
-    asked for all the same."""
+    """The way in which the devices divide the layers: in turn, or by speed where that is predicted to be faster; None
+    where it is not possible. Raises InvalidSpec where it is asked for all the same."""
     num_layers, problem = case.folder.shape.num_hidden_layers, ""
     if execution.grad_bytes == 0:
         problem = (
@@ -226,7 +256,13 @@ def _by_layers(case: Case, execution: Execution, *, uses_spare: bool) -> _Way | 
             f"layer{'' if num_layers == 1 else 's'}; use gpus: {gpus.at_most(num_layers).plain} or train.parallel: rows"
         )
     if not problem:
-        return _Way.of(case, dataclasses.replace(execution, parallel="layers"), uses_spare=uses_spare)
+        in_turn = _Way.of(case, dataclasses.replace(execution, parallel="layers"), uses_spare=uses_spare)
+        if not (speeds := case.speeds(case.work(in_turn.execution))):
+            return in_turn
+        dealt = dataclasses.replace(in_turn.execution, layer_ranks=deal_layers(num_layers, speeds))
+        by_speed = _Way.of(case, dealt, uses_spare=uses_spare)
+        # Where links decide, and not compute, as many layers for each are the better deal.
+        return min(in_turn, by_speed, key=lambda way: way.step_s or math.inf)
     if case.spec.train.parallel == "layers":
         raise InvalidSpec.of("train.parallel", problem)
     return None

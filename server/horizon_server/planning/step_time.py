@@ -1,13 +1,5 @@
 """How long a step takes at given rates, by part: the schedule of `planning.step_work` played through on the
-device's queues and the optimizer's. Torch-free.
-
-Units go through the queues as in the engine: a unit's upload waits for its slot and for the last step's update of it,
-its compute for the upload, its gradient's way down for the compute, and its update for the end of the step (with
-clipping) or for the gradient alone. So a phase takes as long as its slowest queue, and what is exposed at both ends of
-a step comes out of the play.
-
-Where the layers of a step go round several ranks, each rank has such queues, and a layer begins when the one before it
-has handed on the first micro-batch.
+device's queues and the optimizer's (`planning.play`). Torch-free.
 
 The host device's queues share the same processors and memory, so there all that they do adds up.
 
@@ -17,245 +9,21 @@ Source: docs/architecture.md, "How fast a job will be"; Williams et al., Rooflin
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
+from horizon_server.planning.lane_tree import dealt
+from horizon_server.planning.play import Timeline, Visit, pass_length, play, play_by_layers, visits_of
 from horizon_server.planning.rates import LOOPBACK_BYTES_PER_S, DeviceRates, rate_at
 from horizon_server.planning.step_work import StepWork
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.records.plan import Bound, StepPrediction
 
-# The first step finds nothing updated, the second is like all later ones; one more, because queues may need a step to
-# settle.
-_NUM_PLAYED = 3
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of attention's backward, scores computed again, in units of its forward."""
 
-Ring = Literal["layer", "edge"]
 Parts = Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Visit:
-    """One unit's turn in a pass. `download_s` is what d2h does after it; `gradient` says that this is the unit's
-    gradient. `unit` counts from the embedding (0) to the head. A `resident` unit has a slot of its own in the ring's
-    place. `hop_up_s` and `hop_down_s` are what hidden states of other ranks and for them take besides, in all
-    micro-batches of the step."""
-
-    unit: int
-    ring: Ring
-    upload_s: float
-    compute_s: float
-    download_s: float = 0.0
-    gradient: bool = False
-    resident: bool = False
-    hop_up_s: float = 0.0
-    hop_down_s: float = 0.0
-
-
-@dataclass(kw_only=True)
-class Timeline:
-    """A step as it was played. `ramp_s` is from its start to the first layer's start, `tail_s` from the last work to
-    its end; both are in `exposed_s`, in which compute has nothing to do."""
-
-    step_s: float = 0.0
-    compute_s: float = 0.0
-    ramp_s: float = 0.0
-    tail_s: float = 0.0
-
-    @property
-    def exposed_s(self) -> float:
-        """All seconds in which compute waits."""
-        return self.step_s - self.compute_s
-
-
-@dataclass
-class _Queues:
-    """When each queue has done what was played so far, and each unit was updated; from one step to the next."""
-
-    now: float = 0.0
-    optimizer: float = 0.0
-    updated: dict[int, float] = field(default_factory=dict)
-    landing: dict[Ring, deque[float]] = field(
-        default_factory=lambda: {"layer": deque([0.0] * NUM_SLOTS), "edge": deque([0.0])}
-    )
-
-
-def play(visits: Sequence[Visit], updates: Sequence[tuple[int, float]], *, updates_in_backward: bool) -> Timeline:
-    """Play the visits of one step again and again, and return the last step. `updates` are (unit, seconds) in the order
-    of forward; a unit may come twice, and what is read first waits for the first."""
-    queues, timeline = _Queues(), Timeline()
-    in_backward: dict[int, float] = {}
-    for unit, seconds in updates if updates_in_backward else ():
-        in_backward[unit] = in_backward.get(unit, 0.0) + seconds
-    for _ in range(_NUM_PLAYED):
-        timeline = _play_step(visits, in_backward, queues)
-        if not updates_in_backward:
-            queues.updated.clear()
-            for unit, seconds in updates:
-                queues.optimizer = max(queues.optimizer, queues.now) + seconds
-                queues.updated.setdefault(unit, queues.optimizer)
-    return timeline
-
-
-def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues: _Queues) -> Timeline:
-    """One step from where the last one has ended; its queues are idle then, but for the optimizer's. `in_backward` are
-    the seconds of updates that come as soon as a unit's gradient has landed."""
-    start = h2d = compute = d2h = queues.now
-    slots: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
-    gradients: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
-    timeline, has_ramp = Timeline(), False
-    for visit in visits:
-        # Uploads keep their order, so one that waits for its update holds up all later ones.
-        slot_s = start if visit.resident else slots[visit.ring].popleft()
-        h2d = max(h2d, slot_s, queues.updated.get(visit.unit, 0.0)) + visit.upload_s
-        begin = max(compute, h2d)
-        if visit.gradient:
-            begin = max(begin, gradients[visit.ring].popleft())
-        if visit.ring == "layer" and not has_ramp:
-            timeline.ramp_s, has_ramp = begin - start - timeline.compute_s, True
-        compute = begin + visit.compute_s
-        timeline.compute_s += visit.compute_s
-        if not visit.resident:
-            slots[visit.ring].append(compute)
-        if visit.download_s or visit.gradient:
-            updates = visit.gradient and visit.unit in in_backward
-            # A gradient that no plane keeps lands in a slot, which is free after the update from it.
-            landing_s = queues.landing[visit.ring].popleft() if updates else start
-            d2h = max(d2h, compute, landing_s) + visit.download_s
-            if updates:
-                queues.optimizer = queues.updated[visit.unit] = max(queues.optimizer, d2h) + in_backward[visit.unit]
-                queues.landing[visit.ring].append(queues.optimizer)
-        if visit.gradient:
-            gradients[visit.ring].append(d2h)
-    queues.now = max(compute, d2h)
-    timeline.step_s, timeline.tail_s = queues.now - start, queues.now - compute
-    return timeline
-
-
-def pass_length(num_layers: int, num_micro_batches: int, num_ranks: int) -> int:
-    """How long a pass takes whose layers go round the ranks, in units of one layer with one micro-batch.
-
-    A round of the ranks takes what a rank needs for a layer, or with fewer micro-batches than ranks, what one of them
-    needs to come round.
-    """
-    rounds, last = divmod(num_layers - 1, num_ranks)
-    return rounds * max(num_micro_batches, num_ranks) + last + num_micro_batches
-
-
-@dataclass(frozen=True)
-class _Landed:
-    """When the first and the last micro-batch of a hidden state are where all ranks find them."""
-
-    first_s: float
-    last_s: float
-
-    def part(self, index: int, num_parts: int) -> float:
-        """When one of equal parts is there."""
-        return self.first_s + (self.last_s - self.first_s) * (index + 1) / num_parts
-
-
-class _RankQueues:
-    """The queues of one of the ranks that layers go round, in one step. `updated` is when each unit was."""
-
-    def __init__(self, start: float, visits: Sequence[Visit], updated: Mapping[int, float]) -> None:
-        self.h2d = self.compute = self.d2h = self.hops_up = self.hops_down = start
-        self.computed_s = 0.0
-        self._slots: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
-        self._gradients: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
-        self._coming, self._updated = deque(visits), updated
-        self._ready = deque[float]()
-        self._fetch()
-
-    def visit(self, visit: Visit, landed: _Landed, num_micro_batches: int) -> tuple[float, _Landed]:
-        """Compute the next unit on micro-batches that land meanwhile. Returns when it begins, and when its results
-        land."""
-        up, each, down = (
-            seconds / num_micro_batches for seconds in (visit.hop_up_s, visit.compute_s, visit.hop_down_s)
-        )
-        first_up, last_up = landed.first_s, landed.last_s
-        if visit.hop_up_s:
-            first_up = max(self.hops_up, landed.first_s) + up
-            last_up = self.hops_up = max(first_up + visit.hop_up_s - up, landed.last_s + up)
-        self._fetch(visit.hop_up_s, first_up)
-        begin = max(self.compute, self._ready.popleft(), first_up)
-        if visit.gradient:
-            begin = max(begin, self._gradients[visit.ring].popleft())
-        self.compute = max(begin + visit.compute_s, last_up + each)
-        self.computed_s += visit.compute_s
-        self._slots[visit.ring].append(self.compute)
-        first = max(self.hops_down, begin + each) + down
-        last = max(first + visit.hop_down_s - down, self.compute + down)
-        if visit.hop_down_s:
-            self.hops_down = last
-        if visit.download_s:
-            self.d2h = max(self.d2h + visit.hop_down_s, self.compute) + visit.download_s
-        if visit.gradient:
-            self._gradients[visit.ring].append(self.d2h)
-        return begin, _Landed(first, last)
-
-    def _fetch(self, hop_up_s: float = 0.0, first_up: float = 0.0) -> None:
-        """Bring the weights of the unit that comes next, as soon as there is a slot. Hops have a queue of their own
-        over the same link: weights that are not there when the first has come up come later by all of them."""
-        if self._coming:
-            visit = self._coming.popleft()
-            slot_s = self._slots[visit.ring].popleft()
-            self.h2d = max(self.h2d, slot_s, self._updated.get(visit.unit, 0.0)) + visit.upload_s
-            if visit.upload_s and self.h2d > first_up:
-                self.h2d += hop_up_s
-            self._ready.append(self.h2d)
-
-
-def play_by_layers(
-    visits: Sequence[Visit], updates: Sequence[tuple[int, float]], *, num_ranks: int, num_micro_batches: int
-) -> Timeline:
-    """As `play`, of a step whose layers go round the ranks; every rank visits embedding and head, for its part of the
-    tokens. The timeline's compute is the first rank's, which has the most layers. Updates come after the step, of one
-    layer of each rank at a time."""
-    timeline, now, optimizer, updated = Timeline(), 0.0, 0.0, dict[int, float]()
-    layers = {visit.unit for visit in visits if visit.ring == "layer"}
-    of_rank = max(1, -(-num_micro_batches // num_ranks))
-    own = [
-        [visit for visit in visits if visit.ring == "edge" or (visit.unit - 1) % num_ranks == index]
-        for index in range(num_ranks)
-    ]
-    for _ in range(_NUM_PLAYED):
-        ranks = [_RankQueues(now, of_one, updated) for of_one in own]
-        timeline, start, landed, has_ramp = Timeline(), now, _Landed(now, now), False
-        for visit in visits:
-            if visit.ring == "layer":
-                rank = ranks[(visit.unit - 1) % num_ranks]
-                begin, landed = rank.visit(visit, landed, num_micro_batches)
-                if not has_ramp:
-                    timeline.ramp_s, has_ramp = begin - start - ranks[0].computed_s + visit.compute_s, True
-            else:
-                parts = [landed.part(index, num_ranks) for index in range(num_ranks)]
-                found = [rank.visit(visit, _Landed(at, at), of_rank)[1] for rank, at in zip(ranks, parts, strict=True)]
-                landed = _Landed(found[0].first_s, max(part.last_s for part in found))
-        now = max(max(rank.compute, rank.d2h, rank.hops_down) for rank in ranks)
-        timeline.step_s, timeline.compute_s = now - start, ranks[0].computed_s
-        timeline.tail_s = now - max(rank.compute for rank in ranks)
-        updated, optimizer = _updated_together(updates, max(optimizer, now), layers, num_ranks)
-    return timeline
-
-
-def _updated_together(
-    updates: Sequence[tuple[int, float]], start: float, layers: set[int], num_ranks: int
-) -> tuple[dict[int, float], float]:
-    """When each unit is updated by ranks that share the host's memory and have a layer each at a time; and when all
-    are."""
-    updated, optimizer, waiting = dict[int, float](), start, list[int]()
-    for unit, seconds in updates:
-        optimizer += seconds
-        waiting.append(unit)
-        is_whole_round = unit % num_ranks == 0 or unit + 1 not in layers
-        if unit not in layers or is_whole_round:
-            for done in waiting:
-                updated.setdefault(done, optimizer)
-            waiting.clear()
-    return updated, optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,16 +39,19 @@ class Seconds:
     head: Parts
     embedding: Parts
     visits: tuple[Visit, ...]
-    """Of one rank; where the layers go round, of all."""
+    """Of one rank, the slowest where they are uneven; where the ranks divide the layers, of all, each at speed 1."""
     updates: tuple[tuple[int, float], ...]
-    layer_ranks: int = 1
+    layer_ranks: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = (1.0,)
+    """Of the ranks that divide the layers."""
     num_micro_batches: int = 1
     longest_share: float = 1.0
     shares_processors: bool = False
 
     @classmethod
-    def of(cls, work: StepWork, rates: DeviceRates) -> Seconds:
-        """Divide the work by the rates."""
+    def of(cls, work: StepWork, rates: DeviceRates, speeds: Sequence[float] = ()) -> Seconds:
+        """Divide the work by the rates. `speeds` are those of the ranks' devices, in units of the rates; without, all
+        are alike."""
         layer, width, clear = work.layer, rates.at(work.hidden_size), rates.accumulate_bytes_per_s
         gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
         attend_s = layer.attention_flops / rate_at(rates.attention_forward_flops_per_s, work.document_tokens)
@@ -305,6 +76,9 @@ class Seconds:
             "clearing": work.head_traffic.clear_bytes / clear,
         }
         embedding = {"embedding": work.embedding.gradient_bytes / width.elementwise_bytes_per_s}
+        slowest = _slowest(work, speeds)
+        for parts in (forward, backward, kept, head, embedding):
+            parts |= {name: slowest * seconds for name, seconds in parts.items()}
         for parts, launch_s in (
             (forward, rates.forward_launch_s),
             (backward, rates.backward_launch_s),
@@ -327,43 +101,50 @@ class Seconds:
             visits=visits,
             updates=updates,
             layer_ranks=work.layer_ranks,
+            speeds=tuple(speeds) if speeds and work.layer_ranks else (1.0,) * (max(work.layer_ranks, default=0) + 1),
             num_micro_batches=work.num_micro_batches,
             longest_share=work.longest_share,
             shares_processors=work.peers_are_processes,
         )
 
     @property
-    def counted(self) -> tuple[Visit, ...]:
-        """The visits of one rank, the first; of ranks that share the processors, those of all."""
-        if self.layer_ranks == 1 or self.shares_processors:
-            return self.visits
-        return tuple(visit for visit in self.visits if visit.ring == "edge" or (visit.unit - 1) % self.layer_ranks == 0)
+    def counted(self) -> tuple[Sequence[Visit], float]:
+        """The visits of one rank and its speed, of the one that computes the longest; of ranks that share the
+        processors, the visits of all."""
+        if not self.layer_ranks or self.shares_processors:
+            return self.visits, 1.0
+        each = [(visits_of(self.visits, self.layer_ranks, rank), speed) for rank, speed in enumerate(self.speeds)]
+        return max(each, key=lambda of_rank: sum(visit.compute_s for visit in of_rank[0]) / of_rank[1])
 
     def played(self, *, updates_in_backward: bool) -> Timeline:
         """The step, of devices of their own."""
-        if self.layer_ranks == 1:
+        if not self.layer_ranks:
             return play(self.visits, self.updates, updates_in_backward=updates_in_backward)
         return play_by_layers(
-            self.visits, self.updates, num_ranks=self.layer_ranks, num_micro_batches=self.num_micro_batches
+            self.visits,
+            self.updates,
+            layer_ranks=self.layer_ranks,
+            speeds=self.speeds,
+            num_micro_batches=self.num_micro_batches,
         )
 
     def waiting_s(self) -> float:
         """Where ranks share the processors: what a step is longer because some wait for others meanwhile, for a layer
-        that goes round or for a document that is not divided."""
-        if self.layer_ranks == 1:
+        of another or for a document that is not divided."""
+        if not self.layer_ranks:
             return (self.longest_share - 1) * sum(visit.compute_s for visit in self.visits)
         total_s = 0.0
         for gradient in (False, True):
             layers = [visit for visit in self.visits if visit.ring == "layer" and visit.gradient == gradient]
             if layers:
-                length = pass_length(len(layers), self.num_micro_batches, self.layer_ranks)
+                length = pass_length([self.layer_ranks[visit.unit - 1] for visit in layers], self.num_micro_batches)
                 busy_s = sum(visit.hop_up_s + visit.compute_s + visit.hop_down_s for visit in layers)
-                total_s += busy_s * (length * self.layer_ranks / (len(layers) * self.num_micro_batches) - 1)
+                total_s += busy_s * (length * len(self.speeds) / (len(layers) * self.num_micro_batches) - 1)
         return total_s
 
     def compute(self) -> dict[str, float]:
         """Seconds of compute by kind of work, over the whole step."""
-        total, visits = dict[str, float](), self.counted
+        total, (visits, speed) = dict[str, float](), self.counted
         forward = sum(visit.ring == "layer" and not visit.gradient for visit in visits)
         backward = sum(visit.ring == "layer" and visit.gradient for visit in visits)
         kept = min(self.product_layers, backward)
@@ -375,15 +156,16 @@ class Seconds:
             (self.embedding, sum(visit.unit == 0 and visit.gradient for visit in visits)),
         ):
             for name, seconds in parts.items():
-                total[name] = total.get(name, 0.0) + times * seconds
+                total[name] = total.get(name, 0.0) + times * seconds / speed
         return total
 
     def busy(self) -> dict[Bound, float]:
         """Seconds by queue, over the whole step."""
+        visits, speed = self.counted
         return {
-            "compute": sum(visit.compute_s for visit in self.counted),
-            "h2d": sum(visit.upload_s + visit.hop_up_s for visit in self.counted),
-            "d2h": sum(visit.download_s + visit.hop_down_s for visit in self.counted),
+            "compute": sum(visit.compute_s for visit in visits) / speed,
+            "h2d": sum(visit.upload_s + visit.hop_up_s for visit in visits),
+            "d2h": sum(visit.download_s + visit.hop_down_s for visit in visits),
             "host memory": sum(seconds for _, seconds in self.updates),
         }
 
@@ -398,7 +180,10 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     rows_down_s = rows.rows_down_bytes / rates.scatter_bytes_per_s + rows.table_down_bytes / down
     numbered = list(enumerate(work.layers, 1))
     # Backward finds the last layers of forward in their slots, and those that have one of their own.
-    reused = [index for index, unit in numbered if not unit.resident][-NUM_SLOTS * work.layer_ranks :]
+    passing: dict[int, list[int]] = defaultdict(list)
+    for (index, unit), rank in zip(numbered, work.layer_ranks or [0] * len(numbered), strict=True):
+        passing[rank] += [index] * (not unit.resident)
+    reused = {index for of_rank in passing.values() for index in of_rank[-NUM_SLOTS:]}
     first_kept = head - work.product_layers
     return (
         Visit(unit=0, ring="edge", upload_s=rows_up_s + rows.peer_rows_bytes / exchange, compute_s=0.0),
@@ -457,6 +242,15 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     )
 
 
+def _slowest(work: StepWork, speeds: Sequence[float]) -> float:
+    """What a part of a step takes on ranks of these speeds that divide it by rows, in units of an equal share: they get
+    lanes by speed, and wait for the last of them. 1 where all are alike, or divide the layers."""
+    if not speeds or work.layer_ranks:
+        return 1.0
+    sizes = dealt(work.lanes, speeds)
+    return max(size / speed for size, speed in zip(sizes, speeds, strict=True)) * len(sizes) / work.lanes
+
+
 def _links(work: StepWork, rates: DeviceRates) -> tuple[float, float]:
     """What one link brings up and down while the others do: together no more than they did when it was measured, or
     than the host's memory gives."""
@@ -491,13 +285,18 @@ def _updates(work: StepWork, rates: DeviceRates) -> tuple[tuple[int, float], ...
 
 
 def predict_step(
-    work: StepWork, rates: DeviceRates, *, shares_processors: bool, max_steps: int | None = None
+    work: StepWork,
+    rates: DeviceRates,
+    *,
+    shares_processors: bool,
+    speeds: Sequence[float] = (),
+    max_steps: int | None = None,
 ) -> StepPrediction:
-    """Return how long a step takes at these rates, by part, and `max_steps` of them.
+    """Return how long a step takes at these rates, by part, and `max_steps` of them; `speeds` as in `Seconds.of`.
 
     `shares_processors`: all queues run on the processors that compute, as on the host device without an emulated link.
     """
-    seconds = Seconds.of(work, rates)
+    seconds = Seconds.of(work, rates, speeds)
     queues = seconds.busy()
     parts = seconds.compute() | {
         "upload": queues["h2d"],
@@ -505,7 +304,7 @@ def predict_step(
         "adamw": queues["host memory"],
     }
     # Python starts all work of a step before it waits, and holds up the thread that launches kernels meanwhile.
-    own, hops = _own_layers(work, shares_processors=shares_processors), 5 if work.layer_ranks > 1 else 0
+    own, hops = _own_layers(work, shares_processors=shares_processors), 5 if work.layer_ranks else 0
     submit_s = rates.submit_s * (20 * own + (2 * (own + 1) + hops * own) * work.num_micro_batches)
     if shares_processors:
         step_s, bound = sum(queues.values()) + seconds.waiting_s() + submit_s, max(queues, key=queues.__getitem__)
@@ -527,13 +326,16 @@ def predict_step(
     )
 
 
-def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bool) -> float:
+def predict_forward(
+    work: StepWork, rates: DeviceRates, *, shares_processors: bool, speeds: Sequence[float] = ()
+) -> float:
     """Return the seconds of a pass forward over the tokens of a step, for their log-probabilities: nothing is kept for
-    a backward, nothing comes down, and no weight has changed since it was last on the device. `shares_processors` as in
-    `predict_step`."""
-    seconds, width, (up, _) = Seconds.of(work, rates), rates.at(work.hidden_size), _links(work, rates)
+    a backward, nothing comes down, and no weight has changed since it was last on the device. `shares_processors` and
+    `speeds` as in `predict_step`."""
+    seconds, width, (up, _) = Seconds.of(work, rates, speeds), rates.at(work.hidden_size), _links(work, rates)
     gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
     head_s = work.head.forward_flops / gemm + work.head.forward_bytes / width.head_bytes_per_s
+    head_s *= _slowest(work, speeds)
     layers = (visit for visit in seconds.visits if not visit.gradient)
     visits = [
         *(replace(visit, upload_s=0.0 if visit.resident else visit.upload_s, download_s=0.0) for visit in layers),
@@ -546,7 +348,7 @@ def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bo
         ),
     ]
     forward = replace(seconds, visits=tuple(visits), updates=())
-    own, hops = _own_layers(work, shares_processors=shares_processors), 2 if work.layer_ranks > 1 else 0
+    own, hops = _own_layers(work, shares_processors=shares_processors), 2 if work.layer_ranks else 0
     submit_s = rates.submit_s * (10 * own + (own + 1 + hops * own) * work.num_micro_batches)
     if shares_processors:
         return sum(forward.busy().values()) + forward.waiting_s() + submit_s
@@ -554,8 +356,16 @@ def predict_forward(work: StepWork, rates: DeviceRates, *, shares_processors: bo
 
 
 def _own_layers(work: StepWork, *, shares_processors: bool) -> int:
-    """How many layers one rank submits work of, or on shared processors all ranks do."""
-    return len(work.layers) if shares_processors else -(-len(work.layers) // work.layer_ranks)
+    """How many layers one rank submits work of at most, or on shared processors all ranks do."""
+    if shares_processors or not work.layer_ranks:
+        return len(work.layers)
+    return max(Counter(work.layer_ranks).values())
+
+
+def layer_seconds(work: StepWork, rates: DeviceRates) -> float:
+    """What one layer's compute takes at these rates, forward and backward."""
+    seconds = Seconds.of(work, rates)
+    return sum(seconds.layer_forward.values()) + sum(seconds.layer_backward.values())
 
 
 def _bound(seconds: Seconds, *, updates_in_backward: bool) -> Bound:

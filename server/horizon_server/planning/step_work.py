@@ -22,6 +22,7 @@ from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DeviceKind, Execution
 from horizon_server.store.adapters import adapted_sizes, scaled_sizes
 from horizon_server.store.layout import UnitLayout
+from horizon_server.store.ownership import Ownership
 
 _FP32 = 4
 _FORWARD_SHARE = 1 / 3
@@ -144,8 +145,8 @@ class StepWork:
     average layer. The last `product_layers` recompute no products. Backward ends at the `first_trained` unit.
 
     Of several ranks with a device each, what one of them does; where they compute on the same processors, what all of
-    them do together. `num_tokens` and `model_flops` are the whole step's in any case, and where the layers go round the
-    ranks, all of `layer`, `layers` and `num_micro_batches`."""
+    them do together. `num_tokens` and `model_flops` are the whole step's in any case, and where the ranks divide
+    the layers, all of `layer`, `layers` and `num_micro_batches`."""
 
     num_tokens: int
     hidden_size: int
@@ -165,8 +166,10 @@ class StepWork:
     """Whether what ranks send to each other stays in this machine's memory."""
     num_links: int = 1
     """Links that the host's memory feeds at the same time."""
-    layer_ranks: int = 1
-    """Ranks that the layers go round; 1 where each computes its part of every layer."""
+    layer_ranks: tuple[int, ...] = ()
+    """Where ranks divide the layers, the rank of each; empty where each computes its part of every layer."""
+    lanes: int = 1
+    """That the ranks divide where each computes its part of every layer."""
     hop_bytes: float = 0.0
     """Of a hidden state of all tokens, which such ranks hand on through the host's memory."""
     head_hop_bytes: float = 0.0
@@ -201,7 +204,8 @@ def work_of_step(folder: ModelFolder, recipe: Recipe, execution: Execution, *, f
         first_trained=folder.layout.first_trained_unit,
         peers_are_processes=on_host,
         num_links=1 if on_host else execution.num_ranks,
-        layer_ranks=execution.num_ranks if by_layers else 1,
+        layer_ranks=Ownership.of(folder.layout, execution).layer_ranks if by_layers else (),
+        lanes=execution.lanes,
         hop_bytes=hop_bytes,
         head_hop_bytes=hop_bytes if on_host else hop_bytes / execution.num_ranks,
         longest_share=sum(of_rank.lengths) * execution.num_ranks / recipe.tokens_per_step,

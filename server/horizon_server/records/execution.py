@@ -3,6 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -86,6 +87,9 @@ class Execution:
     micro-batches, those of the lanes in a balanced tree: the bits depend on the lanes, never on who computes them."""
     parallel: Parallel = "rows"
     """How several ranks divide a step. No bit depends on it."""
+    layer_ranks: tuple[int, ...] = ()
+    """By layers, the rank that computes each layer; empty where the layers go round the ranks in turn. No bit depends
+    on it."""
     deals_lanes: bool = False
     """Whether ranks that were measured to be faster get more lanes, where the devices differ."""
     num_threads: int = 1
@@ -114,6 +118,12 @@ class Execution:
     def ranks_per_node(self) -> int:
         """Ranks, and so devices, on each machine."""
         return self.num_ranks // self.num_nodes
+
+    def on(self, number: int, what: Literal["gpus", "nodes"]) -> Execution:
+        """The same on that number of devices of each node, or of nodes with as many devices each."""
+        if what == "gpus":
+            return dataclasses.replace(self, num_ranks=number * self.num_nodes)
+        return dataclasses.replace(self, num_nodes=number, num_ranks=number * self.ranks_per_node)
 
     @property
     def element_bytes(self) -> int:

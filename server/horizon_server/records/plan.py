@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,8 +94,8 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRange:
-    """The numbers of devices that a job may compute on, as far as the node has them, and what is kept for it so that
-    any of them can continue in its memory: of the number that takes the most, bytes of the host and of each device."""
+    """The numbers of devices, or of nodes, that a job may compute on, as far as they are there, and what is kept for it
+    so that it can continue on any of them: of the number that takes the most, bytes of the host and of each device."""
 
     least: int
     most: int
@@ -125,6 +126,8 @@ class Plan(Ledger):
     known."""
     device_range: DeviceRange | None = None
     """None where the job wants one number of devices."""
+    node_range: DeviceRange | None = None
+    """None where the job wants one number of nodes. num_nodes is what is used; before the start, the fewest."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
     ways: PredictedWays | None = None
@@ -174,6 +177,11 @@ class Plan(Ledger):
         return self.num_devices if self.device_range is None else self.device_range.least
 
     @property
+    def least_nodes(self) -> int:
+        """The fewest that the job may start on."""
+        return self.num_nodes if self.node_range is None else self.node_range.least
+
+    @property
     def lanes(self) -> int:
         """Parts that each step is divided into."""
         return self.execution.lanes
@@ -191,17 +199,19 @@ class Plan(Ledger):
 
     @property
     def kept_host_bytes(self) -> int:
-        """Host memory that is kept for the job, on whatever number of devices."""
-        return self.host_total_bytes if self.device_range is None else self.device_range.host_bytes
+        """Host memory of this node that is kept for the job, on whatever number of devices or nodes."""
+        kept = self.device_range or self.node_range
+        return self.host_total_bytes if kept is None else kept.host_bytes
 
     @property
     def kept_device_bytes(self) -> int:
-        """Memory of each of its devices that is kept for it, on whatever number of them."""
-        return self.device_total_bytes if self.device_range is None else self.device_range.device_bytes
+        """Memory of each of its devices that is kept for it, on whatever number of them or of nodes."""
+        kept = self.device_range or self.node_range
+        return self.device_total_bytes if kept is None else kept.device_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether its memory is within both limits, on every number of devices; slowness never counts."""
+        """Whether its memory is within both limits, on every number of devices or nodes; slowness never counts."""
         return self.kept_host_bytes <= self.host_limit_bytes and self.kept_device_bytes <= self.device_limit_bytes
 
     @property
@@ -234,8 +244,13 @@ class Plan(Ledger):
             planned = planned.replace(" on the host", f" on each of {self.num_nodes} nodes", 1)
         if self.execution.num_ranks > 1:
             planned += f" by {self.execution.num_ranks} devices in {self.lanes} lanes, by {self.parallel}"
+        if self.execution.layer_ranks:
+            num_layers = Counter(self.execution.layer_ranks)
+            planned += f" dealt {':'.join(str(num_layers[rank]) for rank in sorted(num_layers))}"
         if self.device_range is not None:
             planned += f" ({self.num_devices} of {self.device_range.least} to {self.device_range.most} devices)"
+        if self.node_range is not None:
+            planned += f" ({self.num_nodes} of {self.node_range.least} to {self.node_range.most} nodes)"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

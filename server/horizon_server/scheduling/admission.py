@@ -69,7 +69,11 @@ def as_resident(job: Job, devices: tuple[str, ...], now_s: float) -> Resident:
 def as_waiting(resident: Resident, now_s: float) -> Job:
     """A resident job once it is queued again now."""
     values = {name: getattr(resident, name) for name in _JOB_FIELDS}
-    remaining_s = on_number(resident.remaining_s, len(resident.devices), resident.num_devices)
+    remaining_s = on_number(
+        resident.remaining_s,
+        len(resident.devices) * (1 + _nodes_of(resident)),
+        resident.num_devices * (1 + resident.further_nodes),
+    )
     return Job(**values | {"since_s": now_s, "remaining_s": remaining_s})
 
 
@@ -150,6 +154,11 @@ LEAST_EXCESS = 1 + 1e-6
 _JOB_FIELDS = tuple(field.name for field in fields(Job))
 
 
+def _nodes_of(resident: Resident) -> int:
+    """The further nodes that a job has now."""
+    return resident.further_nodes + resident.more_nodes
+
+
 def _holder(job: Job) -> _Holder:
     return job.project, job.user
 
@@ -182,7 +191,7 @@ class _Round:
         self._node, self._shares, self._rules, self._now_s, self._held = node, shares, rules, now_s, held
         self._residents = list(residents)
         self._free_bytes = node.host_bytes - sum(job.host_bytes for job in residents)
-        self._free_nodes = sum(not why for why in node.further.values()) - sum(job.further_nodes for job in residents)
+        self._free_nodes = sum(not why for why in node.further.values()) - sum(map(_nodes_of, residents))
         self._waiting: Sequence[Job] = ()
         self._next: _HeadOfQueue | None = None
         self._start: list[tuple[str, tuple[str, ...]]] = []
@@ -356,10 +365,10 @@ class _Round:
         needs = f"it needs {job.further_nodes} further node{'' if job.further_nodes == 1 else 's'}"
         if job.further_nodes > len(self._node.further):
             return f"cannot start: {needs} and this one knows {len(self._node.further)}"
-        ours = [one for one in self._residents if one.further_nodes]
+        ours = [one for one in self._residents if _nodes_of(one)]
         reasons = [f"{name} {why}" for name, why in self._node.further.items() if why]
         if ours:
-            num_used, verb = sum(one.further_nodes for one in ours), "uses" if len(ours) == 1 else "use"
+            num_used, verb = sum(map(_nodes_of, ours)), "uses" if len(ours) == 1 else "use"
             reasons.append(f"{jobs_text([one.job_id for one in ours])} {verb} {num_used} of {len(self._node.further)}")
         return f"waiting for nodes: {needs}; {', '.join(reasons)}"
 

@@ -34,7 +34,7 @@ class Job:
     num_devices: int = 1
     more_devices: int = 0
     further_nodes: int = 0
-    """Nodes besides this one that it computes on too."""
+    """Nodes besides this one that it computes on too, at least."""
     remaining_s: float | None = None
     unload_s: float | None = None
     """The measured cost of taking the job's model out of host memory and loading it again, None where unknown."""
@@ -56,6 +56,8 @@ class Resident(Job):
     order."""
 
     devices: tuple[str, ...]
+    more_nodes: int = 0
+    """Those that it has beyond `further_nodes`."""
     resident_since_s: float
     ready_s: float = 0.0
     """When it takes turns; while it is being loaded, when it is expected to."""

@@ -86,6 +86,8 @@ class NodeStatus:
     further_nodes: tuple[FurtherNode, ...]
     boxes: tuple[Box, ...]
     """Other machines of the fleet, which jobs are sent to."""
+    box_name: str
+    """What this machine is called in a job's node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,7 @@ class NodeFacts:
             + scheduler.held_bytes(),
             further_nodes=further_nodes(scheduler.runtime.nodes),
             boxes=self._boxes.all(),
+            box_name=self._boxes.name,
         )
 
     def _machine_figures(self) -> _MachineFigures:

@@ -8,7 +8,6 @@ Schema; the client ships it as data.
 
 from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, GenerateSpec
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
-from horizon_server.spec.gpus import Gpus
 from horizon_server.spec.job import (
     CheckpointSpec,
     JobSpec,
@@ -29,6 +28,7 @@ from horizon_server.spec.objective import (
     SimpoSpec,
     check_kind,
 )
+from horizon_server.spec.span import Span
 from horizon_server.spec.training import (
     EVERYTHING,
     LORA,
@@ -54,7 +54,6 @@ __all__ = [
     "DpoSpec",
     "EvalSpec",
     "GenerateSpec",
-    "Gpus",
     "IpoSpec",
     "JobSpec",
     "KtoSpec",
@@ -65,6 +64,7 @@ __all__ = [
     "OrpoSpec",
     "PolicySpec",
     "SimpoSpec",
+    "Span",
     "TrainOn",
     "TrainSpec",
     "check_kind",

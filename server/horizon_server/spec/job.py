@@ -13,7 +13,6 @@ from horizon_formats.trackers.known import TRACKERS
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import (
-    MAX_LANES,
     MAX_STEPS,
     NAME,
     NAME_RULE,
@@ -24,7 +23,6 @@ from horizon_server.spec.fields import (
     list_as_tuple,
     text_as_list,
 )
-from horizon_server.spec.gpus import Gpus, GpusField
 from horizon_server.spec.objective import (
     METHODS,
     DpoSpec,
@@ -36,6 +34,7 @@ from horizon_server.spec.objective import (
     SimpoSpec,
     check_kind,
 )
+from horizon_server.spec.span import Span, SpanField
 from horizon_server.spec.training import LORA, TrainSpec
 from horizon_server.spec.words import RULE, problem_with
 
@@ -160,21 +159,21 @@ class JobSpec(Section):
         description="Where the layers are computed. auto means cuda on a node with a GPU, and host on the others and "
         "with train.compute_dtype: float32. It is decided when the job is submitted.",
     )
-    gpus: GpusField = Field(
-        default=Gpus(),
+    gpus: SpanField = Field(
+        default=Span(),
         description="Devices of the node that compute the job together: GPUs, or what host_devices divides the "
         "processors into. With a range such as 2-8 the job takes what is free when it starts, gives devices back that "
         "another job needs, takes more that are free, and continues on the others where one fails; the result is the "
         "same. A user is charged for each that is used.",
         json_schema_extra={"default": 1},
     )
-    nodes: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_LANES,
+    nodes: SpanField = Field(
+        default=Span(),
         description="Nodes that compute the job together, each with as many gpus: this one and others of its fleet "
         "(docs/nodes.md). A node holds its part of weights, gradients and moments, so a model may be larger than the "
-        "memory of one; the result is the same as on one node with as many lanes.",
+        "memory of one; the result is the same as on one node with as many lanes. With a range such as 1-3 the job "
+        "takes as many as can be had each time it starts, and keeps that number while it runs.",
+        json_schema_extra={"default": 1},
     )
     node: str = Field(
         default="",

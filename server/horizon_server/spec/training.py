@@ -174,8 +174,9 @@ class TrainSpec(Section):
     lanes: Lanes | None = Field(
         default=None,
         description="Parts that each step is divided into, whose gradients are summed by themselves and then in a "
-        "balanced tree: the result depends on lanes, not on gpus. A power of two, at least gpus, of a range its upper "
-        "end. Null means 8 with several gpus (16, 32 or 64 with more than 8, 16 or 32), else 1.",
+        "balanced tree: the result depends on lanes, not on gpus or nodes. A power of two, at least gpus times nodes, "
+        "of a range its upper end. Null means 8 with several devices (16, 32 or 64 with more than 8, 16 or 32), "
+        "else 1.",
     )
     parallel: Literal["auto", "rows", "layers"] = Field(
         default="auto",

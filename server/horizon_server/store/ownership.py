@@ -3,7 +3,8 @@
 Where ranks divide a step by rows, a unit's trained part, and what follows it that is not packed, are each divided into
 equal runs of whole blocks, one for each rank; what does not divide belongs to the last rank. A block is a page in every
 plane; of an embedding table whose rows are looked up by themselves it is whole rows as well. Where they divide it by
-layers, the layers go round the ranks and each belongs to one as a whole; embedding and head are divided as for rows.
+layers, each layer belongs to one rank as a whole, as the plan has dealt them; embedding and head are divided as for
+rows.
 Torch-free.
 
 Units: elements, unless a name says rows.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from horizon_server.records.execution import Parallel
+from horizon_server.records.execution import Execution, Parallel
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS, StoreLayout
 
 NORM_BLOCK_ELEMENTS = UNIT_ALIGN_ELEMENTS
@@ -32,6 +33,24 @@ class Ownership:
     layout: StoreLayout
     num_ranks: int
     parallel: Parallel = "rows"
+    dealt: tuple[int, ...] = ()
+    """As `Execution.layer_ranks`."""
+
+    @classmethod
+    def of(cls, layout: StoreLayout, execution: Execution) -> Ownership:
+        """The division that a plan has decided."""
+        return cls(
+            layout=layout,
+            num_ranks=execution.num_ranks,
+            parallel=execution.parallel,
+            dealt=execution.layer_ranks,
+        )
+
+    @cached_property
+    def layer_ranks(self) -> tuple[int, ...]:
+        """By layers, the rank that computes each layer, and owns it."""
+        num_layers = sum(unit.kind == "layer" for unit in self.layout.units)
+        return self.dealt or tuple(layer % self.num_ranks for layer in range(num_layers))
 
     def is_whole(self, unit_index: int) -> bool:
         """Whether all of a unit belongs to one rank, which computes it alone."""
@@ -106,17 +125,12 @@ class Ownership:
         parts = []
         for unit in self.layout.units:
             if self.is_whole(unit.index):
-                owner = rank_of_layer(unit.index - 1, self.num_ranks)
+                owner = self.layer_ranks[unit.index - 1]
                 cuts = [0] * (owner + 1) + [unit.trained_elements] * (self.num_ranks - owner)
                 parts.append(tuple(slice(start, stop) for start, stop in pairwise(cuts)))
                 continue
             parts.append(divided(0, unit.trained_elements, self.num_ranks, block=self._block(unit.index)))
         return parts
-
-
-def rank_of_layer(layer: int, num_ranks: int) -> int:
-    """The rank that computes a layer where a step is divided by layers, and owns it."""
-    return layer % num_ranks
 
 
 def length(part: slice) -> int:

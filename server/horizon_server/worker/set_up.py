@@ -159,7 +159,7 @@ class Homes:
     def __init__(self, execution: Execution, layout: StoreLayout) -> None:
         """Before this process sets a policy of its own."""
         self.nodes = () if numa.has_policy() else execution.numa_nodes
-        self._ownership = Ownership(layout=layout, num_ranks=execution.num_ranks, parallel=execution.parallel)
+        self._ownership = Ownership.of(layout, execution)
         self.refusal = ""
 
     def place(self, name: str, plane: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ def attached_store(
             template.layout,
             request.planes,
             division=Division(
-                ownership=Ownership(layout=template.layout, num_ranks=execution.num_ranks),
+                ownership=Ownership.of(template.layout, execution),
                 num_nodes=execution.num_nodes,
             ),
             node=node,

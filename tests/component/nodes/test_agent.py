@@ -302,22 +302,31 @@ async def test_a_job_gets_all_nodes_or_none(key: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "1", key) as first, serving(tmp_path / "2", key) as second:
         nodes = NodeDirectory(addresses=[first.address, second.address], key_file=key)
         assert nodes.why_not([]) == dict.fromkeys(nodes.addresses, "has not been asked yet")
-        assert await nodes.reserve(reservation("job_1"), 1, kept=[second.address]) == (second.address,)
+        assert await nodes.reserve(reservation("job_1"), least=1, most=1, kept=[second.address]) == (second.address,)
         with pytest.raises(WorkerFailed) as refused:
-            await nodes.reserve(reservation("job_2"), 2)
-        assert refused.value.message == (f"waits for 2 further nodes of 2: {second.address}: it works for job job_1")
+            await nodes.reserve(reservation("job_2"), least=2, most=2)
+        assert refused.value.message == (f"it needs 2 further nodes of 2: {second.address}: it works for job job_1")
         assert first.report().job_id == ""
         await nodes.ask_all()
         assert nodes.why_not(["job_1"]) == {first.address: "", second.address: ""}
         assert nodes.why_not([]) == {first.address: "", second.address: "works for a job of another node"}
         # In the order of the settings where none is kept, and those that are kept first.
         await nodes.release("job_1")
-        assert await nodes.reserve(reservation("job_3"), 2, kept=[second.address, "gone:1"]) == (
+        assert await nodes.reserve(reservation("job_3"), least=2, most=2, kept=[second.address, "gone:1"]) == (
             second.address,
             first.address,
         )
-    with pytest.raises(WorkerFailed, match="waits for 1 further node of 0: no others are set"):
-        await NodeDirectory().reserve(reservation(), 1)
+        # At least so many, and as many as can be had.
+        await nodes.release("job_3")
+        taken = NodeDirectory(addresses=[first.address], key_file=key)
+        assert await taken.reserve(reservation("job_4"), least=0, most=1) == (first.address,)
+        assert await nodes.reserve(reservation("job_5"), least=1, most=2) == (second.address,)
+        assert await nodes.reserve(reservation("job_6"), least=0, most=2) == ()
+        await nodes.release("job_4")
+        assert await nodes.reserve(reservation("job_5"), least=0, most=1, kept=[second.address]) == (second.address,)
+        assert (first.report().job_id, second.report().job_id) == ("", "job_5")
+    with pytest.raises(WorkerFailed, match="it needs 1 further node of 0: no others are set"):
+        await NodeDirectory().reserve(reservation(), least=1, most=1)
 
 
 async def test_nodes_that_cannot_be_reached_are_said_to(key: Path, tmp_path: Path) -> None:
@@ -328,7 +337,7 @@ async def test_nodes_that_cannot_be_reached_are_said_to(key: Path, tmp_path: Pat
     assert isinstance(nodes.known[address], WorkerFailed)
     assert nodes.why_not([]) == {address: "does not answer"}
     with pytest.raises(WorkerFailed, match=f"{address}: it cannot be reached: "):
-        await nodes.reserve(reservation(), 1)
+        await nodes.reserve(reservation(), least=1, most=1)
     await nodes.release("job_1")
 
 
@@ -353,7 +362,7 @@ async def test_a_node_that_answers_nothing_sensible_is_as_one_that_is_lost(
         found = nodes.known[impostor.address]
         assert isinstance(found, HorizonError) and message in found.message, found
         with pytest.raises(WorkerFailed, match=message):
-            await nodes.reserve(reservation(), 1)
+            await nodes.reserve(reservation(), least=1, most=1)
 
 
 async def test_what_becomes_of_nodes_is_told(key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +386,7 @@ async def test_what_becomes_of_nodes_is_told(key: Path, tmp_path: Path, monkeypa
         await until_told("free", "free")
         # Another daemon takes one, and gives it back.
         other = NodeDirectory(addresses=[second.address], key_file=key)
-        await other.reserve(reservation("job_9", owner="daemon_1"), 1)
+        await other.reserve(reservation("job_9", owner="daemon_1"), least=1, most=1)
         await until_told("free", "busy")
         await other.release("job_9")
         await until_told("free", "free")
@@ -402,9 +411,9 @@ async def test_a_job_that_has_ended_here_is_released_where_it_is_left(key: Path,
         nodes = NodeDirectory(
             addresses=[first.address, second.address], key_file=key, owner="daemon_1", is_resident=is_resident
         )
-        await nodes.reserve(reservation("job_1"), 1)
+        await nodes.reserve(reservation("job_1"), least=1, most=1)
         # Of another daemon, which knows whether it has ended.
-        await nodes.reserve(reservation("job_9", owner="daemon_2"), 1)
+        await nodes.reserve(reservation("job_9", owner="daemon_2"), least=1, most=1)
         for wanted in ("job_1", ""):
             await nodes.ask_all()
             await nodes._release_left()

@@ -46,7 +46,7 @@ class Other:
     def reserve(self, request: dict[str, Any]) -> dict[str, Any]:
         """The request of a worker, with the node reserved for it."""
         sizes = {plane: os.fstat(fd).st_size for plane, fd in request["planes"].items()}
-        others = self.ask(lambda nodes: nodes.reserve(reservation(plane_bytes=sizes), 1))
+        others = self.ask(lambda nodes: nodes.reserve(reservation(plane_bytes=sizes), least=1, most=1))
         fleet = Fleet(address="127.0.0.1", others=others, key_file=self.key)
         return {**request, "fleet": to_plain(fleet)}
 

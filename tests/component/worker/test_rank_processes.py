@@ -54,9 +54,17 @@ def ranks_of(worker: LinkedWorker) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("case", "parallel"), [("plain", "rows"), ("random numbers", "rows"), ("random numbers", "layers")]
+    ("case", "parallel", "layer_ranks"),
+    [
+        ("plain", "rows", ()),
+        ("random numbers", "rows", ()),
+        ("random numbers", "layers", ()),
+        ("random numbers", "layers", (1, 0)),
+    ],
 )
-def test_two_ranks_give_the_bits_of_one(case: str, parallel: Parallel, inputs: Inputs) -> None:
+def test_two_ranks_give_the_bits_of_one(
+    case: str, parallel: Parallel, layer_ranks: tuple[int, ...], inputs: Inputs
+) -> None:
     train: dict[str, Any] = {"tokens_per_step": 64}
     if case == "random numbers":
         # Drawn by lane, whoever computes it.
@@ -65,7 +73,7 @@ def test_two_ranks_give_the_bits_of_one(case: str, parallel: Parallel, inputs: I
     alone, folder = inputs("alone"), inputs("two")
     daemon = Daemon(always)
     attempt(alone, spec, daemon, lanes=4)
-    more: dict[str, Any] = {"evaluations": {"eval": str(folder / "prepared")}}
+    more: dict[str, Any] = {"evaluations": {"eval": str(folder / "prepared")}, "layer_ranks": layer_ranks}
     with (
         worker_request(folder, spec, turns=True, num_ranks=2, lanes=4, parallel=parallel, **more) as request,
         started(request, folder) as worker,

@@ -299,6 +299,17 @@ def test_a_plan_on_the_host_has_one_column_and_warns_of_a_warmup_without_end(com
     assert "warmup" not in command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))[1]
 
 
+def test_a_plan_says_on_how_many_nodes_a_range_may_start(command: Command, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    (tmp_path / "job.yaml").write_text(f"{SPEC}\nnodes: 1-3\n")
+    arguments = ("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))
+    plan = json.loads(command(*arguments, "-o", "json")[1])
+    # As far as there are any: this machine has no fleet.
+    wanted = {"least": 1, "most": 1, "host_bytes": plan["host_total_bytes"], "device_bytes": plan["device_total_bytes"]}
+    assert (plan["num_nodes"], plan["lanes"], plan["node_range"]) == (1, 8, wanted)
+    assert "1 to 1, " in command(*arguments)[1]
+
+
 def test_the_doctor_ends_with_1_where_a_machine_cannot_train(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

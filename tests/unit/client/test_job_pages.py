@@ -60,6 +60,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         message="",
         num_parameters=10,
         device_range=None,
+        node_range=None,
         device="cuda",
         prediction=None,
         compute_dtype="bfloat16",
@@ -81,6 +82,8 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
     kept = ", planned for 2 of 1 to 4 devices (3.0 GiB of host memory are kept for any number of them): it fits"
     page = plan_page(dataclasses.replace(plan, device_range=span))
     assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page
+    nodes = ", planned for 1 of 1 to 4 nodes (3.0 GiB of this node's memory are kept for any number of them): it fits"
+    assert f"{wanted.removesuffix(': it fits')}{nodes}\n" in plan_page(dataclasses.replace(plan, node_range=span))
     # A hint needs no prediction, and submit says it after the warnings.
     hinted = dataclasses.replace(plan, hint="another tool is faster", warnings=("no",))
     assert plan_page(hinted).endswith("\nhint: another tool is faster")

@@ -76,6 +76,7 @@ _specs = st.fixed_dictionaries(
         "priority": st.integers(-(2**31), 2**31 - 1),
         "device": st.sampled_from(["auto", "cuda", "host"]),
         "gpus": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
+        "nodes": st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
         "eval_fraction": _doubles,
         "report_to": st.lists(_names, min_size=1, max_size=3),
         "eval": st.fixed_dictionaries(
@@ -102,7 +103,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         **MINIMAL,
         "project": "p",
         "init_from": "other@best",
-        "nodes": 2,
+        "nodes": "2-4",
         "node": "box2",
         "eval_dataset": "e",
         "method": "pretrain",
@@ -178,17 +179,20 @@ def test_property_covers_every_field_of_the_contract() -> None:
     assert spec_to_mapping(wire) == full
 
 
-def test_a_range_of_devices_is_one_value_here_and_two_of_the_contract() -> None:
-    for text in ("gpus: 2-8", "gpus: '2-8'", 'gpus: "2-8"'):
+@pytest.mark.parametrize("field", ["gpus", "nodes"])
+def test_a_range_is_one_value_here_and_two_of_the_contract(field: str) -> None:
+    most_of = f"max_{field}"
+    for text in (f"{field}: 2-8", f"{field}: '2-8'", f'{field}: "2-8"'):
         wire = spec_to_proto({**MINIMAL, **parse_spec(text, name="job.yaml")})
-        assert (wire.gpus, wire.max_gpus, spec_to_mapping(wire)["gpus"]) == (2, 8, "2-8")
-    one = spec_to_proto(with_overrides({**MINIMAL, "gpus": "2-8"}, ["gpus=4"]))
-    assert (one.gpus, one.HasField("max_gpus"), spec_to_mapping(one)["gpus"]) == (4, False, 4)
-    for gpus in ("2-", "two", "2 - 8", "1-2-3"):
-        with pytest.raises(InvalidSpec, match=r"gpus is .*; it must be a whole number, or a range .* such as 2-8"):
-            spec_to_proto({**MINIMAL, "gpus": gpus})
-    with pytest.raises(InvalidSpec, match="max_gpus is not a field of the job spec"):
-        spec_to_proto({**MINIMAL, "max_gpus": 8})
+        assert (getattr(wire, field), getattr(wire, most_of), spec_to_mapping(wire)[field]) == (2, 8, "2-8")
+    one = spec_to_proto(with_overrides({**MINIMAL, field: "2-8"}, [f"{field}=4"]))
+    has_most = one.HasField(most_of)  # type: ignore[arg-type]
+    assert (getattr(one, field), has_most, spec_to_mapping(one)[field]) == (4, False, 4)
+    for wrong in ("2-", "two", "2 - 8", "1-2-3"):
+        with pytest.raises(InvalidSpec, match=rf"{field} is .*; it must be a whole number, or a range .* such as 2-8"):
+            spec_to_proto({**MINIMAL, field: wrong})
+    with pytest.raises(InvalidSpec, match=f"{most_of} is not a field of the job spec"):
+        spec_to_proto({**MINIMAL, most_of: 8})
 
 
 def test_null_turns_clipping_off_and_means_the_default_elsewhere() -> None:

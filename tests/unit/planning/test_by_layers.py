@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.lane_memory import lane_number_bytes
 from horizon_server.planning.lane_tree import lanes_of_rank, num_buffers, roots_of
+from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import counter_bytes, plane_elements_of
 from horizon_server.planning.machine import Accelerator, Gpu, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.planner import Planner
+from horizon_server.planning.play import Timeline, Visit, pass_length, play_by_layers
 from horizon_server.planning.rates import PeerRates
-from horizon_server.planning.step_time import Seconds, Visit, pass_length, play_by_layers, predict_forward, predict_step
+from horizon_server.planning.step_time import Seconds, predict_forward, predict_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Parallel
 from horizon_server.records.plan import Ledger, Plan, PlannedMachine
@@ -129,32 +132,46 @@ def test_the_numbers_of_gradients_are_those_of_the_owners(tied: ModelFolder) -> 
 # --- Time
 
 
-def simulated(num_layers: int, num_micro_batches: int, num_ranks: int, *, hop: int = 0) -> int:
+def simulated(layer_ranks: Sequence[int], num_micro_batches: int, *, hop: int = 0, ticks: Sequence[int] = ()) -> int:
     """Ticks of a pass: each rank computes its layers in order, of each its micro-batches in order, as soon as the layer
-    before has handed one on."""
+    before has handed one on. `ticks` are what one takes each rank."""
     done: dict[tuple[int, int], int] = {(-1, m): -hop for m in range(num_micro_batches)}
-    todo = [
-        [(layer, m) for layer in range(rank, num_layers, num_ranks) for m in range(num_micro_batches)]
-        for rank in range(num_ranks)
-    ]
-    tick = 0
-    while any(todo):
-        ready = [queue for queue in todo if queue and done.get((queue[0][0] - 1, queue[0][1]), math.inf) + hop <= tick]
-        tick += 1
-        for queue in ready:
-            done[queue.pop(0)] = tick
-    return tick
+    free = [0] * (max(layer_ranks) + 1)
+    for layer, rank in enumerate(layer_ranks):
+        for m in range(num_micro_batches):
+            free[rank] = max(free[rank], done[layer - 1, m] + hop) + (ticks[rank] if ticks else 1)
+            done[layer, m] = free[rank]
+    return max(free)
 
 
-GRID = list(product((1, 2, 3, 5, 8, 13), (1, 2, 3, 4, 7, 12), (2, 3, 4)))
+def in_turn(num_layers: int, num_ranks: int) -> tuple[int, ...]:
+    return tuple(layer % num_ranks for layer in range(num_layers))
+
+
+UNEVEN = [deal_layers(num_layers, speeds) for num_layers in (8, 13) for speeds in ((1, 0.5), (2, 1, 1), (0.2, 1))]
+DEALS = [in_turn(*way) for way in product((1, 2, 3, 5, 8, 13), (2, 3, 4))] + UNEVEN + [(0, 0, 1, 1), (1, 0, 0, 0, 1)]
+GRID = list(product(DEALS, (1, 2, 3, 4, 7, 12)))
 
 
 def test_a_pass_is_as_long_as_a_simulation_says() -> None:
-    for num_layers, num_micro_batches, num_ranks in GRID:
-        found = pass_length(num_layers, num_micro_batches, num_ranks)
-        assert found == simulated(num_layers, num_micro_batches, num_ranks)
-        fewest = max(-(-num_layers // num_ranks) * num_micro_batches, num_layers + num_micro_batches - 1)
-        assert found >= fewest
+    for layer_ranks, num_micro_batches in GRID:
+        found = pass_length(layer_ranks, num_micro_batches)
+        assert found == simulated(layer_ranks, num_micro_batches)
+        most = max(Counter(layer_ranks).values())
+        assert found >= max(most * num_micro_batches, len(layer_ranks) + num_micro_batches - 1)
+
+
+def played(
+    visits: Sequence[Visit],
+    layer_ranks: Sequence[int],
+    num_micro_batches: int,
+    *,
+    updates: Sequence[tuple[int, float]] = (),
+    speeds: Sequence[float] = (),
+) -> Timeline:
+    """Of as many ranks as there are."""
+    speeds = speeds or [1.0] * (max(layer_ranks) + 1)
+    return play_by_layers(visits, updates, layer_ranks=layer_ranks, speeds=speeds, num_micro_batches=num_micro_batches)
 
 
 def visits_of(num_layers: int, seconds: float, **more: Any) -> list[Visit]:
@@ -166,11 +183,38 @@ def visits_of(num_layers: int, seconds: float, **more: Any) -> list[Visit]:
 
 @pytest.mark.parametrize("hop", [0, 1])
 def test_a_pass_is_played_as_simulated(hop: int) -> None:
-    for num_layers, num_micro_batches, num_ranks in GRID:
+    for layer_ranks, num_micro_batches in GRID:
         # A hidden state's way down takes `hop` ticks, the last one's too.
-        visits = visits_of(num_layers, float(num_micro_batches), hop_down_s=float(hop * num_micro_batches))
-        played = play_by_layers(visits, (), num_ranks=num_ranks, num_micro_batches=num_micro_batches)
-        assert played.step_s == simulated(num_layers, num_micro_batches, num_ranks, hop=hop) + hop
+        visits = visits_of(len(layer_ranks), float(num_micro_batches), hop_down_s=float(hop * num_micro_batches))
+        found = played(visits, layer_ranks, num_micro_batches)
+        assert found.step_s == simulated(layer_ranks, num_micro_batches, hop=hop) + hop
+
+
+def test_a_pass_of_uneven_ranks_is_played_about_as_simulated() -> None:
+    """Between the first and the last micro-batch of a layer, the play takes them as evenly spread."""
+    for num_layers, num_micro_batches, ticks in product((8, 13, 32), (8, 32), ((1, 2), (1, 3), (2, 1, 3))):
+        for deal in (in_turn(num_layers, len(ticks)), deal_layers(num_layers, [1 / each for each in ticks])):
+            visits = visits_of(num_layers, float(num_micro_batches))
+            found = played(visits, deal, num_micro_batches, speeds=[1 / each for each in ticks]).step_s
+            assert found == pytest.approx(simulated(deal, num_micro_batches, ticks=ticks), rel=0.05)
+
+
+@pytest.mark.parametrize("num_layers", [8, 12, 13, 16, 32])
+def test_dealt_by_speed_uneven_ranks_come_near_the_sum_of_their_speeds(num_layers: int) -> None:
+    """Where compute decides: one of half the speed next to one of full speed."""
+    num_micro_batches, speeds = 32, (1.0, 0.5)
+
+    def step_s(layer_ranks: tuple[int, ...]) -> float:
+        forward = visits_of(num_layers, float(num_micro_batches))[1:]
+        backward = [
+            dataclasses.replace(visit, compute_s=3.0 * num_micro_batches, gradient=True) for visit in reversed(forward)
+        ]
+        return played([*forward, *backward], layer_ranks, num_micro_batches, speeds=speeds).step_s
+
+    alone_s = 4.0 * num_micro_batches * num_layers
+    assert alone_s / step_s(deal_layers(num_layers, speeds)) >= 0.85 * sum(speeds)
+    # In turn, the slow one has half of them.
+    assert alone_s / step_s(in_turn(num_layers, 2)) <= num_layers / (num_layers // 2) * min(speeds)
 
 
 def queued(num_layers: int, num_micro_batches: int, num_ranks: int, *, upload: float, hop: float) -> float:
@@ -241,7 +285,7 @@ def test_a_step_with_its_copies_is_played_as_queue_by_queue(upload: float, hop: 
             )
             for visit in reversed(forward)
         ]
-        found = play_by_layers(forward + backward, (), num_ranks=num_ranks, num_micro_batches=num_micro_batches).step_s
+        found = played(forward + backward, in_turn(num_layers, num_ranks), num_micro_batches).step_s
         assert found == pytest.approx(wanted, rel=1e-9), (num_layers, num_micro_batches, num_ranks)
 
 
@@ -249,7 +293,7 @@ def test_hidden_states_and_weights_share_the_link() -> None:
     def step_s(upload: float, hop: float) -> float:
         visits = visits_of(8, 4.0, hop_up_s=hop)
         visits[1:] = [dataclasses.replace(visit, upload_s=upload) for visit in visits[1:]]
-        return play_by_layers(visits, (), num_ranks=2, num_micro_batches=4).step_s
+        return played(visits, in_turn(8, 2), 4).step_s
 
     # Weights are the bottleneck: those of a rank's last layer come later by the hops of its three others. The other
     # rank's last layer begins one more micro-batch's hop later.
@@ -261,8 +305,11 @@ def test_hidden_states_and_weights_share_the_link() -> None:
 def test_updates_of_a_round_end_together_and_the_next_step_waits_for_them() -> None:
     visits, updates = visits_of(4, 1.0), [(0, 0.0), *((unit, 1.0) for unit in range(1, 5))]
     # Two of four layers are updated after 2 s, whichever rank's; four ranks' after 4 s.
-    for num_ranks, wanted in ((2, 2 + pass_length(4, 1, 2)), (4, 4 + 4)):
-        assert play_by_layers(visits, updates, num_ranks=num_ranks, num_micro_batches=1).step_s == wanted
+    for num_ranks, wanted in ((2, 2 + pass_length(in_turn(4, 2), 1)), (4, 4 + 4)):
+        assert played(visits, in_turn(4, num_ranks), 1, updates=updates).step_s == wanted
+    # The first of each rank end together, at 2 s; then the others of the rank that has more.
+    assert played(visits, (0, 1, 0, 0), 1, updates=updates).step_s == 2 + 4
+    assert played(visits, (0, 0, 0, 1), 1, updates=updates).step_s == 2 + 4
 
 
 def step_of(folder: ModelFolder, parallel: Parallel, num_ranks: int, kind: str = "cuda", **more: Any) -> Any:
@@ -280,7 +327,8 @@ def test_layers_are_whole_and_edges_divided(untied: ModelFolder) -> None:
     assert layers.head_traffic.upload_bytes == alone.head_traffic.upload_bytes
     assert (layers.head_traffic.peer_up_bytes, rows.head_traffic.peer_up_bytes > 0) == (0, True)
     assert layers.head_traffic.peer_down_bytes == rows.head_traffic.peer_down_bytes > 0
-    assert (layers.hop_bytes, rows.hop_bytes, layers.layer_ranks) == (2 * TOKENS * HIDDEN, 0, 3)
+    assert (layers.hop_bytes, rows.hop_bytes) == (2 * TOKENS * HIDDEN, 0)
+    assert (layers.layer_ranks, rows.layer_ranks) == ((0, 1, 2), ())
     # All rows in use, of which a rank has a third itself.
     assert layers.embedding.peer_rows_bytes == pytest.approx(2 * VOCAB * HIDDEN * 2 / 3)
 
@@ -296,8 +344,8 @@ def test_on_the_host_the_ranks_do_as_much_as_one_and_wait_for_each_other(untied:
         assert three.parts_s[part] == pytest.approx(one.parts_s[part])
     # Three layers of nine micro-batches on three ranks take 11 ticks where 9 would do.
     seconds = Seconds.of(layers, RATES)
-    in_turn = (visit for visit in seconds.visits if visit.ring == "layer")
-    waiting_s = sum(visit.hop_up_s + visit.compute_s + visit.hop_down_s for visit in in_turn) * (11 / 9 - 1)
+    visits = (visit for visit in seconds.visits if visit.ring == "layer")
+    waiting_s = sum(visit.hop_up_s + visit.compute_s + visit.hop_down_s for visit in visits) * (11 / 9 - 1)
     assert layers.num_micro_batches == 9 and seconds.waiting_s() == pytest.approx(waiting_s)
     assert three.step_s == pytest.approx(sum(seconds.busy().values()) + waiting_s)
 
@@ -384,14 +432,19 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def written(folder: Path) -> Path:
+    """A folder with a model of six layers."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     shapes = {"model.embed_tokens.weight": (64, 64), "model.norm.weight": (64,), "lm_head.weight": (64, 64)}
     shapes |= {f"model.layers.{index}.mlp.up_proj.weight": (128, 64) for index in range(6)}
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return written(tmp_path)
 
 
 def spec_of(*, gpus: int = 2, device: str = "auto", **train: Any) -> JobSpec:

@@ -164,7 +164,7 @@ def test_a_worker_on_gpus_sees_those_in_its_order_and_allocates_without_gaps() -
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_of_several_gpus_what_they_do_at_once_is_measured(
+async def test_of_several_gpus_each_name_is_measured_and_what_they_do_at_once(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = PeerRates(num_devices=3, together_bytes_per_s=2.0, gather_bytes_per_s=3.0, exchange_bytes_per_s=4.0)
@@ -174,14 +174,18 @@ async def test_of_several_gpus_what_they_do_at_once_is_measured(
     (tmp_path / "rates").write_bytes(encode_line(Answer(dataclasses.asdict(RATES))))
     script = f"""
 if grep -q peers "$3"; then echo $CUDA_VISIBLE_DEVICES > {tmp_path}/seen; cat {tmp_path}/peers > /proc/self/fd/$5
-else cat {tmp_path}/rates > /proc/self/fd/$5; fi"""
+else echo $CUDA_VISIBLE_DEVICES >> {tmp_path}/alone; cat {tmp_path}/rates > /proc/self/fd/$5; fi"""
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path, script))
+    gpus = (*GPUS[:2], dataclasses.replace(GPUS[2], name="a"))
     found = await measure_rates(
-        dataclasses.replace(MACHINE, accelerators=("a", "b", "c")), environment=os.environ, gpus=GPUS
+        dataclasses.replace(MACHINE, accelerators=("a", "b", "a")), environment=os.environ, gpus=gpus
     )
     # A job of one device has its prediction either way.
-    assert found == {"host": RATES, "cuda": dataclasses.replace(RATES, peers=None if fails else peers)}
+    first = dataclasses.replace(RATES, peers=None if fails else peers)
+    assert found == {"host": RATES, "cuda": first, "cuda b": RATES}
     assert (tmp_path / "seen").read_text() == "GPU-00-aa,GPU-11-aa,GPU-22-aa\n"
+    # The host, which sees what this process does, and then the first GPU of each name.
+    assert (tmp_path / "alone").read_text().splitlines()[1:] == ["GPU-00-aa", "GPU-11-aa"]
 
 
 async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.support.rates import RATES
 
 from horizon_server.errors import InvalidSpec
+from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.nodes import (
@@ -25,9 +26,9 @@ from horizon_server.planning.nodes import (
 )
 from horizon_server.planning.planner import Planner
 from horizon_server.records.execution import Execution
-from horizon_server.records.plan import StepPrediction
+from horizon_server.records.plan import DeviceRange, StepPrediction
 from horizon_server.settings import load_settings
-from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.spec import JobSpec, Span, parse_job_spec
 from horizon_server.store.layout import build_layout, plane_sizes, with_trained
 
 GIB = 1 << 30
@@ -68,6 +69,12 @@ def spec_of(**changes: Any) -> JobSpec:
             "nodes is 4, and this daemon has 2 further (its setting nodes); use nodes: 3 at most",
         ),
         (
+            {"nodes": "3-4"},
+            1,
+            "nodes",
+            "nodes is 3-4, and this daemon has 1 further (its setting nodes); use nodes: 2 at most",
+        ),
+        (
             {"gpus": "2-4"},
             1,
             "gpus",
@@ -79,6 +86,18 @@ def spec_of(**changes: Any) -> JobSpec:
             2,
             "nodes",
             "nodes is 3 and gpus is 32, which are 96 devices; 64 are possible together",
+        ),
+        (
+            {"nodes": "1-3", "gpus": 32},
+            2,
+            "nodes",
+            "nodes is 1-3 and gpus is 32, which are 96 devices; 64 are possible together",
+        ),
+        (
+            {"nodes": "1-2", "train": {"compile": "on"}},
+            1,
+            "train.compile",
+            "nodes is 1-2, and layers are not compiled on several nodes; use auto or off, or nodes: 1",
         ),
         (
             {"train": {"parallel": "layers"}},
@@ -109,23 +128,28 @@ def test_what_several_nodes_cannot_do_is_refused_by_field_with_what_can(
         check_nodes(spec, num_further=num_further)
     assert [(one.field, one.description) for one in refused.value.violations] == [(field, message)]
     # All of it is possible on one.
-    check_nodes(spec.model_copy(update={"nodes": 1}), num_further=0)
+    check_nodes(spec.model_copy(update={"nodes": Span()}), num_further=0)
 
 
 def test_what_several_nodes_can_do_is_let_pass() -> None:
     check_nodes(spec_of(nodes=4, gpus=16, train={"parallel": "rows", "compile": "auto"}), num_further=3)
+    # A range needs no more than its lower end.
+    check_nodes(spec_of(nodes="2-8"), num_further=1)
+    check_nodes(spec_of(nodes="1-8"), num_further=0)
 
 
 def test_parameters_in_fp32_beside_bf16_are_for_one_node() -> None:
     shape = ModelShape.from_config(CONFIG)
     folder = ModelFolder(path=Path(), config={}, shape=shape, headers={}, layout=LAYOUT)
     exact = dataclasses.replace(folder, shape=dataclasses.replace(shape, kept_in_fp32=(r"layers\.2\.",)))
-    two = Execution(num_ranks=2, num_nodes=2, lanes=2, compute_dtype="bfloat16")
-    with pytest.raises(InvalidSpec, match=r"nodes is 2, and model\.layers\.2\.mlp\.up_proj\.weight .*; use nodes: 1"):
-        check_exact(exact, two)
-    check_exact(folder, two)
-    check_exact(exact, dataclasses.replace(two, compute_dtype="float32"))
-    check_exact(exact, dataclasses.replace(two, num_nodes=1))
+    in_bf16 = Execution(lanes=2, compute_dtype="bfloat16")
+    for nodes in (Span(least=2, most=2), Span(least=1, most=2)):
+        wanted = rf"nodes is {nodes.plain}, and model\.layers\.2\.mlp\.up_proj\.weight .*; use nodes: 1"
+        with pytest.raises(InvalidSpec, match=wanted):
+            check_exact(exact, in_bf16, nodes)
+        check_exact(folder, in_bf16, nodes)
+        check_exact(exact, dataclasses.replace(in_bf16, compute_dtype="float32"), nodes)
+    check_exact(exact, in_bf16, Span())
 
 
 def test_what_crosses_the_network_is_counted_by_hand() -> None:
@@ -240,6 +264,64 @@ def test_a_node_has_its_part_of_a_job(folder: Path) -> None:
     assert "by 4 devices in 8 lanes, by rows" in both.summary
 
 
+def test_a_range_is_planned_for_the_fewest_nodes_and_fits_on_any_number_of_it(folder: Path) -> None:
+    planner = planner_of(num_further=2)
+    fixed = [planner.plan(spec_of(nodes=number, train={"lanes": 8}), folder) for number in (1, 2, 3)]
+    plan = planner.plan(spec_of(nodes="1-4"), folder)
+    # As far as the daemon has them. The lanes are those of the most that the spec allows.
+    assert plan.node_range == DeviceRange(
+        least=1,
+        most=3,
+        host_bytes=max(one.host_total_bytes for one in fixed),
+        device_bytes=max(one.device_total_bytes for one in fixed),
+    )
+    assert (plan.num_nodes, plan.least_nodes, plan.lanes) == (1, 1, 8)
+    assert (plan.host_bytes, plan.plane_bytes) == (fixed[0].host_bytes, fixed[0].plane_bytes)
+    assert plan.kept_host_bytes == plan.node_range.host_bytes and plan.fits
+    assert planner.plan(spec_of(nodes="2-4"), folder).num_nodes == 2
+    assert planner_of(num_further=0).plan(spec_of(nodes="1-4"), folder).lanes == 8
+    assert [planner.most_nodes(spec_of(nodes=nodes)) for nodes in ("1-4", "1-2", 1)] == [3, 2, 1]
+
+    started = [planner.plan_to_start(spec_of(nodes="1-4"), folder, num_nodes=number) for number in (1, 2, 3)]
+    for number, one, alone in zip((1, 2, 3), started, fixed, strict=True):
+        assert (one.num_nodes, one.least_nodes, one.host_bytes) == (number, 1, alone.host_bytes)
+        assert (one.node_range, one.kept_host_bytes) == (plan.node_range, plan.kept_host_bytes)
+        assert f"({number} of 1 to 3 nodes)" in one.summary
+    # Nothing that decides the bits depends on the number.
+    same = [dataclasses.replace(one.execution, num_ranks=1, num_nodes=1) for one in started]
+    assert same[0] == same[1] == same[2]
+    assert [one.plane_bytes for one in started] == [plan.plane_bytes] * 3
+
+
+def test_a_job_keeps_its_number_of_nodes_where_it_changes_devices(folder: Path) -> None:
+    planner, data = planner_of(num_further=2), DataSize(num_tokens=320)
+    start = planner.plan_to_start(spec_of(nodes="1-3"), folder, num_nodes=2, longest_document=64)
+    after = planner.plan_to_continue(
+        spec_of(nodes="1-3"), folder, start, longest_document=64, data=data, num_devices=1, gpus=()
+    )
+    assert (after.num_nodes, after.node_range, after.host_bytes) == (2, start.node_range, start.host_bytes)
+
+
+def test_a_range_that_does_not_fit_says_on_how_many_nodes_it_would(folder: Path) -> None:
+    spec = spec_of(nodes="1-3", train={"lanes": 8})
+    each = [planner_of(num_further=2).plan_to_start(spec, folder, num_nodes=number) for number in (1, 2, 3)]
+    one, two, three = (plan.host_total_bytes for plan in each)
+    assert one > two > three
+    plan = planner_of(num_further=2, host_memory_limit_bytes=two).plan(spec, folder)
+    assert not plan.fits
+    assert plan.message.startswith("on 1 of nodes: 1-3, the job needs ")
+    assert plan.message.endswith("; or use nodes: 2-3, which fits")
+
+
+def test_a_range_whose_result_depends_on_the_number_is_warned_of(folder: Path) -> None:
+    def warned(**changes: Any) -> bool:
+        warnings = planner_of().plan(spec_of(**changes), folder).warnings
+        return any("nodes is 1-2 and train.wire is bfloat16" in text for text in warnings)
+
+    assert warned(nodes="1-2", train={"wire": "bfloat16"})
+    assert not warned(nodes="1-2") and not warned(nodes=2, train={"wire": "bfloat16"})
+
+
 def test_packed_weights_are_whole_on_each_node(folder: Path) -> None:
     lora = {"trainable": "lora", "lora": {"rank": 2, "base": "int8"}}
     alone, both = (planner_of().plan_to_start(spec_of(nodes=nodes, train=lora), folder) for nodes in (1, 2))
@@ -262,6 +344,8 @@ def test_a_planner_refuses_what_nodes_cannot_do(folder: Path) -> None:
         planner_of().plan_to_start(spec_of(nodes=3), folder)
     with pytest.raises(InvalidSpec, match=r"train.lanes is 2 and gpus is 2 on 2 nodes.*; use train.lanes: 4$"):
         planner_of().plan_to_start(spec_of(gpus=2, train={"lanes": 2}), folder)
+    with pytest.raises(InvalidSpec, match=r"train.lanes is 2 and gpus is 1 on 1-3 nodes.*; use train.lanes: 4$"):
+        planner_of().plan(spec_of(nodes="1-3", train={"lanes": 2}), folder)
     dora = {"trainable": "lora", "lora": {"rank": 2, "dora": True}}
     with pytest.raises(InvalidSpec, match="lora_magnitude_vector of the model is computed with in fp32"):
         planner_of(accelerators=(H100,)).plan_to_start(spec_of(device="cuda", train=dora), folder)

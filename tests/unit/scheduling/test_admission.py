@@ -526,6 +526,23 @@ def test_two_jobs_never_have_the_same_further_node() -> None:
     assert too_many.why == {"second": "cannot start: it needs 2 further nodes and this one knows 1"}
 
 
+def test_a_job_with_a_range_of_nodes_waits_for_the_fewest_and_is_counted_with_those_that_it_has() -> None:
+    node = dataclasses.replace(NODE, further={"a:1": "", "b:1": ""})
+    needs_one, needs_none = job("one", order=1, further_nodes=1), job("none", order=2)
+    # It could do with none, and has both.
+    has_two = resident("has two", further_nodes=0, more_nodes=2, remaining_s=100.0)
+
+    decision = decided([needs_one, needs_none], [has_two], node=node)
+    assert started(decision) == ["none"]
+    waits = "waiting for nodes: it needs 1 further node; job has two uses 2 of 2"
+    assert decision.why == {"one": waits}
+    # Queued again, it needs the fewest, on which it takes longer.
+    again = as_waiting(has_two, NOW)
+    assert (again.further_nodes, again.remaining_s) == (0, 300.0)
+    has_one = dataclasses.replace(has_two, more_nodes=1)
+    assert started(decided([needs_one], [has_one], node=node)) == ["one"]
+
+
 @pytest.mark.parametrize(
     ("device", "kind"), [("host", "host"), ("host:0", "host"), ("cuda:0", "cuda"), ("host:0,host:1", "host")]
 )

@@ -51,6 +51,8 @@ _COMPUTED: Mapping[str, Callable[[Any], object]] = {
     # One value in a job file, 4 or 2-8.
     "JobSpec.gpus": lambda spec: spec.gpus.least,
     "JobSpec.max_gpus": lambda spec: spec.gpus.most if spec.gpus.is_range else None,
+    "JobSpec.nodes": lambda spec: spec.nodes.least,
+    "JobSpec.max_nodes": lambda spec: spec.nodes.most if spec.nodes.is_range else None,
     # An absent max_grad_norm means the default, so "no clipping" is a field of its own (ADR 0003).
     "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
 }
@@ -264,8 +266,9 @@ def _plain(message: Message, *, with_zeros: bool) -> dict[str, Any]:
         plain["payload"] = _build(KINDS[kind], plain.pop(kind))
     if plain.pop("no_clipping", False):
         plain["max_grad_norm"] = None
-    if (most := plain.pop("max_gpus", None)) is not None:
-        plain["gpus"] = f"{plain.get('gpus', 1)}-{most}"
+    for field in ("gpus", "nodes"):
+        if (most := plain.pop(f"max_{field}", None)) is not None:
+            plain[field] = f"{plain.get(field, 1)}-{most}"
     if name in ("Dataset", "Model"):
         plain["ready"] = plain.get("ready") == "READY"
     return plain

@@ -197,6 +197,8 @@ class Boxes:
         try:
             if only_here:
                 raise InvalidSpec.of("node", only_here)
+            if isinstance(lost := self.known.get(client.name), HorizonError):
+                raise lost  # it is asked every second: nobody who submits has to wait for it
             report = await self._report(client)
             plan = await asyncio.to_thread(lambda: plan_with(self.planner.of_facts(report.planner)))
             if not plan.fits:
@@ -360,12 +362,13 @@ class Boxes:
             share = 100 * sent_bytes / max(1, num_bytes)
             self._outlooks[job.job_id] = Outlook(why=f"is copied to {client.name}, {share:.0f} %")
 
-        ids = {}
+        ids: dict[str, str] = {}
         for name, one in needed.items():
             body = {"needed": to_plain(one)}
             announced = from_plain(Announced, await client.ask(BoxCall(name="announce", caller=owner, body=body)))
             if not announced.ready:
                 await self._copy(client, owner, one, on_sent)
+                self._outlooks[job.job_id] = Outlook(why=f"{one.kind} {one.name} is checked in {client.name}")
                 body = {"kind": one.kind, "id": announced.id}
                 await client.ask(BoxCall(name="finalize", caller=owner, body=body))
             ids[name] = announced.id

@@ -203,6 +203,7 @@ function Known({ read, me, queue, reload }) {
             `}
             ${job.project !== job.owner ? ` in ${job.project}` : ""}
           </span>
+          ${job.box && html`<span>on machine <b>${job.box}</b></span>`}
           <span>${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}</span>
           <span>
             submitted <${Time} at=${job.create_time} />

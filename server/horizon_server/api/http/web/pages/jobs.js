@@ -41,7 +41,9 @@ function Row({ job, chosen, choose, mine, marked }) {
       </td>
       <td class="name">
         <${JobLink} job=${job} />
-        <small>${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}</small>
+        <small>
+          ${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}${job.box && `, on machine ${job.box}`}
+        </small>
       </td>
       <td data-label="Owner">
         ${mine ? html`<b>you</b>` : job.owner}

@@ -1,4 +1,4 @@
-"""The number of devices of a job: exactly one, or a range of which it takes what is free."""
+"""How many devices or nodes a job wants: one number, or a range of which it takes what is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from horizon_server.spec.fields import MAX_LANES
 from horizon_server.spec.words import RULE
@@ -17,8 +17,8 @@ _RULE = f"a whole number from 1 to {MAX_LANES}, or {_RANGE_RULE}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpus:
-    """At least and at most how many devices a job computes on; both are the same where it wants that many exactly."""
+class Span:
+    """At least and at most how many a job computes on; both are the same where it wants that many exactly."""
 
     least: int = 1
     most: int = 1
@@ -33,18 +33,18 @@ class Gpus:
         """As it is written in a job file: 4, or 2-8."""
         return f"{self.least}-{self.most}" if self.is_range else self.least
 
-    def at_most(self, limit: int) -> Gpus:
-        """The same with at most `limit` devices, which a refusal proposes."""
+    def at_most(self, limit: int) -> Span:
+        """The same with at most `limit`, which a refusal proposes."""
         least = min(self.least, limit) if self.is_range else limit
-        return Gpus(least=least, most=limit)
+        return Span(least=least, most=limit)
 
-    def within(self, num_devices: int) -> range:
-        """The numbers of devices that are possible on a node of `num_devices`, the smallest first."""
-        return range(self.least, min(self.most, num_devices) + 1)
+    def within(self, limit: int) -> range:
+        """The numbers that are possible where there are `limit`, the smallest first."""
+        return range(self.least, min(self.most, limit) + 1)
 
 
-def _read(given: Any) -> Gpus:
-    if isinstance(given, Gpus):
+def _read(given: Any) -> Span:
+    if isinstance(given, Span):
         return given
     found = _RANGE.fullmatch(given) if isinstance(given, str) else None
     if found is not None:
@@ -57,12 +57,12 @@ def _read(given: Any) -> Gpus:
         raise ValueError(f"is {given!r}; the smaller number comes first: use {most}-{least}")
     if not 1 <= least <= most <= MAX_LANES:
         raise ValueError(f"is {given!r:.60}; it must be {_RULE}")
-    return Gpus(least=least, most=most)
+    return Span(least=least, most=most)
 
 
-GpusField = Annotated[
-    Gpus,
-    BeforeValidator(_read),
+SpanField = Annotated[
+    Span,
+    PlainValidator(_read),
     PlainSerializer(lambda given: given.plain, return_type=int | str),
     WithJsonSchema(
         {
