@@ -64,8 +64,8 @@ class Guest:
         )
 
     async def simulate(self, principal: Principal, job: JobRecord) -> Outlook:
-        """Return when a job would start and end here. Raises InvalidSpec where its model is a folder that this node has
-        not."""
+        """Return when a job would start and end here. Raises InvalidSpec where its model is a folder that this node
+        does not have."""
         await self._check_folder(principal, job.spec.model)
         return await self.jobs.scheduler.simulate(job)
 
