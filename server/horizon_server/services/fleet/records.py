@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from horizon_server.planning.planner import PlannerFacts
 from horizon_server.records.blob import BlobFile
 from horizon_server.records.boxes import Box
-from horizon_server.records.job import JobRecord
 from horizon_server.records.sharing import ShareUse
 from horizon_server.spec import JobSpec
 
@@ -77,10 +76,3 @@ class Asked:
 
     after: dict[str, int]
     uses: tuple[ShareUse, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A job as it would be queued, with the plan that was made for this box."""
-
-    job: JobRecord
