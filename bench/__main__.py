@@ -1,6 +1,6 @@
 """`make bench`: every benchmark that needs no GPU, each in a process of its own, with the machine and the date on top.
 
-python -m bench                 # all, about 25 minutes on two cores
+python -m bench                 # all, about half an hour on two cores
 python -m bench adamw link      # some
 """
 
@@ -35,6 +35,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "service_load": ("What polling clients and watchers cost", ["--quick"]),
     "loading": ("What one user's many small jobs cost another's training", ["--quick"]),
     "sharing": ("Several jobs on one device", ["--quick"]),
+    "fleet": ("Where the jobs of a fleet are sent", ["--quick"]),
 }
 
 

@@ -35,7 +35,6 @@ from bench.sharing_replay import (
 )
 from horizon_server.records.sharing import Quota
 from horizon_server.scheduling.shares import Shares
-from horizon_server.scheduling.simulation import simulate
 from horizon_server.scheduling.state import Node, Resident, Rules
 
 HIT = 0.25
@@ -160,30 +159,12 @@ class Replay:
         begins = sorted({len(last) * number // _NUM_FUTURES for number in range(_NUM_FUTURES)})
         return [iter([*last[begin:], *last[:begin]]) for begin in begins]
 
-    def _known_s(self, job_id: str) -> float | None:
-        """Device seconds that the job still needs, known from its steps; None before the first."""
-        one, turn_s = self.life.residents.get(job_id), self.life.turn_s(job_id)
-        if one is None or not (turn_s or one.since_s > one.resident_since_s):
-            return None
-        return max(1e-3, self.life.left_s[job_id] - turn_s)
-
     def _of_daemon(self, job_id: str) -> Times:
         """Return what the daemon says: what is loaded is expected to take the usual time."""
-        life, usual_s = self.life, self.case.load_s
-        shares, residents = life.shares.copy(), list[Resident]()
-        for one in life.residents.values():
-            if (turn_s := life.turn_s(one.job_id)) > 0:
-                shares.charge(one.project, one.user, turn_s, life.now_s)
-            known_s = self._known_s(one.job_id)
-            values = {"remaining_s": one.remaining_s if known_s is None else known_s, "load_s": usual_s}
-            if one.is_loading:
-                values["ready_s"] = one.resident_since_s + usual_s
-            residents.append(dataclasses.replace(one, **values))  # type: ignore[arg-type]
-        waiting = [dataclasses.replace(one, load_s=usual_s) for one in life.waiting.values()]
-        found = simulate(waiting, residents, life.node, shares, life.rules, life.now_s, life.held)[job_id]
+        found = self.life.estimates(lambda _: self.case.load_s)[job_id]
         assert found.start_s is not None
         assert found.end_s is not None
-        return found.start_s - life.now_s, found.end_s - life.now_s
+        return found.start_s - self.life.now_s, found.end_s - self.life.now_s
 
     def _played(self, asked: str, arrivals: Iterator[Submission], drawn: Random | None) -> Times:
         """Return when a job starts and ends in one future; what is not known of the present jobs is as predicted, or
@@ -200,7 +181,7 @@ class Replay:
                 life.residents[job_id] = dataclasses.replace(one, ready_s=ready_s)
             else:
                 life.waiting[job_id] = dataclasses.replace(one, load_s=load_s)
-            if self._known_s(job_id) is None:
+            if self.life.known_s(job_id) is None:
                 assert one.remaining_s is not None
                 life.left_s[job_id] = one.remaining_s * factor(SIGMA_OF_STEPS)
         number = 0

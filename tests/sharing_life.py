@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.sharing_parts import NOW
 
@@ -15,6 +15,7 @@ from horizon_server.records.sharing import Allowance, Quota
 from horizon_server.scheduling.admission import as_resident, as_waiting, decide, displaceable_s
 from horizon_server.scheduling.quotas import why_not_resident
 from horizon_server.scheduling.shares import Shares
+from horizon_server.scheduling.simulation import Estimate, simulate
 from horizon_server.scheduling.state import Job, Node, Resident, Rules
 from horizon_server.scheduling.turns import MAX_TURN_WAIT_SLICES, next_turn
 
@@ -114,6 +115,28 @@ class Life:
     def turn_s(self, job_id: str) -> float:
         """How long the job has had its present turn; 0 where it has none."""
         return next((self.now_s - turn[1] for turn in self._turns.values() if turn and turn[0] == job_id), 0.0)
+
+    def known_s(self, job_id: str) -> float | None:
+        """Device seconds that the job still needs, known from its steps; None before the first."""
+        one, turn_s = self.residents.get(job_id), self.turn_s(job_id)
+        if one is None or not (turn_s or one.since_s > one.resident_since_s):
+            return None
+        return max(1e-3, self.left_s[job_id] - turn_s)
+
+    def estimates(self, load_s: Callable[[str], float]) -> dict[str, Estimate]:
+        """What the daemon says of each job, by id: what a job needs is predicted before its first step and known after
+        it, and loading is expected to take `load_s`."""
+        shares, residents = self.shares.copy(), list[Resident]()
+        for one in self.residents.values():
+            if (turn_s := self.turn_s(one.job_id)) > 0:
+                shares.charge(one.project, one.user, turn_s, self.now_s)
+            known_s, usual_s = self.known_s(one.job_id), load_s(one.job_id)
+            values = {"remaining_s": one.remaining_s if known_s is None else known_s, "load_s": usual_s}
+            if one.is_loading:
+                values["ready_s"] = one.resident_since_s + usual_s
+            residents.append(dataclasses.replace(one, **values))  # type: ignore[arg-type]
+        waiting = [dataclasses.replace(one, load_s=load_s(one.job_id)) for one in self.waiting.values()]
+        return simulate(waiting, residents, self.node, shares, self.rules, self.now_s, self.held)
 
     def fork(self) -> Life:
         """The same jobs on the same node, to be played on alone."""

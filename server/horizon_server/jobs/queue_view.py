@@ -170,11 +170,19 @@ class QueueView:
         """Work out where each job stands."""
         self.outlooks = await asyncio.to_thread(self._outlooks, situation, situation.waiting)
 
-    async def outlook_of(self, job: JobRecord, residences: Mapping[str, Residence]) -> Outlook:
-        """Return where a job would stand if it were submitted now."""
+    async def outlook_of(
+        self, job: JobRecord, residences: Mapping[str, Residence], *, coming: Sequence[JobRecord] = ()
+    ) -> Outlook:
+        """Return where a job would stand if it were submitted now, after those that are `coming`."""
         situation, _ = await self.situation(residences)
-        order = 1 + max((one.order for one in situation.waiting), default=0)
-        waiting = [*situation.waiting, replace(self._waiting(job), order=order, since_s=situation.now_s)]
+        last = max((one.order for one in situation.waiting), default=0)
+        waiting = [
+            *situation.waiting,
+            *(
+                replace(self._waiting(one), order=order, since_s=situation.now_s)
+                for order, one in enumerate([*coming, job], last + 1)
+            ),
+        ]
         return (await asyncio.to_thread(self._outlooks, situation, waiting, job.job_id))[job.job_id]
 
     def _outlooks(self, situation: Situation, waiting: Iterable[Job], asked: str = "") -> Mapping[str, Outlook]:

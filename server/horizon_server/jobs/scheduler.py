@@ -108,9 +108,9 @@ class Scheduler:
         """Return a job that a reason may call by its name, as of the last look at the queue."""
         return self.runtime.view.named.get(job_id)
 
-    async def simulate(self, job: JobRecord) -> Outlook:
-        """Return when a job would start and end if it were submitted now."""
-        return await self.runtime.view.outlook_of(job, self._residences())
+    async def simulate(self, job: JobRecord, *, coming: Sequence[JobRecord] = ()) -> Outlook:
+        """Return when a job would start and end if it were submitted now, after those that are `coming`."""
+        return await self.runtime.view.outlook_of(job, self._residences(), coming=coming)
 
     async def run(self) -> None:
         """Serve the queue until `drain`. An attempt that breaks fails its job, never the queue."""

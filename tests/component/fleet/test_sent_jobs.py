@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 
+import pytest
 from tests.component.fleet.conftest import Fleet
 
-from horizon_server.records.job import JobState
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.sharing import Outlook
 from horizon_server.services.checkpoint_files import read_checkpoint_file
+from horizon_server.services.fleet.records import SentJob
 
 
 async def test_a_job_is_copied_there_and_followed_here(fleet: Fleet) -> None:
@@ -28,3 +34,23 @@ async def test_a_job_is_copied_there_and_followed_here(fleet: Fleet) -> None:
         content = b"".join([data async for _, data in pieces])
     folder = fleet.box.state_dir / "jobs" / job.job_id / "checkpoints" / "step-00000003"
     assert content == (folder / "trainer/trainer_state.json").read_bytes()
+
+
+async def test_a_job_on_its_way_is_counted_where_it_goes(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    simulate = fleet.box.services.guest.simulate
+
+    async def noted(principal: Principal, job: JobRecord, coming: Sequence[JobRecord]) -> Outlook:
+        asked.append([one.job_id for one in coming])
+        return await simulate(principal, job, coming)
+
+    async def stay(principal: Principal, sent: SentJob) -> JobRecord:
+        await asyncio.Event().wait()
+        raise AssertionError("it stays on its way")
+
+    monkeypatch.setattr(fleet.box.services.guest, "simulate", noted)
+    monkeypatch.setattr(fleet.box.services.guest, "submit", stay)
+    first = await fleet.head.submit(fleet.ada, model="tiny", node="box2")
+    assert first.box == "box2"
+    await fleet.head.submit(fleet.ada, "second", model="tiny", node="box2")
+    assert asked == [[], [first.job_id]]

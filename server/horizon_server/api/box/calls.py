@@ -23,7 +23,9 @@ Streamed = Callable[[Services, Principal, Body], AsyncGenerator[Any, None]]
 
 ANSWERED: Mapping[str, Answered] = {
     "report": lambda on, caller, b: on.guest.report(caller),
-    "simulate": lambda on, caller, b: on.guest.simulate(caller, from_plain(JobRecord, b["job"])),
+    "simulate": lambda on, caller, b: on.guest.simulate(
+        caller, from_plain(JobRecord, b["job"]), from_plain(list[JobRecord], b["coming"])
+    ),
     "missing": lambda on, caller, b: on.guest.missing(caller, from_plain(list[BlobRef], b["refs"])),
     "announce": lambda on, caller, b: on.guest.announce(caller, from_plain(Needed, b["needed"])),
     "finalize": lambda on, caller, b: on.guest.finalize(caller, b["kind"], b["id"]),

@@ -47,6 +47,8 @@ _TRY_AGAIN_S = 5.0
 _NETWORK_BYTES_PER_S = 1e9 / 8
 _REFS_AT_ONCE = 1000
 _PIECE_BYTES = 2**20
+# Jobs on their way to a box that are counted there, the first ones.
+_MOST_COMING = 100
 # These may be over in a moment. Any other refusal of a box is final.
 _PASSING = (BoxLost, Draining, InUse, UploadInProgress, WorkerFailed)
 # Of a job in a box, what is stored here as it is there. The rest is as it was submitted, or follows from its events.
@@ -205,7 +207,13 @@ class Boxes:
                 return _Offer(place=Place(box=client.name, why_not=plan.message), plan=plan)
             statuses = await self._missing(client, principal, needed.values())
             num_bytes = sum(status.blob.size_bytes - status.committed_bytes for status in statuses)
-            body = {"job": to_plain(replace(job, plan=plan))}
+            # Counted from now on: otherwise all jobs of a sweep would see the same free place.
+            there = await self.journal.store.elsewhere()
+            coming = [one for one in there if one.box == client.name and one.journal_line == 0]
+            body = {
+                "job": to_plain(replace(job, plan=plan)),
+                "coming": [to_plain(one) for one in coming[:_MOST_COMING]],
+            }
             outlook = from_plain(Outlook, await client.ask(BoxCall(name="simulate", caller=principal, body=body)))
         except HorizonError as error:
             return _Offer(place=Place(box=client.name, why_not=error.message), error=error)

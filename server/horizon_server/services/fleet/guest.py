@@ -63,11 +63,12 @@ class Guest:
             planner=facts,
         )
 
-    async def simulate(self, principal: Principal, job: JobRecord) -> Outlook:
-        """Return when a job would start and end here. Raises InvalidSpec where its model is a folder that this node
-        does not have."""
+    async def simulate(self, principal: Principal, job: JobRecord, coming: Sequence[JobRecord]) -> Outlook:
+        """Return when a job would start and end here, after those that are on their way. Raises InvalidSpec where its
+        model is a folder that this node does not have."""
         await self._check_folder(principal, job.spec.model)
-        return await self.jobs.scheduler.simulate(job)
+        here = [one for one in coming if await self.jobs.journal.store.get(one.job_id) is None]
+        return await self.jobs.scheduler.simulate(job, coming=here)
 
     async def missing(self, principal: Principal, refs: Sequence[BlobRef]) -> list[BlobStatus]:
         """Return how far each content is that has to be sent."""
