@@ -275,20 +275,20 @@ class Settings(BaseSettings):
     )
     fleet_address: str | None = Field(
         None,
-        description="This machine's address on a private network, for jobs with nodes: horizond node serve listens "
-        "there, and ranks of other nodes meet there. What ranks say to each other is not encrypted.",
+        description="This machine's address on a private network. horizond node serve listens there, and so does a "
+        "daemon with box_port; ranks of other nodes meet there. What ranks say to each other is not encrypted.",
     )
     fleet_port: int = Field(7173, ge=0, le=65535, description="Port of horizond node serve; 0 picks a free one.")
     fleet_key_file: Path | None = Field(
         None,
-        description="Key of the fleet, made by horizond node key and copied to each of its nodes. Who has it may do "
-        "all that a node may.",
+        description="Key of the fleet, made by horizond node key and copied to each of its machines. Who has it may do "
+        "all that a node may, and act as any user where there is a box_port.",
     )
     fleet_network_gbps: float | None = Field(
         None,
         gt=0,
         description="Speed of the private network in Gbit/s, for predictions; default: what the kernel says of the "
-        "interface with fleet_address.",
+        "interface with fleet_address. Where it says nothing, copies to boxes are taken to cross 1 Gbit/s.",
     )
     nodes: Names = Field(
         (),

@@ -25,7 +25,7 @@ from horizon_server.texts import size_text
 
 @click.group(cls=Commands, name="node")
 def node_group() -> None:
-    """Use several machines for one job (docs/nodes.md)."""
+    """Use several machines for one job (docs/nodes.md), and make the key of a fleet (docs/fleet.md)."""
 
 
 @node_group.command(epilog="\b\nExample:\n  horizond node key /etc/horizond/fleet.pem")
@@ -34,13 +34,14 @@ def node_group() -> None:
 def key(file: Path | None, config: Path | None, state_dir: Path | None) -> int:
     """Make the key of a fleet, in FILE or where fleet_key_file says.
 
-    Copy the file to each of the fleet's nodes: who has it may do all that a node may.
+    Copy the file to each of the fleet's machines: who has it may do all that a node may, and act as any user of a
+    daemon with box_port.
     """
     file = file or load_settings(config, state_dir=state_dir).fleet_key_file
     if file is None:
         raise BadSetting("say where the key is to be: horizond node key FILE, or set fleet_key_file")
     make_key(file)
-    click.echo(f"{file} is made. Copy it to every node of the fleet, readable by the daemon's user only.")
+    click.echo(f"{file} is made. Copy it to every machine of the fleet, readable by the daemon's user only.")
     return 0
 
 

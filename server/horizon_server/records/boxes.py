@@ -46,7 +46,7 @@ class Place:
     why_not: str = ""
     """Why it cannot run there; empty where it can."""
     devices: str = ""
-    """On what: 8 GPUs by rows."""
+    """Those it would have: 8 GPUs."""
     step_s: float | None = None
     tokens_per_second: float | None = None
     copied_bytes: int = 0

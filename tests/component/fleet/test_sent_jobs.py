@@ -13,6 +13,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.sharing import Outlook
 from horizon_server.services.checkpoint_files import read_checkpoint_file
+from horizon_server.services.fleet import boxes
 from horizon_server.services.fleet.records import SentJob
 
 
@@ -54,3 +55,6 @@ async def test_a_job_on_its_way_is_counted_where_it_goes(fleet: Fleet, monkeypat
     assert first.box == "box2"
     await fleet.head.submit(fleet.ada, "second", model="tiny", node="box2")
     assert asked == [[], [first.job_id]]
+    monkeypatch.setattr(boxes, "_MOST_COMING", 1)
+    await fleet.head.submit(fleet.ada, "third", model="tiny", node="box2")
+    assert asked[2:] == [[first.job_id]]  # of two

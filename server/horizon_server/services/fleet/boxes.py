@@ -1,5 +1,5 @@
-"""The other machines of the fleet, as the daemon sees them that sends jobs there: where a job would end first, its way
-there, and what becomes of it.
+"""The other machines of the fleet, which this daemon sends jobs to: where a job would end first, its way there, and
+what becomes of it.
 
 A job that was sent to a box is in the queue there and has its files there. Here are its record and its events, which
 are asked for every second, so that everything that reads a job reads it here; what needs its files, and every order, is
@@ -49,7 +49,7 @@ _REFS_AT_ONCE = 1000
 _PIECE_BYTES = 2**20
 # Jobs on their way to a box that are counted there, the first ones.
 _MOST_COMING = 100
-# What may be over in a moment; all else that a box refuses, it refuses for good.
+# These may be over in a moment. Any other refusal of a box is final.
 _PASSING = (BoxLost, Draining, InUse, UploadInProgress, WorkerFailed)
 # Of a job in a box, what is stored here as it is there. The rest is as it was submitted, or follows from its events.
 _MIRRORED = (
@@ -316,7 +316,7 @@ class Boxes:
         answer = await client.ask(BoxCall(name="updates", caller=NODE, body=to_plain(asked)))
         for job, update in zip(jobs, from_plain(list[JobUpdate], answer), strict=True):
             if update.job is None:
-                why = f"box {client.name} does not know it any more: its state folder may be another one now"
+                why = f"box {client.name} does not know the job any more: its state folder may be another one now"
                 await self.journal.move(job, JobState.FAILED, reason="BOX_LOST", message=why)
                 continue
             if update.outlook is not None:

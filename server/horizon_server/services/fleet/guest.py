@@ -65,7 +65,7 @@ class Guest:
 
     async def simulate(self, principal: Principal, job: JobRecord, coming: Sequence[JobRecord]) -> Outlook:
         """Return when a job would start and end here, after those that are on their way. Raises InvalidSpec where its
-        model is a folder that this node has not."""
+        model is a folder that this node does not have."""
         await self._check_folder(principal, job.spec.model)
         here = [one for one in coming if await self.jobs.journal.store.get(one.job_id) is None]
         return await self.jobs.scheduler.simulate(job, coming=here)

@@ -72,7 +72,7 @@ class SentJob:
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What another daemon wants to know of its jobs here: their events after these numbers. `uses` is what everybody
-    has used of all boxes that it knows."""
+    has used of all machines that it knows."""
 
     after: dict[str, int]
     uses: tuple[ShareUse, ...] = ()
