@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,34 @@ def test_further_nodes_need_an_address_and_a_key(given: dict[str, Any], missing:
     assert load_settings(**given).nodes == ()
     whole: dict[str, Any] = {"fleet_address": "127.0.0.1", "fleet_key_file": "/etc/fleet.pem"}
     assert load_settings(nodes="a:1,b:2", **whole).nodes == ("a:1", "b:2")
+
+
+KEY: dict[str, Any] = {"fleet_address": "127.0.0.1", "fleet_key_file": "/etc/fleet.pem"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"boxes": "b=h:1"}, "setting fleet_key_file: boxes need it"),
+        ({"box_port": 7174}, "setting fleet_address: box_port needs it"),
+        ({"box_port": 7174, "fleet_address": "127.0.0.1"}, "setting fleet_key_file: box_port needs it"),
+        ({"boxes": "b", **KEY}, "'b' is not NAME=HOST:PORT such as box2=10.0.0.2:7174"),
+        ({"boxes": "b=h:x", **KEY}, "'b=h:x' is not NAME=HOST:PORT"),
+        ({"boxes": "b c=h:1", **KEY}, "'b c=h:1' is not NAME=HOST:PORT"),
+        ({"boxes": "b=h:1,b=i:1", **KEY}, "b is there twice; each box has a name of its own"),
+        ({"boxes": "b=h:1", "box_name": "b", **KEY}, "setting boxes: b is the name of this machine"),
+        ({"box_name": "a b"}, "setting box_name: "),
+    ],
+)
+def test_boxes_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSetting, match=re.escape(message)):
+        load_settings(**given)
+
+
+def test_boxes_have_names_and_addresses() -> None:
+    settings = load_settings(boxes="box2=10.0.0.2:7174,box3=[fd00::3]:7174", box_port=0, **KEY)
+    assert settings.boxes == ("box2=10.0.0.2:7174", "box3=[fd00::3]:7174")
+    assert settings.box_name
 
 
 @pytest.mark.parametrize("written", ["gpubox, gpubox.lab.edu", '["gpubox", "gpubox.lab.edu"]'])

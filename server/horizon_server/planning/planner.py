@@ -52,17 +52,6 @@ from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
 from horizon_server.texts import size_text
 
-# Those that plans depend on.
-_PLANNED_SETTINGS = {
-    "device_arena_bytes",
-    "fleet_network_gbps",
-    "host_devices",
-    "host_memory_limit_bytes",
-    "host_memory_reserve_bytes",
-    "nodes",
-    "numa_interleave",
-}
-
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
 
@@ -81,17 +70,30 @@ _DEFAULT_LANES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedSettings:
+    """Settings of a daemon that its plans depend on."""
+
+    device_arena_bytes: int | None
+    fleet_network_gbps: float | None
+    host_devices: int
+    host_memory_limit_bytes: int | None
+    host_memory_reserve_bytes: int
+    nodes: tuple[str, ...]
+    numa_interleave: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannerFacts:
     """What the planner of a node is made of, so that another node can plan for it."""
 
-    settings: dict[str, Any]
-    """Those of `_PLANNED_SETTINGS`."""
+    settings: PlannedSettings
     memory: HostMemory
     num_threads: int
     accelerators: tuple[Gpu, ...]
     rates: dict[str, DeviceRates]
     has_bf16: bool
-    free_devices: tuple[str, ...]
+    free_devices: tuple[str, ...] | None
+    """None where all are free."""
     numa_nodes: tuple[int, ...]
 
 
@@ -166,31 +168,31 @@ class Planner:
     def facts(self) -> PlannerFacts:
         """What this planner is made of, as it is now. Blocking."""
         network = self.network_bytes_per_s
+        settings = {field.name: getattr(self._settings, field.name) for field in dataclasses.fields(PlannedSettings)}
+        # As it was found out there, where it was not set.
+        settings["fleet_network_gbps"] = None if network is None else network / _GIGABIT_BYTES
         return PlannerFacts(
-            settings={
-                **self._settings.model_dump(mode="json", include=_PLANNED_SETTINGS),
-                "fleet_network_gbps": None if network is None else network / _GIGABIT_BYTES,
-            },
+            settings=PlannedSettings(**settings),
             memory=self._memory(),
             num_threads=self._num_threads,
             accelerators=tuple(gpu for gpu in self._accelerators if isinstance(gpu, Gpu)),
             rates=dict(self._rates()),
             has_bf16=self._has_bf16,
-            free_devices=tuple(self._free_devices()) if self._free_devices else (),
+            free_devices=tuple(self._free_devices()) if self._free_devices else None,
             numa_nodes=tuple(self._numa_nodes),
         )
 
     def of_facts(self, facts: PlannerFacts) -> Planner:
         """Return the planner of another node, which is of the same version."""
         return type(self)(
-            Settings.model_construct(**{**vars(self._settings), "fleet_address": None, **facts.settings}),
+            self._settings.model_copy(update={"fleet_address": None, **vars(facts.settings)}),
             memory=lambda: facts.memory,
             num_threads=facts.num_threads,
             accelerators=facts.accelerators,
             rates=lambda: facts.rates,
             layer_memory=self._layer_memory,
             has_bf16=facts.has_bf16,
-            free_devices=lambda: facts.free_devices,
+            free_devices=None if facts.free_devices is None else lambda: facts.free_devices or (),
             numa_nodes=facts.numa_nodes,
         )
 

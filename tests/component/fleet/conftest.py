@@ -29,24 +29,29 @@ class Fleet:
     server: BoxServer
     head: DaemonParts = field(init=False)
     ada: Principal = field(init=False)
+    _of_head: contextlib.AsyncExitStack = field(init=False, default_factory=contextlib.AsyncExitStack)
 
     @property
     def port(self) -> int:
         """Where the box serves."""
         return int(self.server.address.rpartition(":")[2])
 
-    @contextlib.asynccontextmanager
-    async def headed(self) -> AsyncIterator[None]:
-        """Have a head within the block, in the same folder each time."""
+    async def start_head(self) -> None:
+        """Have a head, in the same folder each time."""
         boxes = (f"box2={self.server.address}",)
         more = {"box_name": "box1", "boxes": boxes, "fleet_key_file": self.key, "num_threads": 1}
-        async with self.make_daemon(self.folder / "box1", **more) as self.head:
-            following = asyncio.create_task(self.head.services.jobs.boxes.run())
-            try:
-                yield
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+        self.head = await self._of_head.enter_async_context(self.make_daemon(self.folder / "box1", **more))
+        following = asyncio.create_task(self.head.services.jobs.boxes.run())
+
+        async def end() -> None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+        self._of_head.push_async_callback(end)
+
+    async def stop_head(self) -> None:
+        """End the head."""
+        await self._of_head.aclose()
 
     async def cut(self) -> None:
         """Have the box answer no more calls of the head."""
@@ -87,10 +92,11 @@ async def fleet(make_daemon: MakeDaemon, tmp_path: Path, fleet_key: Path) -> Asy
     async with make_daemon(tmp_path / "box2", box_name="box2", box_port=0, **more) as box:
         made = Fleet(make_daemon, tmp_path, fleet_key, box, await start_box_server(box.services, box.settings))
         try:
-            async with made.headed():
-                made.ada = await made.head.user("ada")
-                await made.head.dataset(made.ada)
-                await made.head.model(made.ada)
-                yield made
+            await made.start_head()
+            made.ada = await made.head.user("ada")
+            await made.head.dataset(made.ada)
+            await made.head.model(made.ada)
+            yield made
         finally:
+            await made.stop_head()
             await made.server.stop()

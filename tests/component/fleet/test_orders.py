@@ -12,6 +12,7 @@ from horizon_server.errors import BoxLost, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import StepDone
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services.checkpoint_files import read_checkpoint_file
+from horizon_server.services.fleet.boxes import NeededFiles
 
 
 async def held(fleet: Fleet, name: str = "job", *, hold_at: int = 2, num_steps: int = 4) -> JobRecord:
@@ -104,19 +105,18 @@ async def test_a_box_that_is_lost_trains_on_and_nothing_is_missing_after_it(flee
     assert await steps(fleet, job.job_id) == [1, 2, 3, 4, 5, 6]
 
 
-async def test_a_new_head_finds_its_jobs_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_head_finds_its_jobs_again(fleet: Fleet) -> None:
     job = await held(fleet, num_steps=5)
     before = await fleet.head.job(job.job_id)
-    async with fleet.headed():  # a second daemon in the folder of the first, which has ended for the test's purposes
-        pass
-    async with fleet.headed():
-        fleet.box.release("job")
-        ended = await fleet.head.until(job.job_id, JobState.SUCCEEDED)
-        there = await fleet.box.job(job.job_id)
-        assert (there.attempt, there.num_restarts) == (1, 0)
-        assert (ended.step, ended.device_s) == (5, there.device_s)
-        assert ended.last_sequence > before.last_sequence
-        assert await steps(fleet, job.job_id) == [1, 2, 3, 4, 5]
+    await fleet.stop_head()
+    fleet.box.release("job")
+    await fleet.box.until(job.job_id, JobState.SUCCEEDED)  # which waits for nobody
+    await fleet.start_head()
+    ended = await fleet.head.until(job.job_id, JobState.SUCCEEDED)
+    there = await fleet.box.job(job.job_id)
+    assert (there.attempt, there.num_restarts) == (1, 0)
+    assert ended.step == 5 and ended.last_sequence > before.last_sequence
+    assert await steps(fleet, job.job_id) == [1, 2, 3, 4, 5]
 
 
 async def test_others_see_and_change_no_more_than_here(fleet: Fleet) -> None:
@@ -149,19 +149,22 @@ async def test_what_is_there_is_not_copied_again(fleet: Fleet) -> None:
 
 
 async def test_data_that_was_deleted_on_the_way_fails_the_job(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    await fleet.cut()
-    fleet.head.services.jobs.boxes.known.clear()
-    boxes = fleet.head.services.jobs.boxes
-    await fleet.mend()
+    boxes, asked = fleet.head.services.jobs.boxes, list[str]()
+    needed_by = boxes.needed_by
+
+    async def gone_after_the_plan(job: JobRecord) -> NeededFiles:
+        asked.append(job.job_id)
+        if len(asked) > 1:
+            raise NotFound(f"dataset {job.dataset_id} does not exist any more")
+        return await needed_by(job)
+
+    monkeypatch.setattr(boxes, "needed_by", gone_after_the_plan)
     job = await fleet.head.submit(fleet.ada, model="tiny", node="box2")
-
-    async def gone(_: JobRecord) -> dict[str, object]:
-        raise NotFound(f"dataset {job.dataset_id} does not exist any more")
-
-    monkeypatch.setattr(boxes, "needed_by", gone)
-    ended = await fleet.head.until(job.job_id, JobState.FAILED, JobState.SUCCEEDED)
-    if ended.job_state is JobState.FAILED:  # else it had arrived before
-        assert "box2 refuses it: dataset" in ended.message
+    ended = await fleet.head.until(job.job_id, JobState.FAILED)
+    assert (ended.reason, ended.message) == (
+        "NOT_FOUND",
+        f"box2 refuses it: dataset {job.dataset_id} does not exist any more",
+    )
 
 
 async def test_what_a_job_uses_there_counts_here_once(fleet: Fleet) -> None:

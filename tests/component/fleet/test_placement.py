@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from tests.component.fleet.conftest import Fleet
@@ -13,7 +14,7 @@ from horizon_server.records.boxes import Place
 from horizon_server.records.job import JobState
 
 
-async def places(fleet: Fleet, **changes: object) -> dict[str, Place]:
+async def places(fleet: Fleet, **changes: Any) -> dict[str, Place]:
     spec = fleet.head.spec(model="tiny", **changes)
     return {place.box: place for place in (await fleet.head.services.jobs.plan(fleet.ada, spec))[2]}
 
@@ -46,8 +47,6 @@ async def test_a_named_machine_gets_the_job(fleet: Fleet) -> None:
     assert (await fleet.head.submit(fleet.ada, "there", model="tiny", node="box2")).box == "box2"
     with pytest.raises(InvalidSpec, match=r"node is box3; the machines of this fleet are: box1, box2"):
         await fleet.head.submit(fleet.ada, model="tiny", node="box3")
-    with pytest.raises(InvalidSpec, match=r"node is box1; the machines of this fleet are: box2$"):
-        await fleet.box.services.jobs.plan(fleet.ada, fleet.box.spec(model="tiny", node="box1"))
 
 
 async def test_a_machine_that_cannot_have_the_job_says_why(fleet: Fleet) -> None:
@@ -59,7 +58,7 @@ async def test_a_machine_that_cannot_have_the_job_says_why(fleet: Fleet) -> None
     await fleet.cut()
     found = await places(fleet, train={"max_steps": 10_000})
     assert re.search(r"box box2 \(127.0.0.1:\d+\) cannot be reached", found["box2"].why_not)
-    with pytest.raises(HorizonError, match="box box2 .* cannot be reached"):
+    with pytest.raises(HorizonError, match=r"box box2 .* cannot be reached"):
         await fleet.head.submit(fleet.ada, model="tiny", node="box2")
 
 

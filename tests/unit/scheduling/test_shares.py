@@ -90,3 +90,20 @@ def test_a_weight_of_nothing_is_served_last_and_divides_nothing_by_zero() -> Non
     shares.charge("lab", "bob", 1000.0, NOW)
 
     assert shares.rank("lab", "bob", NOW) < shares.rank("idle", "ann", NOW)
+
+
+def test_what_was_used_elsewhere_counts_once() -> None:
+    shares = Shares(24 * HOUR)
+    shares.charge("lab", "ann", 100.0, NOW)
+    uses = [
+        ShareUse(project="lab", user="ann", device_s=300.0, as_of_s=NOW),
+        ShareUse(project="lab", user="bob", device_s=50.0, as_of_s=NOW),
+    ]
+    for _ in range(3):
+        shares.raise_to(uses)
+    assert (shares.use_of("lab", "ann", NOW), shares.use_of("lab", "bob", NOW)) == (300.0, 50.0)
+    # What it knows more of stays.
+    shares.charge("lab", "ann", 10.0, NOW)
+    shares.raise_to(uses)
+    assert shares.use_of("lab", "ann", NOW) == 310.0
+    assert shares.rank("lab", "ann", NOW) == (360.0, 310.0)

@@ -15,7 +15,7 @@ from horizon_server.api.box.calls import ANSWERED, STREAMED, write
 from horizon_server.api.services import Services
 from horizon_server.children.entry import Answer, Failure, encode_line
 from horizon_server.codec import to_plain
-from horizon_server.errors import HorizonError, InvalidSpec, TooManyCalls, WorkerFailed
+from horizon_server.errors import Draining, HorizonError, InvalidSpec, TooManyCalls, WorkerFailed
 from horizon_server.network import Address, bound_socket
 from horizon_server.nodes.boxes import MAX_LINE_BYTES, BoxCall, Item, decode_call, encode_item
 from horizon_server.nodes.key import server_context
@@ -75,6 +75,9 @@ class BoxServer:
             await self._answer(call, caller, reader, writer)
         except HorizonError as error:
             await _end(writer, Failure(error))
+        except asyncio.CancelledError:
+            # By `stop`: asyncio would log a traceback for it.
+            await _end(writer, Failure(Draining("the daemon is shutting down; call again in a moment")))
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.info("a connection of another daemon ended", caller=caller, why=str(error))
         except Exception:  # a defect in one call must not end the server

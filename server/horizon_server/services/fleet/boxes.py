@@ -20,7 +20,20 @@ from typing import Any, TypeVar, get_args
 import structlog
 
 from horizon_server.codec import from_plain, to_plain
-from horizon_server.errors import BoxLost, Draining, HorizonError, InUse, InvalidSpec, UploadInProgress, WorkerFailed
+from horizon_server.errors import (
+    BoxLost,
+    DatabaseUnavailable,
+    DiskFull,
+    Draining,
+    HorizonError,
+    InUse,
+    InvalidSpec,
+    QuotaExceeded,
+    Stalled,
+    TooManyCalls,
+    UploadInProgress,
+    WorkerFailed,
+)
 from horizon_server.events import Message, StateChanged, decode
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.usage import UsageMeter
@@ -49,8 +62,19 @@ _REFS_AT_ONCE = 1000
 _PIECE_BYTES = 2**20
 # Jobs on their way to a box that are counted there, the first ones.
 _MOST_COMING = 100
-# These may be over in a moment. Any other refusal of a box is final.
-_PASSING = (BoxLost, Draining, InUse, UploadInProgress, WorkerFailed)
+# What may pass: a box that is away, busy or full. Any other refusal of a box is final.
+_PASSING = (
+    BoxLost,
+    DatabaseUnavailable,
+    DiskFull,
+    Draining,
+    InUse,
+    QuotaExceeded,
+    Stalled,
+    TooManyCalls,
+    UploadInProgress,
+    WorkerFailed,
+)
 # Of a job in a box, what is stored here as it is there. The rest is as it was submitted, or follows from its events.
 _MIRRORED = (
     "wanted",

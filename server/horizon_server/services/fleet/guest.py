@@ -19,7 +19,7 @@ from horizon_server.records.job import JobRecord
 from horizon_server.records.sharing import Outlook
 from horizon_server.services.fleet.records import Announced, Asked, BoxReport, Needed, SentJob
 from horizon_server.services.jobs import JobService
-from horizon_server.services.node import NodeFacts
+from horizon_server.services.node import NodeFacts, NodeStatus
 from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.uploads import Uploads
 from horizon_server.store.model_files import CONFIG_FILE
@@ -43,6 +43,7 @@ class Guest:
         """Return what this machine has, and how busy it is."""
         status = await self.node.describe(principal)
         facts = await asyncio.to_thread(lambda: self.jobs.planner.facts)
+        idle = self.jobs.scheduler.free_devices
         resident = await self.jobs.queue(principal)
         ends = [job.outlook.estimated_end_s for job in resident if job.outlook and job.outlook.share]
         is_open = status.mode == "open" and not status.draining
@@ -53,12 +54,12 @@ class Guest:
                 state="open" if is_open else "closed",
                 hostname=socket.gethostname(),
                 gpus=tuple(gpu.name for gpu in status.accelerators),
-                num_idle=len(facts.free_devices),
+                num_idle=len(idle),
                 host_memory_limit_bytes=status.host_memory_limit_bytes,
                 host_memory_available_bytes=status.host_memory_available_bytes,
                 num_jobs=len(resident),
-                next_free_s=0.0 if facts.free_devices else min((end for end in ends if end), default=0.0),
-                message="" if is_open else "the daemon is shutting down" if status.draining else status.mode,
+                next_free_s=0.0 if idle else min((end for end in ends if end), default=0.0),
+                message="" if is_open else _why_closed(status),
             ),
             planner=facts,
         )
@@ -128,3 +129,10 @@ class Guest:
             raise InvalidSpec.of("model", f"model: {self.name} has no folder {model}")
         if model.startswith("/"):
             await self.jobs.resources.model(principal, model)
+
+
+def _why_closed(status: NodeStatus) -> str:
+    if status.draining:
+        return "the daemon is shutting down"
+    message = status.condition.message
+    return f"{status.mode} ({message})" if message else status.mode
