@@ -82,6 +82,7 @@ async def make(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
             )
         ),
         scheduler=SimpleNamespace(wake=lambda: wakes.append(1)),
+        boxes=SimpleNamespace(has_arrived=lambda _: False),
     )
     made: list[SamplingChild] = []
 

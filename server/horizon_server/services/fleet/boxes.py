@@ -151,6 +151,8 @@ class Boxes:
     """What each box has said of itself when it was asked last, or why it did not."""
     _outlooks: dict[str, Outlook] = field(init=False, default_factory=dict)
     _sending: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
+    _told: set[str] = field(init=False, default_factory=set)
+    """Jobs whose owners were told that their files are copied."""
 
     # Where a job is to run
 
@@ -331,6 +333,7 @@ class Boxes:
 
     def _forget(self, job_id: str, task: asyncio.Task[None]) -> None:
         self._sending.pop(job_id, None)
+        self._told.discard(job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a job could not be sent", job_id=job_id, exc_info=error)
 
@@ -383,7 +386,9 @@ class Boxes:
         owner = Principal(name=job.owner, role="user", project=job.project)
         needed = await self.needed_by(job)
         statuses = await self._missing(client, owner, needed.values())
-        if num_bytes := sum(status.blob.size_bytes - status.committed_bytes for status in statuses):
+        num_bytes = sum(status.blob.size_bytes - status.committed_bytes for status in statuses)
+        if num_bytes and job.job_id not in self._told:
+            self._told.add(job.job_id)
             text = f"{size_text(num_bytes)} of its model and data are copied to {client.name}"
             await self.journal.append_now(job.job_id, Message(level="info", text=text))
         sent_bytes = 0
