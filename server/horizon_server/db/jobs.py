@@ -57,6 +57,9 @@ _HERE = JobRow.box == ""
 _BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
 _IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True)), _HERE).order_by(JobRow.number)
 _COUNTS = select(JobRow.job_state, func.count()).where(_HERE).group_by(JobRow.job_state)
+_ELSEWHERE = (
+    _JOBS.where(JobRow.box != "", JobRow.job_state.in_([state.value for state in JobState if state not in ENDED]))
+).order_by(JobRow.number)
 # In whatever case, and without wildcards. The model and the dataset are in the spec.
 _SEARCHED = func.lower(
     JobRow.job_id
@@ -215,8 +218,9 @@ class JobStore:
 
     async def elsewhere(self) -> list[JobRecord]:
         """Return the jobs that have not ended and were sent to other boxes, in the order of their submission."""
-        query = _JOBS.where(JobRow.box != "", JobRow.job_state.in_(_ALIVE)).order_by(JobRow.number)
-        return await self._database.read(lambda connection: [record_of(row) for row in connection.execute(query)])
+        return await self._database.look_up(
+            "elsewhere", lambda connection: [self._records.of(row) for row in connection.execute(_ELSEWHERE).all()]
+        )
 
     async def mirror(
         self, job_id: str, events: Sequence[tuple[int, float, Payload]], fields: Mapping[str, Any]
