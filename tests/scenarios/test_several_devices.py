@@ -87,7 +87,9 @@ def test_two_devices_give_the_bits_of_one_whoever_dies(daemon: DaemonProcess, cl
         assert found.plan is not None and (found.plan.num_devices, found.plan.lanes) == (2, 4)
         assert (found.plan.device, found.plan.parallel) == ("host:0,host:1", parallel)
     states = [event for event in client.jobs.watch(two.job_id) if isinstance(event, StateEvent)]
-    assert any("rank 1 was killed by SIGKILL" in event.message for event in states)
+    messages = [event.message for event in states]
+    # Of rank 1; or of the worker, where a busy machine gives it no time to end by itself and say why.
+    assert any("was killed by SIGKILL" in message for message in messages), messages
     assert not processes_of("horizon_server.worker", daemon.state_dir)
 
 

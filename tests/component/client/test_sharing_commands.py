@@ -121,7 +121,11 @@ def test_a_simulation_queues_nothing(run: Run, daemon: Daemon) -> None:
     assert "share 1" in result.stdout, "it is the only job"
     warned = run("queue", "simulate", "job.yaml", "--set", "eval_every_steps=5")
     assert "\nwarning: eval_every_steps is 5, and the job has no eval set" in warned.stdout
-    assert set(json.loads(run("queue", "simulate", "-", "-o", "json", stdin=SPEC).stdout)) == {"outlook", "plan"}
+    assert set(json.loads(run("queue", "simulate", "-", "-o", "json", stdin=SPEC).stdout)) == {
+        "outlook",
+        "plan",
+        "places",
+    }
     assert daemon.jobs() == []
     unknown = run("queue", "simulate", "job.yaml", "--set", "model=tiny-bass")
     assert (unknown.exit_code, "tiny-base" in unknown.stderr) == (4, True)
