@@ -249,7 +249,7 @@ class ServerFailed(HorizonClientError, RuntimeError):
 
 
 class BoxLost(Unavailable):
-    """The machine of the fleet that has the job does not answer; the job goes on there."""
+    """The machine of the fleet that has the job does not answer; the job continues there."""
 
 
 class WorkerFailed(ServerFailed):

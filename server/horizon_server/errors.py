@@ -172,7 +172,7 @@ class Draining(HorizonError, RuntimeError):
 
 
 class BoxLost(HorizonError, RuntimeError):
-    """The machine of the fleet that has the job, or is to have it, does not answer; a job that is there goes on."""
+    """The machine of the fleet that has the job, or is to have it, does not answer; a job that is there continues."""
 
 
 class WorkerFailed(HorizonError, RuntimeError):

@@ -66,7 +66,7 @@ async def continue_on_nodes(
 async def reserve_nodes(
     runtime: Runtime, job_id: str, plan: Plan, devices: AttemptDevices, *, least: int, before: Fleet | None
 ) -> Fleet | None:
-    """Reserve the further nodes of a plan, those first that the job had: at least so many that it is on `least` nodes.
+    """Reserve the further nodes of a plan, those first that the job had, so that it has at least `least` nodes in all.
     None where it is on this one alone.
 
     Raises:

@@ -58,14 +58,14 @@ def encode_item(item: Item) -> bytes:
 
 
 def decode_call(line: bytes) -> BoxCall:
-    """Raises WorkerFailed where it is none of this version."""
+    """Return the call that a line holds. Raises WorkerFailed where it is not a call of this version."""
     try:
         version = json.loads(line)["version"]
         if version != VERSION:
             raise WorkerFailed(f"it runs horizon {VERSION}, and the caller {version}; install the same version on both")
         return from_json(BoxCall, line)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WorkerFailed("the caller is no daemon of this version") from error
+        raise WorkerFailed("the caller is not a daemon of this version") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class BoxClient:
         except TimeoutError as error:
             raise BoxLost(f"{at} does not answer") from error
         except ssl.SSLError as error:
-            raise BoxLost(f"{at} has another key, or is no daemon with box_port") from error
+            raise BoxLost(f"{at} has another key, or does not serve other daemons (box_port)") from error
         except (WorkerFailed, ValueError, asyncio.IncompleteReadError) as error:
             raise BoxLost(f"{at} answered with something else than an answer") from error
         except OSError as error:

@@ -56,7 +56,7 @@ async def test_only_who_has_the_key_is_answered(fleet: Fleet, tmp_path: Path) ->
     other.load_cert_chain(tmp_path / "other.pem")
     for context in (None, without, other):
         assert b"hostname" not in await answered(fleet, context, line)
-    with pytest.raises(BoxLost, match=r"box box2 .* has another key, or is no daemon with box_port"):
+    with pytest.raises(BoxLost, match=r"box box2 .* has another key, or does not serve other daemons \(box_port\)"):
         await client_of(fleet, tmp_path / "other.pem").ask(REPORT)
     assert await client_of(fleet).ask(REPORT)
 
@@ -64,11 +64,11 @@ async def test_only_who_has_the_key_is_answered(fleet: Fleet, tmp_path: Path) ->
 async def test_what_is_no_call_is_refused_and_the_next_one_answered(fleet: Fleet) -> None:
     context, version = client_context(fleet.key), REPORT.version
     for sent, why in (
-        (b"\n", "the caller is no daemon of this version"),
-        (b"{\n", "the caller is no daemon of this version"),
+        (b"\n", "the caller is not a daemon of this version"),
+        (b"{\n", "the caller is not a daemon of this version"),
         (
             json.dumps({"version": version, "name": "report"}).encode() + b"\n",
-            "the caller is no daemon of this version",
+            "the caller is not a daemon of this version",
         ),
         (to_json(dataclasses.replace(REPORT, version="0.0.1")).encode() + b"\n", f"it runs horizon {version}, and the"),
     ):

@@ -474,7 +474,7 @@ class Boxes:
     def _client(self, job: JobRecord) -> BoxClient:
         client = self.clients.get(job.box)
         if client is None:
-            raise BoxLost(f"job {job.job_id} is in {job.box}, which is no box of this daemon any more (setting boxes)")
+            raise BoxLost(f"job {job.job_id} is in {job.box}, which the setting boxes of this daemon does not name")
         return client
 
 
