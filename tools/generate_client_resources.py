@@ -49,12 +49,27 @@ WIRE_ONLY = {
     "SimpoSpec",
     "KtoSpec",
     "PolicySpec",
+    "SessionSpec",
     "JobEvent",
     "MetricColumn",
     "WholeBlob",
+    "SessionDatum",
+    "SessionForward",
+    "SessionOptimStep",
+    "SessionSaveState",
+    "SessionLoadState",
+    "SessionSample",
+    "SessionClose",
+    "SessionComputed",
+    "SessionNumbers",
+    "SessionLoaded",
+    "SessionSaved",
+    "SessionClosed",
+    "SessionCallFailed",
 }
 """Messages without a record: of the upload protocol, the spec, which is a plain mapping with the types of
-`job_spec_types`, the envelope of an event, and columns of figures, of which `metrics` makes rows."""
+`job_spec_types`, the envelope of an event, columns of figures, of which `metrics` makes rows, and the calls of
+sessions, which are methods."""
 WITHIN_A_JOB = {"StepEvent": "`last_step`", "EvalEvent": "`first_eval`, `best_eval` and `last_eval`"}
 LONG_FIELDS = {"files", "digest"}
 """Left out of `repr`."""
@@ -149,6 +164,7 @@ SCALARS = {
     FieldDescriptorProto.TYPE_STRING: "str",
     FieldDescriptorProto.TYPE_BOOL: "bool",
     FieldDescriptorProto.TYPE_DOUBLE: "float",
+    FieldDescriptorProto.TYPE_FLOAT: "float",
     FieldDescriptorProto.TYPE_INT32: "int",
     FieldDescriptorProto.TYPE_INT64: "int",
     FieldDescriptorProto.TYPE_ENUM: "str",

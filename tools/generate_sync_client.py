@@ -45,6 +45,10 @@ class Client:
         self.server = inner.server
         {members}
 
+    def session({session_parameters}) -> Session:
+        """{session_docstring}"""
+        return Session(self._inner.session({session_arguments}), self._loop)
+
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""
         if self._loop.is_open:
@@ -94,20 +98,26 @@ def generate() -> str:
     """Return the text of the generated module."""
     modules = [SourceModule(name) for name in MODULES]
     client = modules[0].classes["AsyncClient"]
-    init = next(n for n in client.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    functions = {n.name: n for n in client.body if isinstance(n, ast.FunctionDef)}
+    init, session = functions["__init__"], functions["session"]
     members = dict(_members(init))
     parts = [
         CLIENT.format(
             docstring=(ast.get_docstring(client, clean=False) or "").rstrip(),
             parameters=_parameters(init),
             arguments=_arguments(init),
+            session_parameters=_parameters(session),
+            session_arguments=_arguments(session),
+            session_docstring=(ast.get_docstring(session, clean=False) or "").replace("async with", "with"),
             members="\n        ".join(
                 f"self.{member} = {_blocking(kind)}(inner.{member}, self._loop)" for member, kind in members.items()
             ),
         )
     ]
     imports = {("types", "TracebackType"), ("horizon_client.event_loop", "LoopThread")}
-    imports |= {("horizon_client.async_client", "AsyncClient"), *_imports(modules[0], [init])}
+    imports |= {("horizon_client.async_client", "AsyncClient"), ("horizon_client.sessions", "Session")}
+    session.returns = None
+    imports |= set(_imports(modules[0], [init, session]))
     for kind in members.values():
         module = next(module for module in modules if kind in module.classes)
         definition = module.classes[kind]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
+from typing import Any
 
 from horizon_client.account import AsyncAccounts
 from horizon_client.checkpoints import AsyncCheckpoints
@@ -16,6 +19,7 @@ from horizon_client.profiles import resolve_endpoint
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import Node
+from horizon_client.sessions import AsyncSession, session_spec
 from horizon_client.sharing import AsyncSharing, timestamp
 from horizon_client.webhooks import AsyncWebhooks
 from horizon_proto.v1 import node_pb2
@@ -147,6 +151,37 @@ class AsyncClient:
         self.housekeeping = AsyncHousekeeping(self._connection)
         self.account = AsyncAccounts(self._connection)
         self.webhooks = AsyncWebhooks(self._connection)
+
+    def session(
+        self,
+        model: str = "",
+        *,
+        name: str = "session",
+        lora: Mapping[str, Any] | None = None,
+        max_tokens: int = 1024,
+        max_tokens_per_call: int = 16384,
+        idle_minutes: float = 15.0,
+        spec: Mapping[str, Any] = MappingProxyType({}),
+        attach: str = "",
+        reporter: Reporter = SILENT,
+    ) -> AsyncSession:
+        """A session on `model`, for a block of `async with`: every weight is trained, or adapters where `lora`
+        gives their options, such as {"rank": 16}.
+
+        The node plans its memory for documents of `max_tokens` tokens, and `max_tokens_per_call` in one call. After
+        `idle_minutes` without a call it gives its memory back; the next call brings it back. `spec` has further fields
+        of the job spec. `attach` continues the session of that id or name instead.
+        """
+        made = session_spec(
+            model,
+            name=name,
+            lora=lora,
+            max_tokens=max_tokens,
+            max_tokens_per_call=max_tokens_per_call,
+            idle_minutes=idle_minutes,
+            spec=spec,
+        )
+        return AsyncSession(self._connection, self.jobs, made, attach=attach, reporter=reporter)
 
     async def close(self) -> None:
         """Close the connection."""

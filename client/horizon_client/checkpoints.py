@@ -355,7 +355,20 @@ class AsyncCheckpoints:
         return _chosen(await self.list(name), name, place)
 
 
-def _single_or_several(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str, Any]]:
+def wire_prompts(prompts: Prompt | Sequence[Prompt | Sequence[int]]) -> list[checkpoint_pb2.SamplePrompt]:
+    """Return prompts as they are sent; one that is a list of tokens too."""
+    return [
+        checkpoint_pb2.SamplePrompt(ids=prompt) if _is_tokens(prompt) else _prompt(place, prompt)
+        for place, prompt in _single_or_several(prompts)
+    ]
+
+
+def _is_tokens(prompt: Any) -> bool:
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and bool(prompt) and all(isinstance(token, int) for token in prompt)
+
+
+def _single_or_several(prompts: Prompt | Sequence[Prompt | Sequence[int]]) -> list[tuple[str, Any]]:
     """Return the prompts, each with its place for messages. A str is a sequence too, and a chat is a list as several
     prompts are."""
     if isinstance(prompts, str | Mapping):

@@ -3,7 +3,7 @@
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 JOB_STATES = ("QUEUED", "PREPARING", "STARTING", "RUNNING", "PAUSED", "STOPPING", "SUCCEEDED", "FAILED", "CANCELLED")
-METHODS = ("sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy")
+METHODS = ("sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy", "session")
 TRAIN_ON = ("assistant", "last-assistant", "all")
 DATASET_FORMATS = (
     "auto",

@@ -30,6 +30,7 @@ from horizon_proto.v1 import (
     job_pb2_grpc,
     model_pb2_grpc,
     node_pb2_grpc,
+    session_pb2_grpc,
     sharing_pb2_grpc,
     webhook_pb2_grpc,
 )
@@ -129,6 +130,7 @@ class Calls:
         self.jobs = cast("job_pb2_grpc.JobServiceAsyncStub", job_pb2_grpc.JobServiceStub(channel))
         self.models = cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
         self.node = cast("node_pb2_grpc.NodeServiceAsyncStub", node_pb2_grpc.NodeServiceStub(channel))
+        self.sessions = cast("session_pb2_grpc.SessionServiceAsyncStub", session_pb2_grpc.SessionServiceStub(channel))
         self.sharing = cast("sharing_pb2_grpc.SharingServiceAsyncStub", sharing_pb2_grpc.SharingServiceStub(channel))
         self.webhooks = cast("webhook_pb2_grpc.WebhookServiceAsyncStub", webhook_pb2_grpc.WebhookServiceStub(channel))
 

@@ -191,6 +191,14 @@ class PolicySpec(TypedDict, total=False):
     length (GRPO). Default: 'tokens'."""
 
 
+class SessionSpec(TypedDict, total=False):
+    """Options of `method: session`, whose steps are called one by one over the network (docs/sessions.md)."""
+
+    idle_minutes: float
+    """After this time without a call the session is checkpointed and gives back its memory; the next call brings it
+    back. Default: 15.0."""
+
+
 class SimpoSpec(TypedDict, total=False):
     """Options of `method: simpo`, simple preference optimisation. gamma has the default of TRL's CPOConfig; its beta of
     0.1 is for sums over tokens, so beta has the paper's instead."""
@@ -302,8 +310,6 @@ class _Required(TypedDict):
     model: str
     """A pushed model; a model of the Hugging Face hub that an admin has added (horizond model add), by its id, such as
     Qwen/Qwen3-8B; or an absolute folder on the node that an admin has allowed (model_roots)."""
-    dataset: DataLike
-    """A pushed dataset. The client also takes local files here and pushes them first."""
 
 
 class JobSpec(_Required, total=False):
@@ -313,6 +319,13 @@ class JobSpec(_Required, total=False):
     """Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP; or, in a
     job that trains adapters, with a pushed adapter, by its name. The optimizer, the schedule and the data are this
     job's own. Null starts with the weights of model. Default: None."""
+    method: Literal["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy", "session"]
+    """sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn from pairs of a
+    chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from recorded samples with
+    advantages; session: the steps are called one by one over the network. Default: 'sft'."""
+    dataset: DataLike
+    """A pushed dataset; required, but for method session, which has none. The client also takes local files here and
+    pushes them first."""
     map: Mapping[str, str]
     """The columns of local data files by field, such as {prompt: question, completion: answer}: the client pushes the
     files with it, as with horizon dataset push --map. The job that is sent has no such field."""
@@ -325,10 +338,6 @@ class JobSpec(_Required, total=False):
     """The project that the job is charged to; empty means the user's own."""
     eval_dataset: DataLike | None
     """A pushed dataset to evaluate on: the set named eval. eval.sets has more of them. Default: None."""
-    method: Literal["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy"]
-    """sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn from pairs of a
-    chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from recorded samples with
-    advantages. Default: 'sft'."""
     train: TrainSpec
     """How the model is trained. Set `epochs` or `max_steps`, not both."""
     eval_every_steps: int
@@ -378,3 +387,5 @@ class JobSpec(_Required, total=False):
     policy: PolicySpec
     """Options of `method: policy`, a policy gradient on recorded samples with advantages. The defaults are those of
     TRL's GRPOConfig."""
+    session: SessionSpec
+    """Options of `method: session`, whose steps are called one by one over the network (docs/sessions.md)."""

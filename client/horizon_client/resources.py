@@ -742,7 +742,7 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer. One of the three is set."""
+    """A text to continue, or a chat to answer. One of the four is set."""
 
     text: str
     """Continued as it is."""
@@ -751,6 +751,8 @@ class SamplePrompt:
     chat_json: str
     """A chat with what else a template prints, as JSON: an object with messages, and tools where it has them, as a row
     of the dataset format messages. Rendered as that row is for training, with the cue for an answer."""
+    ids: tuple[int, ...]
+    """Tokens to continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -897,7 +899,7 @@ class DatasetPreview:
     """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or
     samples."""
     method: str
-    """The method, with its default filled in: sft, pretrain, dpo, ipo, orpo, simpo, kto or policy."""
+    """The method, with its default filled in: sft, pretrain, dpo, ipo, orpo, simpo, kto, policy or session."""
     train_on: str
     """Which tokens would be trained, with its default filled in: assistant, last-assistant or all."""
     sequence_length: int
@@ -1102,6 +1104,52 @@ class Accelerator:
     """Its product name."""
     memory_bytes: int
     """Its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionStepped:
+    """A step of the optimizer."""
+
+    step: int
+    """Changes of the weights so far."""
+    grad_norm: float
+    """Of all gradients, before it was clipped."""
+    skipped: str
+    """Why the weights are as they were: a gradient was not finite. Else empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionAnswer:
+    """One answer to a prompt."""
+
+    tokens: tuple[int, ...]
+    """Its tokens."""
+    text: str
+    """As text, without what ended it."""
+    logprobs: tuple[float, ...]
+    """Of each token, where they were asked for."""
+    ended: str
+    """stop or length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionAnswers:
+    """Those to one prompt."""
+
+    answers: tuple[SessionAnswer, ...]
+    """As many as num_samples."""
+    prompt_logprobs: tuple[float, ...]
+    """Of each token of the prompt but the first, which has 0, where they were asked for."""
+    prompt_tokens: tuple[int, ...]
+    """The prompt's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSampled:
+    """Answers."""
+
+    prompts: tuple[SessionAnswers, ...]
+    """For each prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)

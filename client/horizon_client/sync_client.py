@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from types import TracebackType
+from types import MappingProxyType, TracebackType
+from typing import Any
 
 from horizon_client.account import AsyncAccounts, CreatedToken
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
@@ -46,6 +47,7 @@ from horizon_client.resources import (
     Webhook,
     WebhookDelivery,
 )
+from horizon_client.sessions import Session
 from horizon_client.sharing import AsyncSharing
 from horizon_client.webhooks import AsyncWebhooks, CreatedWebhook
 
@@ -99,6 +101,41 @@ class Client:
         self.housekeeping = Housekeeping(inner.housekeeping, self._loop)
         self.account = Accounts(inner.account, self._loop)
         self.webhooks = Webhooks(inner.webhooks, self._loop)
+
+    def session(
+        self,
+        model: str = "",
+        *,
+        name: str = "session",
+        lora: Mapping[str, Any] | None = None,
+        max_tokens: int = 1024,
+        max_tokens_per_call: int = 16384,
+        idle_minutes: float = 15.0,
+        spec: Mapping[str, Any] = MappingProxyType({}),
+        attach: str = "",
+        reporter: Reporter = SILENT,
+    ) -> Session:
+        """A session on `model`, for a block of `with`: every weight is trained, or adapters where `lora`
+        gives their options, such as {"rank": 16}.
+
+        The node plans its memory for documents of `max_tokens` tokens, and `max_tokens_per_call` in one call. After
+        `idle_minutes` without a call it gives its memory back; the next call brings it back. `spec` has further fields
+        of the job spec. `attach` continues the session of that id or name instead.
+        """
+        return Session(
+            self._inner.session(
+                model,
+                name=name,
+                lora=lora,
+                max_tokens=max_tokens,
+                max_tokens_per_call=max_tokens_per_call,
+                idle_minutes=idle_minutes,
+                spec=spec,
+                attach=attach,
+                reporter=reporter,
+            ),
+            self._loop,
+        )
 
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""

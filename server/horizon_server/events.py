@@ -150,6 +150,13 @@ class MemoryReleased:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallDone:
+    """The session's call of that number has a result. Only on the worker's pipe: the result's file is what counts."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerProgress:
     """The worker's work has advanced since its last line. Only on its pipe."""
 
@@ -210,6 +217,7 @@ WorkerLine = (
     | ReferencesDone
     | TurnLine
     | WorkerProgress
+    | CallDone
     | ChildLine
 )
 
@@ -226,6 +234,7 @@ KINDS: dict[str, type[Any]] = {
     "turn_ended": TurnEnded,
     "memory_released": MemoryReleased,
     "progress": WorkerProgress,
+    "call_done": CallDone,
     "sampled": SampledText,
     "merge": MergeProgress,
     "evaluation": EvaluationProgress,
@@ -239,6 +248,7 @@ PIPE_KINDS = frozenset(
         "turn_ended",
         "memory_released",
         "progress",
+        "call_done",
         "sampled",
         "merge",
         "evaluation",

@@ -192,6 +192,7 @@ async def _chores(settings: Settings, parts: Parts, watching: Coroutine[Any, Any
             _count_stored(parts),
             _sweep_hourly(settings, parts),
             parts.services.webhooks.deliveries.run(),
+            parts.services.sessions.run(),
             feed_watchdog(),
             parts.services.jobs.boxes.run(parts.metrics.set_fleet_boxes),
             parts.scheduler.runtime.nodes.watch(parts.scheduler.try_held_back, parts.metrics.set_fleet_nodes),

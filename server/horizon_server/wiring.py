@@ -23,6 +23,7 @@ from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.db.webhooks import WebhookStore
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
+from horizon_server.jobs.call_news import CallNews
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.health import DeviceHealth
 from horizon_server.jobs.joint_turn import JointTurn
@@ -69,6 +70,7 @@ from horizon_server.services.pushed import DatasetService, ModelService, ModelTr
 from horizon_server.services.quotas import Quotas
 from horizon_server.services.sampling import Samples
 from horizon_server.services.sampling_child import SamplingChild
+from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.deliveries import Deliveries
@@ -188,6 +190,7 @@ async def wire(
         meter=UsageMeter(sharing, shares),
         view=view,
         nodes=nodes,
+        calls=CallNews(),
         environment=environment,
         worker_module=worker_module,
     )
@@ -236,6 +239,7 @@ async def wire(
         datasets=datasets,
         previews=Previews(resources, environment=environment),
         samples=Samples(jobs, sampling, num_threads=settings.num_threads or available_cpus()),
+        sessions=Sessions(jobs, space=space),
         evaluations=Evaluations(
             jobs,
             memory=sampling,

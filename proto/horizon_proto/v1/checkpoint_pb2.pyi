@@ -288,13 +288,14 @@ global___SampleMessage = SampleMessage
 
 @typing.final
 class SamplePrompt(google.protobuf.message.Message):
-    """SamplePrompt is a text to continue, or a chat to answer. One of the three is set."""
+    """SamplePrompt is a text to continue, or a chat to answer. One of the four is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
     MESSAGES_FIELD_NUMBER: builtins.int
     CHAT_JSON_FIELD_NUMBER: builtins.int
+    IDS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Continued as it is."""
     chat_json: builtins.str
@@ -305,14 +306,19 @@ class SamplePrompt(google.protobuf.message.Message):
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampleMessage]:
         """Rendered by the model's chat template, with the cue for an answer."""
 
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens to continue."""
+
     def __init__(
         self,
         *,
         text: builtins.str = ...,
         messages: collections.abc.Iterable[global___SampleMessage] | None = ...,
         chat_json: builtins.str = ...,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat_json", b"chat_json", "messages", b"messages", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat_json", b"chat_json", "ids", b"ids", "messages", b"messages", "text", b"text"]) -> None: ...
 
 global___SamplePrompt = SamplePrompt
 

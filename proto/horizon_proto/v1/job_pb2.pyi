@@ -97,6 +97,8 @@ class _MethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Kahneman-Tversky optimisation: single answers that are labelled good or bad."""
     METHOD_POLICY: _Method.ValueType  # 8
     """Policy gradient on recorded samples with advantages."""
+    METHOD_SESSION: _Method.ValueType  # 9
+    """No data: the steps are called one by one (SessionService)."""
 
 class Method(_Method, metaclass=_MethodEnumTypeWrapper):
     """Method is how the model is tuned."""
@@ -119,6 +121,8 @@ METHOD_KTO: Method.ValueType  # 7
 """Kahneman-Tversky optimisation: single answers that are labelled good or bad."""
 METHOD_POLICY: Method.ValueType  # 8
 """Policy gradient on recorded samples with advantages."""
+METHOD_SESSION: Method.ValueType  # 9
+"""No data: the steps are called one by one (SessionService)."""
 global___Method = Method
 
 class _DpoLoss:
@@ -618,6 +622,7 @@ class JobSpec(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -702,6 +707,10 @@ class JobSpec(google.protobuf.message.Message):
     def report_to(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Trackers that the node writes the job's figures to: tensorboard, mlflow, wandb, trackio; default none."""
 
+    @property
+    def session(self) -> global___SessionSpec:
+        """Options of method session."""
+
     def __init__(
         self,
         *,
@@ -732,9 +741,10 @@ class JobSpec(google.protobuf.message.Message):
         nodes: builtins.int | None = ...,
         node: builtins.str | None = ...,
         max_nodes: builtins.int | None = ...,
+        session: global___SessionSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -753,6 +763,28 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
 global___JobSpec = JobSpec
+
+@typing.final
+class SessionSpec(google.protobuf.message.Message):
+    """SessionSpec are the options of method session. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDLE_MINUTES_FIELD_NUMBER: builtins.int
+    idle_minutes: builtins.float
+    """After this time without a call the session is checkpointed and gives back its memory; the next call brings it back; above 0; default
+    15.
+    """
+    def __init__(
+        self,
+        *,
+        idle_minutes: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_idle_minutes", b"_idle_minutes", "idle_minutes", b"idle_minutes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_idle_minutes", b"_idle_minutes", "idle_minutes", b"idle_minutes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_idle_minutes", b"_idle_minutes"]) -> typing.Literal["idle_minutes"] | None: ...
+
+global___SessionSpec = SessionSpec
 
 @typing.final
 class DpoSpec(google.protobuf.message.Message):

@@ -19,6 +19,8 @@ class Effect(Enum):
     UPLOAD = auto()
     """It belongs to the upload of contents, which may be thousands: without the Create and Finalize that name them they
     are nothing."""
+    STEP = auto()
+    """It is one of the many calls of a session, whose opening was audited; each uses the node no more than a step."""
     CHANGE = auto()
     """It changes one thing, or uses the node's memory and processors."""
     CHANGE_MANY = auto()
@@ -53,6 +55,7 @@ EFFECTS: Mapping[str, Effect] = {
             "CheckpointService/ListCheckpoints",
             "CheckpointService/ReadCheckpointFile",
             "NodeService/GetNode",
+            "SessionService/GetSessionResult",
             "SharingService/GetUsage",
             "SharingService/GetQuota",
             "SharingService/GetQueue",
@@ -73,6 +76,10 @@ EFFECTS: Mapping[str, Effect] = {
             "BlobService/QueryBlobStatus",
         ),
         Effect.UPLOAD,
+    ),
+    **dict.fromkeys(
+        ("SessionService/CallSession",),
+        Effect.STEP,
     ),
     **dict.fromkeys(
         (

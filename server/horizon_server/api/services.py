@@ -25,6 +25,7 @@ from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.sampling import Samples
+from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.hooks import Webhooks
@@ -41,6 +42,7 @@ class Services:
     datasets: DatasetService
     previews: Previews
     samples: Samples
+    sessions: Sessions
     evaluations: Evaluations
     merges: Merges
     models: ModelService

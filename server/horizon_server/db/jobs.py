@@ -60,6 +60,11 @@ _COUNTS = select(JobRow.job_state, func.count()).where(_HERE).group_by(JobRow.jo
 _ELSEWHERE = (
     _JOBS.where(JobRow.box != "", JobRow.job_state.in_([state.value for state in JobState if state not in ENDED]))
 ).order_by(JobRow.number)
+_SESSIONS = _JOBS.where(
+    _HERE,
+    JobRow.job_state.in_([state.value for state in JobState if state not in ENDED]),
+    func.json_extract(JobRow.spec, "$.method") == "session",
+)
 # In whatever case, and without wildcards. The model and the dataset are in the spec.
 _SEARCHED = func.lower(
     JobRow.job_id
@@ -220,6 +225,12 @@ class JobStore:
         """Return the jobs that have not ended and were sent to other boxes, in the order of their submission."""
         return await self._database.look_up(
             "elsewhere", lambda connection: [self._records.of(row) for row in connection.execute(_ELSEWHERE).all()]
+        )
+
+    async def sessions(self) -> list[JobRecord]:
+        """Return the sessions of this node that have not ended."""
+        return await self._database.look_up(
+            "sessions", lambda connection: [self._records.of(row) for row in connection.execute(_SESSIONS).all()]
         )
 
     async def mirror(

@@ -109,11 +109,12 @@ class ForwardBackward:
         objective: StepObjective | None = None,
         *,
         measure_first: bool = False,
+        adds: bool = False,
     ) -> float:
         """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns,
         every trained unit's gradient is on the host. With `measure_first`, and of more micro-batches than one,
         `first_square` is what the first of them gave the layers, on the first rank. A rank that follows takes an
-        objective without tensors: the first one has them.
+        objective without tensors: the first one has them. With `adds`, gradients are added to those of the pass before.
         """
         current = self._start(rows, "training", key)
         by_layers, num_layers = self._ranks.by_layers, self._template.num_layers
@@ -130,7 +131,7 @@ class ForwardBackward:
             current.objective = objective.placed(self._device.place) if self._ranks.leads else None
             current.logprobs_S = self._empty_logprobs(current)
         self._sink.reserve(sum(micro_batch.num_tokens for micro_batch in rows.micro_batches))
-        self._sink.start_step(current.embedding_backward.exchange or self._row_exchange(rows))
+        self._sink.start_step(current.embedding_backward.exchange or self._row_exchange(rows), adds=adds)
         program: list[tuple[UnitRequest, Enqueue]] = [
             *self._forward(current),
             (self._head, partial(self._head_pass.enqueue_gradients, current)),

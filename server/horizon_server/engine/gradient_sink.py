@@ -50,7 +50,10 @@ class GradientSink:
         ranks: Ranks = ALONE,
         num_lanes: int = 1,
         wire: torch.dtype = torch.float32,
+        adds_up: bool = False,
     ) -> None:
+        """With `adds_up`, the gradients of a pass may be added to those of the passes before it."""
+        assert not (adds_up and (num_lanes > 1 or store.grad_dtype is None)), "gradients add up in one lane, in a plane"
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes = ranks, num_lanes
         units = template.layout.units
@@ -89,7 +92,8 @@ class GradientSink:
         assert not self._has_rows or template.embeds_by_rows, "a unit that is a table alone is looked up by rows"
         self._row_values = self._allocate_row_values(0)
         self.row_gradient: RowGradient | None = None
-        if store.grad_dtype is None:
+        self._adds = False
+        if store.grad_dtype is None or adds_up:
             self._landing = SlotRings(
                 device,
                 units,
@@ -154,9 +158,11 @@ class GradientSink:
         dtype = self._store.grad_dtype or self._device.gradient_dtype
         return self._device.allocate_host("staging", num_values, dtype)
 
-    def start_step(self, rows: RowExchange | None = None) -> None:
+    def start_step(self, rows: RowExchange | None = None, *, adds: bool = False) -> None:
         """Forget the last step's numbers, so that a trained unit that sends no gradient is noticed. `rows` are those
-        of the embedding, in a step of several lanes."""
+        of the embedding, in a step of several lanes. With `adds`, what comes for the `grad` plane is added to what it
+        holds, by the optimizer's queue."""
+        self._adds = adds
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
         if self._lanes is not None:
@@ -274,7 +280,7 @@ class GradientSink:
             shares = template.layout.shares_gradient
             start = template.layout.units[-1].num_elements if unit_index == 0 and shares else 0
             gradient = slot.flat[start : start + unit.trained_elements]
-            if self._landing is not None:
+            if self._landing is not None and (self._adds or self._store.grad_dtype is None):
                 landing = self._landing.take(unit_index, device.d2h)
                 target = landing.flat[: unit.trained_elements]
             else:
@@ -288,7 +294,12 @@ class GradientSink:
         # Views of this step's set, because the update may ask when the next step has begun with the other one.
         loss, square_sum, reached = self._sets[self._set, 0], self.square_sums[unit_index], self.reached
         device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
-        if self._landing is not None:
+        if self._adds and landing is not None and self._landing is not None:
+            self._optimizer.queue.wait(device.d2h.record())
+            plane = self._store.unit(unit_index, "grad")
+            self._optimizer.queue.submit(partial(plane.add_, target), label=f"add gradient {unit_index}")
+            self._landing.release(landing, self._optimizer.queue)
+        elif self._landing is not None and self._store.grad_dtype is None:
             self._optimizer.update_landed(
                 unit_index,
                 target if rows_R is None or self.row_gradient is None else self.row_gradient,

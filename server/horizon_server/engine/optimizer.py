@@ -194,6 +194,17 @@ class Optimizer:
         self._release()
         return self.queue.record()
 
+    def replace(self, write: Callable[[], None]) -> None:
+        """Have `write` give the store other weights, which count as one update of every unit: whoever is killed
+        meanwhile leaves weights of no generation. No update is under way."""
+        self.generation += 1
+        trained = [unit.index for unit in self._store.layout.units if unit.trained_elements]
+        for index in trained:
+            self._store.generations.begin(index, self.generation)
+        write()
+        for index in trained:
+            self._store.generations.end(index, self.generation)
+
     def _owned(self, unit_index: int) -> slice:
         return self._ownership.trained(unit_index)[self._ranks.rank]
 

@@ -113,6 +113,7 @@ class Trainer:
             ranks=ranks,
             num_lanes=execution.lanes,
             wire=torch.bfloat16 if execution.wire == "bfloat16" else torch.float32,
+            adds_up=execution.adds_up,
         )
         self._forward_backward = ForwardBackward(
             template,

@@ -52,7 +52,7 @@ from horizon_server.planning.machine import worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.store.planes import lent_memory
 from horizon_server.worker_link.daemon_end import Worker, replay_journal
-from horizon_server.worker_link.orders import GIVE_UP, stop_order
+from horizon_server.worker_link.orders import CALL, GIVE_UP, stop_order
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
 from horizon_server.worker_link.request import WorkerRequest
 
@@ -131,6 +131,7 @@ class Attempt:
             journal=self.runtime.journal,
             reached=reached,
             on_asked=self.on_asked,
+            on_call_done=functools.partial(self.runtime.calls.tell, self.job.job_id),
         )
 
     async def run(self) -> None:
@@ -239,6 +240,11 @@ class Attempt:
         return await request_on(
             devices, request, job=self.job, runtime=self.runtime, preparation=self.preparation, log_file=self._log
         )
+
+    def call(self) -> None:
+        """Tell the worker of a session that a call has come."""
+        if self._worker is not None:
+            self._worker.send_order(CALL)
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
@@ -522,7 +528,7 @@ class Attempt:
         match line:
             case AttemptReady():
                 assert self.job.plan is not None, "STARTING sets it"
-                plan = self.job.plan.with_steps(line.num_steps)
+                plan = self.job.plan.with_steps(line.num_steps) if line.num_steps else self.job.plan
                 known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
                 # The pass over the data before the first step is not a part of loading, and may take hours.

@@ -84,6 +84,10 @@ class JobFolders:
         """Return the model folder that a job with `init_from` starts from, whether or not it exists."""
         return self._jobs / job_id / "start"
 
+    def calls(self, job_id: str) -> Path:
+        """Return where the calls of a session are, whether or not it exists."""
+        return self._jobs / job_id / "calls"
+
     def named(self, job: JobRecord, error: HorizonError) -> HorizonError:
         """Return an error about a job with the names of its inputs and checkpoints that its owner knows."""
         checkpoints = self.checkpoints(job.job_id)
@@ -269,12 +273,14 @@ class CheckpointFolder:
             self._write_manifest(folder, replace(manifest, files=kept))
         shutil.rmtree(folder / MERGED_FOLDER, ignore_errors=True)
 
-    def set_kept(self, step: int, *, kept: bool) -> CheckpointRecord:
-        """Keep a checkpoint from being deleted automatically, or end that; return it as it is now. Blocking. Raises
-        NotFound."""
+    def set_kept(self, step: int, *, kept: bool, name: str = "") -> CheckpointRecord:
+        """Keep a checkpoint from being deleted automatically, or end that, and give it a name more; return it as it is
+        now. Blocking. Raises NotFound."""
         with self.reading(step):
             folder = self.of_step(step)
-            self._write_manifest(folder, replace(read_manifest(folder), kept=kept))
+            manifest = read_manifest(folder)
+            names = tuple(dict.fromkeys([*manifest.names, *([name] if name else [])]))
+            self._write_manifest(folder, replace(manifest, kept=kept, names=names))
         return next(record for record in self.all() if record.step == step)
 
     def delete(self, step: int) -> None:
@@ -349,6 +355,7 @@ class CheckpointFolder:
             ),
             created_s=(folder / MANIFEST_FILE).stat().st_mtime,
             kept=manifest.kept,
+            names=manifest.names,
             # The newest evaluation may be of an earlier step, with other weights.
             eval_loss=float(last_eval[1]) if last_eval and last_eval[0] == step else None,
         )

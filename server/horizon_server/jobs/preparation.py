@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class DatasetFiles:
 EvalSets = Mapping[str, DatasetFiles]
 """The datasets that a job is evaluated on, by the names of the sets; without the rows that are held out of its own
 dataset."""
-# Returns the model, the data and the eval sets of a job.
-FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles, EvalSets]]]
+# Returns the model, the data and the eval sets of a job; a session has no data.
+FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles | None, EvalSets]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,15 @@ class PreparedJob:
     """What was prepared for a job: the tokens to train on, those of each eval set, the counts, and the longest document
     of all.
 
-    `size` is of all documents that are of the kind that the job learns from, trained and evaluated.
+    `size` is of all documents that are of the kind that the job learns from, trained and evaluated. A session has
+    nothing of it.
     """
 
-    folder: Path
-    evaluations: dict[str, Path]
-    report: dict[str, int]
-    longest_document: int
-    size: DataSize
+    folder: Path | None = None
+    evaluations: dict[str, Path] = field(default_factory=dict)
+    report: dict[str, int] = field(default_factory=dict)
+    longest_document: int | None = None
+    size: DataSize | None = None
 
 
 def known_size(
@@ -164,9 +165,11 @@ class Preparation:
         self._stopped = False
 
     async def run_all(
-        self, spec: JobSpec, model: Path, dataset: DatasetFiles, eval_sets: EvalSets, **how: Any
+        self, spec: JobSpec, model: Path, dataset: DatasetFiles | None, eval_sets: EvalSets, **how: Any
     ) -> PreparedJob | None:
-        """Prepare the data to train on, and every eval set. `how` and errors as `run`."""
+        """Prepare the data to train on, and every eval set; a session has none. `how` and errors as `run`."""
+        if dataset is None:
+            return PreparedJob()
         prepared = await self.run(spec, model, dataset, eval_fraction=spec.eval_fraction, **how)
         if prepared is None:
             return None

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from horizon_server.events import (
     AttemptReady,
+    CallDone,
     ChildLine,
     MemoryReleased,
     Message,
@@ -40,6 +41,7 @@ class Reports:
     Args:
         store: stores one report that is not about turns.
         on_asked: called when the worker has asked for its first turn: it is loaded.
+        on_call_done: called when a session has done a call.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Reports:
         meter: UsageMeter,
         journal: Journal,
         on_asked: Callable[[], None],
+        on_call_done: Callable[[], None],
         reached: int = -1,
     ) -> None:
         self.participant: Participant | None = None
@@ -58,7 +61,7 @@ class Reports:
         self.has_asked = False
         self.overrun = ""
         self._job, self._turns, self._meter, self._journal = job, turns, meter, journal
-        self._on_asked = on_asked
+        self._on_asked, self._on_call_done = on_asked, on_call_done
         self._lines = LineStore(store)
         self._warning: asyncio.Task[None] | None = None
 
@@ -103,6 +106,9 @@ class Reports:
             assert self.participant is not None, "a worker says so on its connection only"
             self._turns.handle(self.participant, line)
             self._has_asked()
+            return
+        if isinstance(line, CallDone):
+            self._on_call_done()
             return
         if isinstance(line, WorkerProgress | ChildLine):  # that it came is all it says; no worker sends the other
             return

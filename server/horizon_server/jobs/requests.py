@@ -105,6 +105,7 @@ def first_request(
         turns=True,
         yields_processors=bool(devices.turns.participants),
         device_locks=tuple(map(folders.device_lock, devices.names)),
+        calls=folders.calls(job.job_id) if job.spec.is_session else None,
         fleet=fleet,
         limits=RunLimits(
             max_steps=job.spec.limits.max_steps,

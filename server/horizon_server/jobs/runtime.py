@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from horizon_server.jobs.call_news import CallNews
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import FindInputs
@@ -36,5 +37,6 @@ class Runtime:
     meter: UsageMeter
     view: QueueView
     nodes: NodeDirectory
+    calls: CallNews
     environment: Mapping[str, str]
     worker_module: str

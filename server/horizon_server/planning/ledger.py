@@ -322,14 +322,17 @@ def _largest_trained_elements(layout: StoreLayout) -> int:
 
 
 def _landing_bytes(layout: StoreLayout, tokens_per_step: int, execution: Execution) -> int:
-    """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
+    """Host memory that gradients come down in where no plane keeps them, or they are added to those of earlier calls,
+    and two sets of a step's numbers."""
     element_bytes = execution.grad_bytes or execution.element_bytes
     num_bytes, edges = 2 * (len(layout.units) + 1) * _FP64, [layout.units[0], layout.units[-1]]
     num_bytes += lane_number_bytes(layout, execution)
     if layout.has_row_gradients:
         num_rows, width = edges.pop(0).tensors[0].shape
+        # Where calls add up, their rows may be all in the end, and a call's are there beside them.
         num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
-    if execution.grad_bytes:
+        num_bytes += num_rows * width * element_bytes if execution.adds_up else 0
+    if execution.grad_bytes and not execution.adds_up:
         return num_bytes
     largest_edge = max(owned_elements(layout, execution, unit.index) for unit in edges)
     largest = max(owned_elements(layout, execution, unit.index) for unit in layout.units if unit.kind == "layer")

@@ -232,6 +232,7 @@ class Planner:
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
+            adds_up=spec.is_session,
             num_ranks=spec.nodes.least * spec.gpus.most,
             num_nodes=spec.nodes.least,
             wire=spec.train.wire,
@@ -284,8 +285,8 @@ class Planner:
         folder: Path,
         before: Plan,
         *,
-        longest_document: int,
-        data: DataSize,
+        longest_document: int | None,
+        data: DataSize | None,
         num_devices: int,
         gpus: Sequence[Accelerator],
     ) -> Plan:
@@ -472,6 +473,7 @@ class Planner:
             if self._settings.numa_interleave and num_nodes == 1
             else (),
             grad_bytes=_grad_bytes(spec, compute_dtype),
+            adds_up=spec.is_session,
         )
 
     def _check_devices(self, gpus: Span, kind: DeviceKind) -> None:
@@ -591,5 +593,8 @@ def _check_names(asked: Span, gpus: Sequence[Accelerator]) -> None:
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:
-    """Of one stored gradient; none is stored where no clipping waits for the norm."""
+    """Of one stored gradient; none is stored where no clipping waits for the norm. Those of a session's calls add up,
+    which bf16 does not survive."""
+    if spec.is_session:
+        return ELEMENT_BYTES["float32"]
     return 0 if spec.train.max_grad_norm is None else ELEMENT_BYTES[compute_dtype]

@@ -103,6 +103,8 @@ class Execution:
     that is not known, or would leave a node's memory out."""
     grad_bytes: int = 4
     """Of one stored gradient; 0 where none is stored, because each unit is updated as its gradient lands."""
+    adds_up: bool = False
+    """Whether a step's gradients come by several calls, which are added up in host memory."""
     activation_placement: ActivationPlacement = "device"
     """Where layer inputs wait for backward."""
     micro_batch_tokens: int = 0

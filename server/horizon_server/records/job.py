@@ -38,6 +38,8 @@ class StopRequest(StrEnum):
     DISPLACE = "displace"
     UNLOAD = "unload"
     LEAVE = "leave"
+    # The daemon's own too: checkpointed and paused, until the next call of the session.
+    IDLE = "idle"
     # Neither stored nor an end of the job: another worker continues in the same memory, on other devices.
     MOVE = "move"
 
@@ -95,6 +97,12 @@ _STOPS = {
         "DEVICE_OUT_OF_SERVICE",
         "checkpointed, as a device of it is out of service; it continues when there are enough others",
     ),
+    StopRequest.IDLE: (
+        "no call came for a while",
+        JobState.PAUSED,
+        "IDLE",
+        "checkpointed, and its memory given back, as no call came for a while; the next call brings it back",
+    ),
     StopRequest.MOVE: (
         "it is to continue on other devices",
         JobState.QUEUED,
@@ -127,7 +135,8 @@ MOVES: dict[JobState, frozenset[JobState]] = {
     JobState.STOPPING: frozenset(
         {JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED, JobState.FAILED, JobState.SUCCEEDED}
     ),
-    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    # SUCCEEDED: a session that is closed while it is written home.
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED, JobState.SUCCEEDED}),
     # Of the ended states only this one has a way back: a node that failed must not cost the job its checkpoints.
     JobState.FAILED: frozenset({JobState.QUEUED}),
 }
@@ -282,6 +291,8 @@ class CheckpointRecord:
     best: bool = False
     kept: bool = False
     """Whether it is not deleted automatically, whatever `keep_last` and `keep_days` of the spec say."""
+    names: tuple[str, ...] = ()
+    """Those that the calls of a session have given it."""
 
     @property
     def size_bytes(self) -> int:

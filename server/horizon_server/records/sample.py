@@ -32,7 +32,8 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer, which the model's chat template renders. One of the three is set.
+    """A text or tokens to continue, or a chat to answer, which the model's chat template renders. One of the four is
+    set.
 
     `chat_json` is a chat with tools, or with more in its messages: a row of the dataset format `messages`, as JSON.
     """
@@ -40,6 +41,7 @@ class SamplePrompt:
     text: str = ""
     messages: tuple[SampleMessage, ...] = ()
     chat_json: str = ""
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +125,11 @@ def check_sample(prompts: Sequence[SamplePrompt], options: SampleOptions) -> Non
 
 
 def _problem(prompt: SamplePrompt) -> str:
-    if [bool(prompt.text), bool(prompt.messages), bool(prompt.chat_json)].count(True) != 1:
-        return "must have either text or messages or chat_json"
+    given = (prompt.text, prompt.messages, prompt.chat_json, prompt.ids)
+    if sum(map(bool, given)) != 1:
+        return "must have either text or messages or chat_json or ids"
+    if len(prompt.ids) > MAX_PROMPT_TOKENS:
+        return f"has {len(prompt.ids)} tokens; at most {MAX_PROMPT_TOKENS} are allowed"
     if len(prompt.messages) > MAX_MESSAGES:
         return f"has {len(prompt.messages)} messages; at most {MAX_MESSAGES} are allowed"
     if not all(message.role for message in prompt.messages):

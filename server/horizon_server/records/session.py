@@ -25,14 +25,14 @@ class Datum:
 
     `targets[t]` is the token that should follow `tokens[t]`, or -100 where nothing is predicted (`UNTRAINED`); it need
     not be `tokens[t + 1]`. `weights` are for cross_entropy, which without them weighs every target 1; `logprobs`, those
-    that the tokens were sampled with, and `advantages` for the others.
+    that the targets were sampled with, and `advantages` for the others. What is not given is empty.
     """
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
-    weights: tuple[float, ...] | None = None
-    logprobs: tuple[float, ...] | None = None
-    advantages: tuple[float, ...] | None = None
+    weights: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ CALLS: dict[str, type[Call]] = {
     "sample": Sample,
     "close": Close,
 }
-"""By their names on the wire."""
+"""By their names on the wire and in files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +149,17 @@ class SampledAnswer:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     ended: Literal["stop", "length"]
+    text: str = ""
+    """Without the token or text that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The answers to each prompt, `SampleOptions.num_samples` of them, and the log-probabilities of its tokens, where
-    they were asked for; the first one has none."""
+    """The answers to each prompt, `SampleOptions.num_samples` of them, with its tokens, and the log-probabilities of
+    these where they were asked for; the first one has none."""
 
     answers: tuple[tuple[SampledAnswer, ...], ...]
+    prompt_tokens: tuple[tuple[int, ...], ...]
     prompt_logprobs: tuple[tuple[float | None, ...], ...] = ()
 
 
@@ -185,4 +188,11 @@ RESULTS: dict[str, type[Result]] = {
     "closed": Closed,
     "failed": CallFailed,
 }
-"""By their names on the wire."""
+"""By their names on the wire and in files."""
+
+_NAMES = {kind: name for name, kind in (*CALLS.items(), *RESULTS.items())}
+
+
+def name_of(record: Call | Result) -> str:
+    """Return the name of what a record is."""
+    return _NAMES[type(record)]

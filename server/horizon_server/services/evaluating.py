@@ -90,7 +90,7 @@ class Evaluations:
         if not sets:
             _, dataset, of_sets = await self._jobs.resources.of_job(job)
             # With a fraction, the set is the rows of the job's own dataset that are held out.
-            found = {**({EVAL_SET: dataset} if spec.eval_fraction else {}), **of_sets}
+            found = {**({EVAL_SET: dataset} if spec.eval_fraction and dataset else {}), **of_sets}
         _require_possible(spec, found)
         checkpoints = self._jobs.folders.checkpoints(job.job_id)
         # First the user's own turn: what waits for it must not keep others waiting.
@@ -214,6 +214,9 @@ def _spec_on(spec: JobSpec, sets: Mapping[str, str]) -> JobSpec:
     plain = spec.to_mapping()
     generate, (judged, _) = spec.eval.generate, spec.eval.judged
     others = {name: dataset for name, dataset in sets.items() if name != EVAL_SET}
+    if spec.is_session:
+        # Its calls say what is learned; an evaluation is that of text.
+        plain |= {"method": "sft", "dataset": next(iter(sets.values()))}
     of_eval = {**plain["eval"], "sets": others, "patience": 0, "min_delta": 0.0}
     if generate is not None and generate.set not in sets:
         of_eval["generate"] = None

@@ -37,16 +37,16 @@ class Inputs:
         finished."""
         return self._files(await self._datasets.get_ready(principal, name))
 
-    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, EvalSets]:
-        """Return model, data and eval sets of a job.
+    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles | None, EvalSets]:
+        """Return model, data and eval sets of a job; a session has no data.
 
         Raises NotFound when a dataset was deleted meanwhile, or the weights that the job starts from are gone.
         """
-        dataset = await self._datasets.by_id(job.dataset_id)
+        dataset = self._files(await self._datasets.by_id(job.dataset_id)) if job.dataset_id else None
         of_sets = {EVAL_SET: job.eval_dataset_id} if job.eval_dataset_id else {}
         of_sets |= job.eval_set_ids
         eval_sets = {name: self._files(await self._datasets.by_id(key)) for name, key in of_sets.items()}
-        return await self.model_of(job), self._files(dataset), eval_sets
+        return await self.model_of(job), dataset, eval_sets
 
     async def needed_by(self, job: JobRecord) -> dict[str, Needed]:
         """Return what a job needs where it is sent, by what its spec names. Raises NotFound when it was deleted

@@ -76,7 +76,8 @@ class Proposal:
 class _Data:
     """The datasets that a job names, and those of its eval sets by their names."""
 
-    trained: DatasetFiles
+    trained: DatasetFiles | None
+    """None for a session."""
     evaluated: dict[str, DatasetFiles]
 
 
@@ -129,7 +130,7 @@ class Proposals:
                 spec=spec,
                 priority=spec.priority,
                 model_id=model_id,
-                dataset_id=data.trained.record.dataset_id,
+                dataset_id=data.trained.record.dataset_id if data.trained else "",
                 eval_dataset_id=evaluated.pop(EVAL_SET, ""),
                 eval_set_ids=evaluated,
                 job_state=JobState.QUEUED,
@@ -140,7 +141,8 @@ class Proposals:
                 principal,
                 job,
                 lambda planner: _plan(planner, spec, folder, start, size),
-                node=self.boxes.name if stays else spec.node,
+                # A session stays where its calls come to.
+                node=self.boxes.name if stays or spec.is_session else spec.node,
                 only_here=_ONLY_HERE if isinstance(start, CheckpointStart) else "",
             )
             plan = placed.plan
@@ -202,6 +204,8 @@ class Proposals:
     async def _data(self, principal: Principal, spec: JobSpec) -> _Data:
         """Return the datasets that the job names. Raises NotFound, and InvalidSpec where its method does not learn from
         such data."""
+        if spec.is_session:
+            return _Data(trained=None, evaluated={})
         trained = await self.resources.dataset(principal, spec.dataset)
         named = {**({EVAL_SET: spec.eval_dataset} if spec.eval_dataset else {}), **spec.eval.sets}
         evaluated = {name: await self.resources.dataset(principal, given) for name, given in named.items()}
@@ -239,12 +243,14 @@ class Proposals:
             )
         return await start_at(spec, model_id, source, which, self.folders.checkpoints(source.job_id))
 
-    def _size(self, spec: JobSpec, folder: Path, data: _Data) -> DataSize:
+    def _size(self, spec: JobSpec, folder: Path, data: _Data) -> DataSize | None:
+        if data.trained is None:
+            return None
         evaluated = [files.record for files in data.evaluated.values()]
         return known_size(self.folders.prepared, spec, folder, data.trained.record, evaluated)
 
 
-def _plan(planner: Planner, spec: JobSpec, folder: Path, start: Start | None, size: DataSize) -> Plan:
+def _plan(planner: Planner, spec: JobSpec, folder: Path, start: Start | None, size: DataSize | None) -> Plan:
     """Return the plan of a job, with the numbers of the files that it starts from. Blocking."""
     if start is None:
         return planner.plan(spec, folder, data=size)

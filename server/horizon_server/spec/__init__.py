@@ -25,6 +25,7 @@ from horizon_server.spec.objective import (
     Method,
     OrpoSpec,
     PolicySpec,
+    SessionSpec,
     SimpoSpec,
     check_kind,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "Method",
     "OrpoSpec",
     "PolicySpec",
+    "SessionSpec",
     "SimpoSpec",
     "Span",
     "TrainOn",

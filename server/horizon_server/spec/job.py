@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from horizon_formats.model_files import HUB_ID
 from horizon_formats.trackers.known import TRACKERS
@@ -31,6 +31,7 @@ from horizon_server.spec.objective import (
     Method,
     OrpoSpec,
     PolicySpec,
+    SessionSpec,
     SimpoSpec,
     check_kind,
 )
@@ -40,6 +41,24 @@ from horizon_server.spec.words import RULE, problem_with
 
 # The names of `TRACKERS`.
 Tracker = Literal["tensorboard", "mlflow", "wandb", "trackio"]
+
+
+# Fields of `train` that the calls of a session take the place of.
+_CALLED = (
+    "epochs",
+    "max_steps",
+    "packing",
+    "learning_rate",
+    "lr_schedule",
+    "warmup_steps",
+    "min_lr_ratio",
+    "lr_decay_ratio",
+    "weight_decay",
+    "betas",
+    "eps",
+    "max_grad_norm",
+    "max_skipped_steps",
+)
 
 
 class CheckpointSpec(Section):
@@ -127,7 +146,20 @@ class JobSpec(Section):
             RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id, or the name of a pushed adapter"
         },
     )
-    dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
+    method: Method = Field(
+        default="sft",
+        description="sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn "
+        "from pairs of a chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from "
+        "recorded samples with advantages; session: the steps are called one by one over the network.",
+    )
+    dataset: str = Field(
+        default="",
+        pattern=f"^({NAME})?$",
+        validate_default=True,
+        description="A pushed dataset; required, but for method session, which has none. The client also takes local "
+        "files here and pushes them first.",
+        json_schema_extra={RULE: NAME_RULE},
+    )
     project: str = Field(
         default="",
         pattern=f"^({NAME})?$",
@@ -136,12 +168,6 @@ class JobSpec(Section):
     )
     eval_dataset: Name | None = Field(
         default=None, description="A pushed dataset to evaluate on: the set named eval. eval.sets has more of them."
-    )
-    method: Method = Field(
-        default="sft",
-        description="sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn "
-        "from pairs of a chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from "
-        "recorded samples with advantages.",
     )
     train: Annotated[TrainSpec, absent_as_empty] = TrainSpec()
     eval_every_steps: int = Field(
@@ -205,6 +231,46 @@ class JobSpec(Section):
     simpo: Annotated[SimpoSpec, absent_as_empty] = SimpoSpec()
     kto: Annotated[KtoSpec, absent_as_empty] = KtoSpec()
     policy: Annotated[PolicySpec, absent_as_empty] = PolicySpec()
+    session: Annotated[SessionSpec, absent_as_empty] = SessionSpec()
+
+    @field_validator("dataset")
+    @classmethod
+    def _data_as_the_method_has_it(cls, dataset: str, info: ValidationInfo) -> str:
+        is_session = info.data.get("method") == "session"
+        if dataset and is_session:
+            raise ValueError(
+                "is for jobs with data, and method is session, whose data comes with each call; leave it out"
+            )
+        if not dataset and not is_session:
+            raise ValueError("is required")
+        return dataset
+
+    @model_validator(mode="after")
+    def _a_session_has_no_data(self) -> JobSpec:
+        if not self.is_session:
+            return self
+        of_data = {
+            "eval_dataset": self.eval_dataset is not None,
+            "eval_fraction": self.eval_fraction > 0,
+            "eval.sets": bool(self.eval.sets),
+            "eval.generate": self.eval.generate is not None,
+        }
+        for field, is_given in of_data.items():
+            if is_given:
+                raise WrongField(field, "is for jobs with data, and method is session; leave it out")
+        default = TrainSpec()
+        for name in _CALLED:
+            if getattr(self.train, name) != getattr(default, name):
+                raise WrongField(
+                    f"train.{name}",
+                    "is for jobs with data; in a session the calls say it (docs/sessions.md); leave it out",
+                )
+        if self.limits.max_steps is not None:
+            raise WrongField("limits.max_steps", "is for jobs with data; end the session instead; leave it out")
+        for field, span in (("gpus", self.gpus), ("nodes", self.nodes)):
+            if span.most > 1:
+                raise WrongField(field, f"is {span.plain}, and a session is computed on one device; use {field}: 1")
+        return self
 
     @field_validator(*(name for name, facts in METHODS.items() if facts.has_objective))
     @classmethod
@@ -310,6 +376,11 @@ class JobSpec(Section):
     def options(self) -> Section | None:
         """The section of the job's method; None for plain cross-entropy."""
         return getattr(self, self.method) if METHODS[self.method].has_objective else None
+
+    @property
+    def is_session(self) -> bool:
+        """Whether its steps are called over the network, and it has no data of its own."""
+        return self.method == "session"
 
     @property
     def needs_references(self) -> bool:

@@ -12,7 +12,7 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.spec.fields import Section
 
 # Named, because a preview takes the same choice without being a job.
-Method = Literal["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy"]
+Method = Literal["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy", "session"]
 
 Beta = Annotated[float, Field(gt=0, le=1000)]
 SwappedShare = Annotated[float, Field(ge=0, lt=0.5)]
@@ -112,12 +112,24 @@ class PolicySpec(Section):
     )
 
 
+class SessionSpec(Section):
+    """Options of `method: session`, whose steps are called one by one over the network (docs/sessions.md)."""
+
+    idle_minutes: float = Field(
+        default=15.0,
+        gt=0,
+        le=525_600,
+        description="After this time without a call the session is checkpointed and gives back its memory; the next "
+        "call brings it back.",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodFacts:
     """What the daemon knows of a method. `engine.objectives.OBJECTIVES` has its loss under the same name."""
 
-    data: Literal["text", "preference", "kto", "samples"] = "text"
-    """The kind of data that it learns from."""
+    data: Literal["text", "preference", "kto", "samples", ""] = "text"
+    """The kind of data that it learns from; empty where it has none, as its steps are called."""
     options: type[Section] | None = None
     """Its section of the spec, which has the method's name; None for plain cross-entropy."""
     needs_references: Callable[[Any], bool] = lambda options: False
@@ -141,6 +153,7 @@ METHODS: dict[str, MethodFacts] = {
     "policy": MethodFacts(
         data="samples", options=PolicySpec, needs_references=lambda policy: policy.kl_coefficient > 0
     ),
+    "session": MethodFacts(data="", options=SessionSpec),
 }
 
 
@@ -154,6 +167,8 @@ def check_kind(method: str, kind: str, dataset: str = "") -> None:
     wanted = METHODS[method].data
     if kind == wanted:
         return
+    if not wanted:
+        raise InvalidSpec.of("method", f"method is {method}, which has no dataset; its data comes with each call")
     methods = [name for name, facts in METHODS.items() if facts.data == kind]
     found = f"dataset {dataset}" if dataset else "the dataset"
     problem = (

@@ -43,13 +43,14 @@ class Manifest:
     """Files by their path relative to the checkpoint, and the versions of the software that wrote them.
 
     `base` is set where the checkpoint holds adapters and not the model that they are for. One that is `kept` is not
-    deleted automatically.
+    deleted automatically; `names` are those that the calls of a session have given it.
     """
 
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
     base: BaseModel | None = None
     kept: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -88,6 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
         named = document["base"]
         base = None if named is None else BaseModel(model=str(named["model"]), sha256=str(named["sha256"]))
         kept = document.get("kept", False) is True  # release 0.1 wrote none
+        names = tuple(str(name) for name in document.get("names", ()))
     except InvalidModel:
         raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -97,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise InvalidModel(f"names {outside[0]}, which is outside the checkpoint; use another checkpoint", file=file)
-    return Manifest(files=files, versions=versions, base=base, kept=kept)
+    return Manifest(files=files, versions=versions, base=base, kept=kept, names=names)
 
 
 def is_complete(folder: Path) -> bool:

@@ -15,7 +15,8 @@ from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 
 def _import_libraries() -> None:
-    importlib.import_module("horizon_server.worker.training")
+    for name in ("training", "session"):
+        importlib.import_module(f"horizon_server.worker.{name}")
 
 
 def work(request: Any, link: WorkerEnd) -> dict[str, str]:
@@ -32,11 +33,15 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
         # Of the jobs that share the device, those that train come first until this one has its first turn.
         cpu_priority.lower_while_loading()
         cpu_priority.in_lowered_thread(_import_libraries)
-    training = None
+    training: Training | Session | None = None
     try:
+        from horizon_server.worker.session import Session
         from horizon_server.worker.training import Training
 
-        training = Training(asked, events=link, orders=link.orders, others=others)
+        if asked.spec.is_session:
+            training = Session(asked, events=link, orders=link.orders)
+        else:
+            training = Training(asked, events=link, orders=link.orders, others=others)
         outcome = training.run()
     except BaseException as error:
         cause = error if others is None else others.cause_of(error)

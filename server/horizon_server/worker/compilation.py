@@ -26,7 +26,9 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
+from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
+from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.job import StopRequest
@@ -202,6 +204,32 @@ class Compilation:
 
     def _warn(self, text: str) -> None:
         self._events.send(Message(level="warning", text=text))
+
+
+def compiled_layers(
+    request: WorkerRequest,
+    folder: ModelFolder,
+    template: Template,
+    *,
+    kept: Mapping[str, Any] | None,
+    num_steps: int,
+    take_device: Callable[[], bool],
+    events: EventWriter,
+    orders: Orders,
+) -> CompiledLayers:
+    """The layers of an attempt, as its spec asks for them. `kept` is the state that it continues from, `num_steps` are
+    those of the whole job; otherwise as `Compilation.layers`."""
+    train = request.spec.train
+    if request.compiled is None:
+        return CompiledLayers(template)
+    # Products in FP8 are made of casts that no compiled layer has yet.
+    choice: Choice = "off" if train.matmul == "fp8" else train.compile
+    compilation = Compilation(template, compile_request(request), choice=choice, events=events, orders=orders)
+    before = None if kept is None else list(kept["compiled"])
+    flops = FlopsCount.of_folder(folder).of([train.sequence_length])
+    total = flops * num_steps * train.tokens_per_step / train.sequence_length
+    # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
+    return compilation.layers(model_flops=total, before=before, take_device=take_device)
 
 
 def work(request: Any, events: EventWriter) -> list[str]:

@@ -124,6 +124,14 @@ class DeviceTurn:
         elif released:
             self._events.send(MemoryReleased())
 
+    def rest(self) -> None:
+        """Without work for now: let the next job have the device, and free its memory where the daemon wants that."""
+        if self._asked:
+            self.give_back()
+        elif self._shared and self._orders.take_release():
+            self._free()
+            self._events.send(MemoryReleased())
+
     def _has_device(self) -> bool:
         """Whether the device is this worker's from now on; after a short pause where it is not."""
         orders = self._orders

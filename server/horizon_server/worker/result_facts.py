@@ -30,12 +30,16 @@ _FIGURES_OF_A_SET = (
 class ResultRecorder:
     """Keeps the newest figures of an attempt. Thread: the worker's main thread."""
 
-    def __init__(self, request: WorkerRequest, data: PreparedDataset, evaluated: dict[str, PreparedDataset]) -> None:
+    def __init__(
+        self, request: WorkerRequest, data: PreparedDataset | None, evaluated: dict[str, PreparedDataset]
+    ) -> None:
+        """A session has no `data`."""
+        prepared = request.prepared
         self._request, self._base = request, base_facts(request.model, request.spec.model)
         spec = request.spec
         named = {EVAL_SET: spec.eval_dataset or spec.dataset, **spec.eval.sets}
         self._data = [
-            _data_facts(spec.dataset, "training", request.prepared, data),
+            *([] if data is None or prepared is None else [_data_facts(spec.dataset, "training", prepared, data)]),
             *(
                 _data_facts(named[name], f"evaluation ({name})", request.evaluations[name], dataset)
                 for name, dataset in evaluated.items()

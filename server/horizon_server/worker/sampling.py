@@ -161,7 +161,9 @@ def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:
         InvalidData: the model has no chat template, the template refuses the chat, or there are too many tokens.
     """
     name = f"prompts[{index}]"
-    if prompt.text:
+    if prompt.ids:
+        ids = list(prompt.ids)
+    elif prompt.text:
         ids = [*codec.leading_ids, *codec.encode_ids(prompt.text)]
     elif codec.chat_template is None:
         raise _refused(name, "has messages, and the model has no chat template; send a text instead")

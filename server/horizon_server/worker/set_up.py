@@ -1,11 +1,10 @@
-"""What an attempt works with, opened and laid out before the device is used: model, data, order of the steps, store,
-device."""
+"""What an attempt works with, opened and laid out before the device is used: model, store and device, and where it has
+data of its own, that with the order of its steps."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ class SetUp:
     template: Template
     adapter: AdapterExport | None
     """How the adapters of the job are written; None where it trains none."""
-    data: MethodData
     store: HostStore
     """On the planes that the daemon lends; nothing is loaded yet."""
     device: Device
@@ -53,7 +51,7 @@ class SetUp:
 
     @classmethod
     def open(cls, request: WorkerRequest, events: EventWriter) -> SetUp:
-        """Open everything. Raises InvalidSpec or InvalidModel: the job does not go with the model or its data."""
+        """Open everything. Raises InvalidSpec or InvalidModel: the job does not go with the model."""
         train, execution = request.spec.train, request.plan.execution
         folder, template = template_of(request)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
@@ -62,7 +60,6 @@ class SetUp:
             problem = f"train.sequence_length is {train.sequence_length}; the model allows at most {longest} positions"
             raise InvalidSpec.of("train.sequence_length", problem)
         adapter = adapter_export(request, template)
-        data = MethodData(request.prepared, request.spec)
         homes = Homes(execution, template.layout)
         # Before the planes are touched: pages are taken where the policy of the touching thread says.
         if execution.numa_interleave and (refusal := numa.interleave()):
@@ -77,7 +74,6 @@ class SetUp:
             folder=folder,
             template=template,
             adapter=adapter,
-            data=data,
             store=store,
             device=device_for(
                 execution.device_kind,
@@ -89,22 +85,6 @@ class SetUp:
             ),
             trace=trace,
         )
-
-    @cached_property
-    def plan(self) -> StepPlan:
-        """Which documents are in which step; rows that turn out not to pack are split by the trainer."""
-        train = self.request.spec.train
-        return self.step_plan(
-            self.data.dataset,
-            packing=train.packing != "false",
-            seed=train.seed,
-            epochs=train.epochs,
-            max_steps=train.max_steps,
-        )
-
-    def step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
-        """Return the plan of a dataset in rows and steps as the job's."""
-        return make_step_plan(dataset, self.request.spec.train, self.template, **how)
 
     def load(self, *, resume_from: Path | None, from_memory: bool) -> continuation.Continuation:
         """Fill the store: from what a killed worker left in it, a checkpoint, or the model."""
@@ -120,22 +100,6 @@ class SetUp:
         self.store.start_training(self.request.plan.execution.num_ranks)
         return found
 
-    def data_identity(self) -> dict[str, Any]:
-        """Return what must be the same for a resumed run to see the same batches. Reads all tokens, where nobody has
-        their digest yet."""
-        request, train = self.request, self.request.spec.train
-        limit = self.template.packing_limit if train.packing != "false" else None
-        return {
-            # For people. What must be the same is the content.
-            "prepared": request.prepared.name,
-            "tokens": request.tokens_digest(request.prepared),
-            "rows": self.plan.digest(),
-            "num_steps": self.plan.num_steps,
-            "seed": train.seed,
-            # None where no row is long enough to reach it.
-            "packing_limit": limit if limit is not None and limit < train.sequence_length else None,
-        }
-
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
         # Each even where one before it fails: the device's copies use the store.
@@ -144,6 +108,50 @@ class SetUp:
                 parts.callback(self.trace.write, self.request.trace)
             parts.callback(self.store.close)
             parts.callback(self.device.close)
+
+
+class TrainingData:
+    """The data of a job and the order of its steps. Thread: the caller's."""
+
+    def __init__(self, request: WorkerRequest) -> None:
+        """Open the data. Raises InvalidSpec: the method does not learn from data of its kind."""
+        assert request.prepared is not None, "a session has no data"
+        self.of_method = MethodData(request.prepared, request.spec)
+        self._request, self._prepared = request, request.prepared
+
+    @property
+    def dataset(self) -> PreparedDataset:
+        """Its documents."""
+        return self.of_method.dataset
+
+    def plan(self, template: Template) -> StepPlan:
+        """Return which documents are in which step; rows that turn out not to pack are split by the trainer."""
+        train = self._request.spec.train
+        return make_step_plan(
+            self.dataset,
+            train,
+            template,
+            packing=train.packing != "false",
+            seed=train.seed,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
+        )
+
+    def identity(self, plan: StepPlan, packing_limit: int | None) -> dict[str, Any]:
+        """Return what must be the same for a resumed run to see the same batches; `packing_limit` is the template's.
+        Reads all tokens, where nobody has their digest yet."""
+        train = self._request.spec.train
+        limit = packing_limit if train.packing != "false" else None
+        return {
+            # For people. What must be the same is the content.
+            "prepared": self._prepared.name,
+            "tokens": self._request.tokens_digest(self._prepared),
+            "rows": plan.digest(),
+            "num_steps": plan.num_steps,
+            "seed": train.seed,
+            # None where no row is long enough to reach it.
+            "packing_limit": limit if limit is not None and limit < train.sequence_length else None,
+        }
 
 
 def template_of(request: WorkerRequest) -> tuple[ModelFolder, Template]:

@@ -13,24 +13,21 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter
 from horizon_server.durable import remove_unfinished
-from horizon_server.engine.compiled.layers import CompiledLayers
-from horizon_server.engine.data import PreparedDataset, StepPlan
+from horizon_server.engine.data import PreparedDataset
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.divided_store import DividedStore
 from horizon_server.engine.ranks import ALONE, Call
-from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import AttemptReady, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
-from horizon_server.planning.flops import FlopsCount
 from horizon_server.records.job import StopRequest
 from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import is_input_table, is_output_projection
 from horizon_server.store.model_card import ResultFacts
-from horizon_server.worker.compilation import Compilation, compile_request
+from horizon_server.worker.compilation import compiled_layers
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
@@ -39,7 +36,7 @@ from horizon_server.worker.rank_processes import OtherRanks
 from horizon_server.worker.reference_pass import ReferencePass, StartingWeights
 from horizon_server.worker.result_facts import ResultRecorder
 from horizon_server.worker.saving import CheckpointWriter
-from horizon_server.worker.set_up import SetUp
+from horizon_server.worker.set_up import SetUp, TrainingData, make_step_plan
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
@@ -49,7 +46,7 @@ _ETA_STEPS = 20
 # The end of a job that has done its last step: a cancelled one needs no evaluation.
 _NO_REASON_TO_STOP = (StopRequest.NOTHING, StopRequest.CANCEL)
 
-_KEPT_FIGURES = (
+KEPT_FIGURES = (
     "step",
     "loss",
     "grad_norm",
@@ -92,8 +89,11 @@ class Training:
         self._last_eval: tuple[int, float, float | None, bool] | None = None
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
+        # First: what does not go with the method is refused before memory is taken.
+        self._data = TrainingData(request)
         self._set_up = SetUp.open(request, events)
-        answer_ends = tuple(self._set_up.data.dataset.answer_ends.values())
+        self._plan = self._data.plan(self._set_up.template)
+        answer_ends = tuple(self._data.dataset.answer_ends.values())
         self._writer = CheckpointWriter(
             self._checkpoints,
             self._spec.checkpoint,
@@ -126,18 +126,14 @@ class Training:
             device=self._device,
             orders=orders,
             turn=self._turn,
-            make_plan=lambda dataset, packing: self._set_up.step_plan(
-                dataset, packing=packing, epochs=1, shuffle=False
+            make_plan=lambda dataset, packing: make_step_plan(
+                dataset, self._spec.train, self._set_up.template, packing=packing, epochs=1, shuffle=False
             ),
             answer_ends=answer_ends,
         )
 
         evaluated = {name: data.dataset for name, data in self._evaluation.sets.items()}
-        self._results = ResultRecorder(request, self._set_up.data.dataset, evaluated)
-
-    @property
-    def _plan(self) -> StepPlan:
-        return self._set_up.plan
+        self._results = ResultRecorder(request, self._data.dataset, evaluated)
 
     @property
     def _store(self) -> HostStore:
@@ -172,7 +168,7 @@ class Training:
                 self._give_back_device()
                 self._writer.try_to_write(step, self._store, self._state(), self._eval_loss_of(step))
             # Before the turn: the device waits for none of it.
-            rows, objective = self._set_up.data.step(self._plan, step)
+            rows, objective = self._data.of_method.step(self._plan, step)
             # At once where it has kept its turn.
             if not self._turn.take():
                 continue
@@ -243,8 +239,17 @@ class Training:
         device.adopt(store)
         device.release_memory()
         self._starting_weights = StartingWeights.of(request) if self._spec.needs_references else None
-        self._data_identity = self._set_up.data_identity()
-        self._compiled = self._compiled_layers(self._set_up.template)
+        self._data_identity = self._data.identity(self._plan, self._set_up.template.packing_limit)
+        self._compiled = compiled_layers(
+            request,
+            self._set_up.folder,
+            self._set_up.template,
+            kept=self._continued.state,
+            num_steps=self._plan.num_steps,
+            take_device=self._turn.take,
+            events=self._events,
+            orders=self._orders,
+        )
         if self._others is not None and self._ranks.is_alone:
             self._ranks = self._others.join(self._execution)
         if not self._turn.take():
@@ -265,8 +270,8 @@ class Training:
         )
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        self._report_data(self._set_up.data.dataset)
-        self._report_ends(self._set_up.data.dataset)
+        self._report_data(self._data.dataset)
+        self._report_ends(self._data.dataset)
         return True
 
     def _have_references(self) -> bool:
@@ -275,7 +280,7 @@ class Training:
         request, before = self._request, self._continued
         if self._starting_weights is None:
             return True
-        data = [(self._set_up.data, self._plan), *self._evaluation.plans(self._trainer)]
+        data = [(self._data.of_method, self._plan), *self._evaluation.plans(self._trainer)]
         references = ReferencePass(
             request,
             data,
@@ -309,21 +314,6 @@ class Training:
         if self._made_trainer is not None:
             self._made_trainer.release_device()
             self._evaluation.release_device()
-
-    def _compiled_layers(self, template: Template) -> CompiledLayers:
-        train, request = self._spec.train, self._request
-        if request.compiled is None:
-            return CompiledLayers(template)
-        wanted = compile_request(request)
-        # Products in FP8 are made of casts that no compiled layer has yet.
-        choice = "off" if train.matmul == "fp8" else train.compile
-        compilation = Compilation(template, wanted, choice=choice, events=self._events, orders=self._orders)
-        kept = self._continued.state
-        before = None if kept is None else list(kept["compiled"])
-        flops = FlopsCount.of_folder(self._set_up.folder).of([train.sequence_length])
-        total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
-        # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
-        return compilation.layers(model_flops=total, before=before, take_device=self._turn.take)
 
     def _restore(self) -> int:
         """Continue where the last attempt ended; returns the last finished step."""
@@ -385,7 +375,7 @@ class Training:
     def _text_to_keep(self, figures: StepFigures, trainer: dict[str, Any]) -> str:
         moving = self._moving_state(trainer, num_more_tokens=figures.num_tokens)
         # Figures of the device are not known yet, and not worth keeping.
-        known = {name: getattr(figures, name) for name in _KEPT_FIGURES}
+        known = {name: getattr(figures, name) for name in KEPT_FIGURES}
         return json.dumps({**moving, **self._fixed_state(), "figures": known})
 
     def _eval_loss_of(self, step: int) -> float | None:

@@ -300,7 +300,7 @@ class Worker:
 
 # As `events.encode` begins the lines that are in no journal.
 _UNKEPT_LINES = tuple(
-    f'{{"kind":"{kind}"'.encode() for kind in ("turn_wanted", "turn_ended", "memory_released", "progress")
+    f'{{"kind":"{kind}"'.encode() for kind in ("turn_wanted", "turn_ended", "memory_released", "progress", "call_done")
 )
 
 

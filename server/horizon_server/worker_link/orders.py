@@ -12,6 +12,7 @@ YIELD = b"yield\n"  # give the device back at the next step boundary
 RELEASE = b"release\n"  # free the device's memory: with the turn at the next step boundary, or now without one
 ALONE = b"alone\n"  # no other job is on the device
 SHARED = b"shared\n"  # other jobs are on the device
+CALL = b"call\n"  # a session has a new call
 
 
 def stop_order(request: StopRequest) -> bytes:
@@ -30,7 +31,8 @@ class Orders:
     `end_turn`, `is_turn_wanted_back` once the worker is to end it, `is_release_wanted` once the device's memory is to
     be freed. `is_daemon_there` while a daemon is connected; `is_alone` where it said that no other job is on the
     device; `was_granted` from a grant until the end of that turn is reported. `gives_up_waiting` once a wait for disk
-    space is to end; the code that begins such a wait resets it. Thread: they may be read, waited for and given from any
+    space is to end; the code that begins such a wait resets it. `was_called` once a session
+    has a new call; the code that looks for calls resets it. Thread: they may be read, waited for and given from any
     thread, and given from a signal handler.
     """
 
@@ -41,6 +43,7 @@ class Orders:
         self.is_daemon_there = True
         self.is_alone = self.was_granted = False
         self.gives_up_waiting = False
+        self.was_called = False
         self._changed = (
             threading.Condition()
         )  # its lock can be taken again by a signal handler that interrupts its holder
@@ -76,6 +79,13 @@ class Orders:
                     or not self.is_daemon_there
                 ),
                 timeout_s,
+            )
+
+    def wait_for_call(self, timeout_s: float) -> None:
+        """Block until a session without a turn has something to do, or for that time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.was_called or self.is_release_wanted or self.current is not StopRequest.NOTHING, timeout_s
             )
 
     def pause(self, timeout_s: float) -> None:
@@ -117,5 +127,7 @@ class Orders:
             self.is_turn_wanted_back = True
         elif line == RELEASE:
             self.is_release_wanted, self.is_turn_wanted_back = True, self.has_turn
+        elif line == CALL:
+            self.was_called = True
         elif line in (ALONE, SHARED):
             self.is_alone = line == ALONE

@@ -38,7 +38,8 @@ class WorkerRequest:
     spec: JobSpec
     plan: Plan
     model: Path
-    prepared: Path
+    prepared: Path | None
+    """The prepared data; None for a session, which has none."""
     evaluations: dict[str, Path] = field(default_factory=dict)
     """The prepared folder of each eval set, by its name."""
     checkpoints: Path
@@ -66,6 +67,8 @@ class WorkerRequest:
     it has only programs beside it that are none of the daemon's, and would wait behind these."""
     device_locks: tuple[Path, ...] = ()
     """One of each device, in the node's order, locked by the worker that uses it."""
+    calls: Path | None = None
+    """The folder of a session's calls."""
     fleet: Fleet | None = None
     """What a job on several nodes needs to reach the others."""
     limits: RunLimits = RunLimits()

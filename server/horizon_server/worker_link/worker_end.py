@@ -29,7 +29,7 @@ from horizon_server import progress
 from horizon_server.children.entry import MAX_LINE_BYTES, Answer, EventWriter, Failure, Line, encode_line, end_of
 from horizon_server.durable import is_out_of_space, replace_file
 from horizon_server.errors import OutOfMemory, WorkerFailed
-from horizon_server.events import MemoryReleased, TurnEnded, TurnWanted, WorkerProgress
+from horizon_server.events import CallDone, MemoryReleased, TurnEnded, TurnWanted, WorkerProgress
 from horizon_server.records.job import StopRequest
 from horizon_server.version import VERSION
 from horizon_server.worker_link.orders import Orders, stop_order
@@ -98,12 +98,14 @@ class WorkerEnd(EventWriter):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
 
     def send(self, line: Line) -> None:
-        """Keep a report in the journal, or pass on what is about turns; waits for nothing but space on the disk."""
+        """Keep a report in the journal, or pass on what is about turns and calls; waits for nothing but space on the
+        disk."""
         self._log(line)
         data = encode_line(line)
-        if isinstance(line, TurnWanted | TurnEnded | MemoryReleased):
+        if isinstance(line, TurnWanted | TurnEnded | MemoryReleased | CallDone):
             with self._changed:
-                self._note(line)
+                if not isinstance(line, CallDone):
+                    self._note(line)
                 if self._connection is not None:
                     self._urgent.append(data)
                     self._pump()

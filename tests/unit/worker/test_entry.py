@@ -96,7 +96,6 @@ def test_every_part_is_closed_after_the_first_cannot_be(monkeypatch: pytest.Monk
         folder=unused,
         template=unused,
         adapter=None,
-        data=unused,
         store=store,
         device=device,
         trace=None,

@@ -21,12 +21,14 @@ from horizon_proto.v1 import (
     job_pb2,
     model_pb2,
     node_pb2,
+    session_pb2,
     sharing_pb2,
     webhook_pb2,
 )
 from horizon_server.api.audited import about_to_change
 from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
 from horizon_server.api.grpc.metric_rows import MetricRows, metric_rows
+from horizon_server.api.grpc.session_calls import session_call, session_result_fields
 from horizon_server.api.grpc.transfers import uploader, write_blob
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
@@ -39,6 +41,7 @@ from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobFilter, JobState
 from horizon_server.records.plan import PlannedMachine
 from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
+from horizon_server.records.session import Result
 from horizon_server.records.sharing import NodeCondition
 from horizon_server.services.checkpoint_files import read_checkpoint_file
 from horizon_server.services.node import NodeStatus
@@ -50,6 +53,7 @@ _MODULES = (
     dataset_pb2,
     model_pb2,
     checkpoint_pb2,
+    session_pb2,
     node_pb2,
     sharing_pb2,
     housekeeping_pb2,
@@ -134,6 +138,19 @@ def _sample(services: Services, caller: Principal, request: checkpoint_pb2.Sampl
     require_few(request.prompts)
     prompts = [from_message(prompt, SamplePrompt) for prompt in request.prompts]
     return services.samples.sample(caller, request.job_id, request.step, prompts, from_message(request, SampleOptions))
+
+
+async def _call_session(services: Services, caller: Principal, request: session_pb2.CallSessionRequest) -> int:
+    call, number = session_call(request), _natural(request, "number")
+    return await services.sessions.call(caller, request.job_id, call, number=number or None)
+
+
+async def _session_result(
+    services: Services, caller: Principal, request: session_pb2.GetSessionResultRequest
+) -> tuple[Result | None, int]:
+    sessions, number = services.sessions, _natural(request, "number")
+    found = await sessions.result(caller, request.job_id, number, wait_s=request.wait_s) if number else None
+    return found, await sessions.last_number(caller, request.job_id)
 
 
 def _merge(services: Services, caller: Principal, request: checkpoint_pb2.MergeCheckpointRequest) -> Any:
@@ -298,6 +315,8 @@ CALLS: Mapping[str, Call] = {
         lambda on, caller, r: on.evaluations.evaluate(caller, r.job_id, r.step, dict(r.sets)),
         lambda line: {"progress" if isinstance(line, EvaluationProgress) else "evaluation": line},
     ),
+    "SessionService/CallSession": Call(_call_session, "number"),
+    "SessionService/GetSessionResult": Call(_session_result, session_result_fields),
     "CheckpointService/MergeCheckpoint": Call(
         _merge,
         lambda line: dataclasses.asdict(line) if isinstance(line, MergeProgress) else {"checkpoint": line},

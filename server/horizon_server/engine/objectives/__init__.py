@@ -17,6 +17,7 @@ Plain cross-entropy is none of them: it needs no second look at the logits and h
 from collections.abc import Callable
 from functools import partial
 
+from horizon_server.engine.objectives.called import SESSION_LOSSES
 from horizon_server.engine.objectives.objective import Documents, Objective, RemoteObjective, StepObjective
 from horizon_server.engine.objectives.policy_gradient import PolicyGradient
 from horizon_server.engine.objectives.preference import DPO, ORPO, SimPO
@@ -40,6 +41,7 @@ __all__ = [
     "MISMATCHED",
     "OBJECTIVES",
     "ORPO",
+    "SESSION_LOSSES",
     "UNDESIRABLE",
     "Documents",
     "Objective",

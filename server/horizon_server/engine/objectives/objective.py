@@ -92,6 +92,9 @@ class Objective(ABC):
     log-probability is, so a training step computes it in the head's single pass, with label smoothing where that is
     on."""
 
+    weighs_freely: ClassVar[bool] = False
+    """Whether weights of tokens may be negative, or all 0."""
+
     def __call__(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> tuple[Tensor, Tensor]:
@@ -180,7 +183,8 @@ class StepObjective:
             raise refused(
                 "objective.documents.pairs_P2", f"must be pairs of document numbers from 0 to {num_documents - 1}"
             )
-        if self.weights_S is not None and (bool((self.weights_S < 0).any()) or not bool((self.weights_S > 0).any())):
+        bounded_S = None if self.objective.weighs_freely else self.weights_S
+        if bounded_S is not None and (bool((bounded_S < 0).any()) or not bool((bounded_S > 0).any())):
             raise refused("objective.weights_S", "must not be negative, and at least one must be above 0")
         self.objective.check(self)
 
