@@ -155,9 +155,11 @@ def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
     violations: list[FieldViolation] = []
     _fill(spec, mapping, "", violations)
     refused = {violation.field for violation in violations}
+    # The data of a session comes with its calls.
+    required = [name for name in REQUIRED if name != "dataset" or spec.method != job_pb2.METHOD_SESSION]
     violations += [
         FieldViolation(field=name, description=f"{name} is required")
-        for name in REQUIRED
+        for name in required
         if not getattr(spec, name) and name not in refused
     ]
     if violations:
