@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ import torch
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
 from transformers import AutoModelForCausalLM
+
+from horizon_client import Client
 
 FLOAT32 = {"train": {"compute_dtype": "float32"}}
 
@@ -69,3 +75,55 @@ def test_twenty_steps_are_those_of_a_plain_loop(daemon: DaemonProcess, pushed: P
         assert client.jobs.get(session.job.job_id).state == "SUCCEEDED"
     wanted = plain_losses(pushed.model, num_steps=20, lr=1e-4)
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def run_of(client: Client, *, name: str, before: Callable[[int], None] = lambda _: None) -> tuple[list[Any], str]:
+    """What 12 steps of two calls each answer, and the id of the session; `before` is called before every call."""
+    lora = {"rank": 4, "alpha": 8, "dropout": 0.1}
+    with client.session(MODEL, name=name, lora=lora, max_tokens=64, max_tokens_per_call=256, spec=FLOAT32) as session:
+        futures: list[Any] = []
+        for step in range(12):
+            rows = rows_of(step)
+            for part in (rows[:2], rows[2:]):
+                before(len(futures))
+                futures.append(session.forward_backward(part))
+            before(len(futures))
+            futures.append(session.optim_step(1e-2, max_grad_norm=1.0))
+            if step % 3 == 1:
+                futures[-1].result()
+        return [future.result() for future in futures], session.job.job_id
+
+
+def weights_of(daemon: DaemonProcess, job_id: str) -> bytes:
+    (checkpoint,) = sorted((daemon.state_dir / "jobs" / job_id / "checkpoints").glob("step-*"))[-1:]
+    return (checkpoint / "adapter_model.safetensors").read_bytes()
+
+
+NUM_KILLS = int(os.environ.get("HORIZON_KILLS", "4"))
+
+
+def test_whatever_is_killed_no_call_is_lost_and_no_bit_differs(daemon: DaemonProcess) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        wanted, job_id = run_of(client, name="calm")
+        wanted_weights = weights_of(daemon, job_id)
+        chance = random.Random(7)
+        left = NUM_KILLS
+        while left > 0:
+            # No more in a session than it may lose workers without progress.
+            places = dict.fromkeys(sorted(chance.sample(range(36), min(4, left))))
+            left -= len(places)
+
+            def kill(number: int, places: dict[int, None] = places) -> None:
+                if number not in places:
+                    return
+                if chance.random() < 0.5:
+                    for pid in daemon.worker_pids():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                else:
+                    daemon.kill()
+                    daemon.start()
+
+            found, job_id = run_of(client, name="killed", before=kill)
+            assert found == wanted
+            assert weights_of(daemon, job_id) == wanted_weights
