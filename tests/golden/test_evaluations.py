@@ -12,7 +12,8 @@ import torch
 from tests.support.double import check_numbers, plain_and_exact
 from torch import Tensor
 
-from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.generation.generator import TokenGenerator
+from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
 

@@ -54,7 +54,7 @@ def plain_losses(folder: Path, *, num_steps: int, lr: float) -> list[float]:
             targets = ids[0, 1:]
             picked = logprobs[:-1].gather(1, targets[:, None])[:, 0]
             loss = -(picked * torch.tensor(row["weights"][:-1])).sum()
-            loss.backward()
+            torch.autograd.backward(loss)
             total += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()

@@ -28,7 +28,8 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.fp8 import cast_rows, scaled_product
-from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.generation.generator import TokenGenerator
+from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit

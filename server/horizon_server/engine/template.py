@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.adapters import AdaptedMaps, Adapter, adapter_places, adapters_among, check_uses
+from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
 from horizon_server.engine.layer_stubs import (
@@ -295,6 +296,11 @@ class Template:
         return self._own_attention is None
 
     @property
+    def attends_everywhere(self) -> bool:
+        """Whether all that its layers know of earlier tokens are the keys and values of our attention."""
+        return self._own_attention is not None and self._own_attention.is_everywhere
+
+    @property
     def groups(self) -> dict[int, nn.Module]:
         """The module that runs each group of equal layers, by the first of them. It has no storage."""
         return {group: self._layers[group] for group in self.layer_groups}
@@ -424,6 +430,11 @@ class Template:
                 boundaries = torch.tensor([0, row_ids_T.numel()])
             calls = self._own_attention.with_boundaries(calls, boundaries)
         return hidden_1TD, calls
+
+    def with_kept(self, layer: int, call: LayerCall, kept: KeptRow) -> LayerCall:
+        """A layer's call with what is kept of the sequences of the row; for a template with own attention."""
+        assert self._own_attention is not None, "masks are another way"
+        return self._own_attention.with_kept(layer, call, kept)
 
     def _with_noise(self, table: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         return output if self._noise_1TD is None else output + self._noise_1TD

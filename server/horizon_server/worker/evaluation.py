@@ -14,7 +14,8 @@ from pathlib import Path
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.engine.data import DocumentPrompt, PreparedDataset, StepPlan
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.generation.generator import TokenGenerator
+from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec

@@ -21,7 +21,8 @@ from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.generation.generator import TokenGenerator
+from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, FieldViolation, InvalidData, InvalidModel, naming
 from horizon_server.events import SampledText

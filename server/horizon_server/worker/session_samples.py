@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.generation.generator import TokenGenerator
+from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.template import Template
 from horizon_server.records.session import Sample, Sampled, SampledAnswer
 from horizon_server.worker.sampling import encoded, stop_tokens

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.attention.kernels import attention, attention_backward
 
 NAME = "horizon"
@@ -45,17 +46,23 @@ def horizon_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | KeptRow,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers: in the mask's place the template gives every layer the boundaries.
+    """The function registered with transformers: in the mask's place the template gives every layer the boundaries, or
+    what is kept of sequences that grow.
 
     A trial has compared what else a layer passes (`trial`), so the rest is ignored.
     """
+    if isinstance(attention_mask, KeptRow):
+        grown = attention_mask.attend(
+            query, key, value, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        return grown, None
     output = attend(
         query, key, value, attention_mask, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
     )

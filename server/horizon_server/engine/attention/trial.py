@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.attention.function import NAME, horizon_attention
+from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.layer_stubs import RUN_ERRORS, LayerCall
 
 Slot = int | str
@@ -54,6 +55,15 @@ class OwnAttention:
     def with_boundaries(self, calls: Sequence[LayerCall], boundaries: Tensor) -> list[LayerCall]:
         """The calls of a row with its boundaries."""
         return [_filled(call, slots, boundaries) for call, slots in zip(calls, self.slots, strict=True)]
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every layer attends, so that none keeps anything else of a sequence."""
+        return all(self.slots)
+
+    def with_kept(self, layer: int, call: LayerCall, kept: KeptRow) -> LayerCall:
+        """A layer's call with what is kept of the row's sequences."""
+        return _filled(call, self.slots[layer], kept)
 
 
 def find_own_attention(
@@ -278,7 +288,7 @@ def _argument(call: LayerCall, slot: Slot) -> Any:
     return call.args[slot] if isinstance(slot, int) else call.kwargs[slot]
 
 
-def _filled(call: LayerCall, slots: frozenset[Slot], value: Tensor) -> LayerCall:
+def _filled(call: LayerCall, slots: frozenset[Slot], value: Tensor | KeptRow) -> LayerCall:
     args = tuple(value if index in slots else argument for index, argument in enumerate(call.args))
     return replace(call, args=args, kwargs={**call.kwargs, **{s: value for s in slots if isinstance(s, str)}})
 

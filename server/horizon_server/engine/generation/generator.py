@@ -1,104 +1,90 @@
-"""Generates answers to a batch of prompts through streamed layers: all prompts advance layer by layer, so that the
-weights cross the link once per token for the whole batch.
+"""Generates answers to batches of prompts through streamed layers: all sequences advance layer by layer, so that the
+weights cross the link once per token for all of them.
 
-The prompts are computed first, then one token of each at a time with a cache of keys and values. A layer runs on one
-sequence after the other, without padding: an answer has the same bits whatever else is in the batch.
+Prompts are computed first, then one token of each at a time, with what is kept of the sequences. Where the model has
+our attention, the new tokens of all sequences are one row, and every product is one for all of them; each sequence
+attends to its own tokens. Other models run one sequence after the other, with the cache of transformers and without
+padding. Prompts may be added, and dropped, between two tokens of the others.
 
-Shapes: T = tokens of a sequence in one pass, N = those of all sequences, R = rows of the embedding in use, D = hidden
-size. Source: FlexGen (arXiv 2303.06865), many sequences per visit of a layer's weights.
+The bits of an answer depend on what else is in the batch where sequences are one row, because products of other sizes
+add up in another order; the same batch gives the same bits.
+
+Shapes: N = new tokens of all sequences in a pass, T = those of one, R = rows of the embedding in use, D = hidden size,
+C = tokens that are chosen in a pass, P = tokens of prompts that are scored in it, V = vocabulary.
+Source: FlexGen (arXiv 2303.06865), many sequences per visit of a layer's weights; Orca (OSDI 2022), a batch that
+changes between two tokens.
 """
 
 from __future__ import annotations
 
-import math
+import copy
+import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from horizon_server.engine.attention.kept import KeptKeys, places_of
+from horizon_server.engine.cross_entropy import log_probabilities
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.generation.cache import LayerCacheSize, SequenceCache
-from horizon_server.engine.generation.choosing import choose, draw_for
+from horizon_server.engine.generation.choosing import Choice, choose
+from horizon_server.engine.generation.kept_trial import try_kept
+from horizon_server.engine.generation.passes import Pass, RowPass, SequencePass
+from horizon_server.engine.generation.sequences import (
+    Ended,
+    GeneratedAnswer,
+    GenerationOptions,
+    New,
+    NewToken,
+    ScoredPrompt,
+    Sequence,
+    Top,
+    refused,
+)
 from horizon_server.engine.generation.trial import try_cache
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
-from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.optimizer import Optimizer
-from horizon_server.engine.template import Template, VisitNorms
-from horizon_server.errors import DoesNotFit, InvalidData
+from horizon_server.engine.template import Template
+from horizon_server.errors import DoesNotFit
+from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.records.execution import NUM_SLOTS
 from horizon_server.store.host_store import HostStore
 
-Ended = Literal["stop", "length"]
-
 # That the driver queues before compute has reached them, as in training.
 _UNITS_AHEAD = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """How to answer. `temperature` 0 takes the likeliest token; `top_p` and `seed` matter only above it.
-
-    An answer ends with the first of `stop_tokens`, or after `max_tokens`.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_tokens: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise _refused("max_tokens", f"is {self.max_tokens}; it must be at least 1")
-        if not (0 <= self.temperature < math.inf):
-            raise _refused("temperature", f"is {self.temperature}; it must be 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise _refused("top_p", f"is {self.top_p}; it must be above 0 and at most 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewToken:
-    """A token of the answer to a prompt. `ended` says why it is the last one, or None where it is not."""
-
-    prompt: int
-    token: int
-    ended: Ended | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratedAnswer:
-    """The tokens after a prompt, the stop token included."""
-
-    tokens: tuple[int, ...]
-    ended: Ended
+_LEAST_SHARED = 16
+"""Tokens that prompts have in common at their beginning, from which on these are computed once."""
 
 
 @dataclass(eq=False, kw_only=True)
-class _Sequence:
-    """A prompt and its answer. `new_ids` are the tokens that the next pass computes. `hidden_1TD` and `calls` are
-    compute's."""
+class _Found:
+    """What a pass is to find, where compute writes it. Shapes: [C], [P], and with K likeliest tokens [C, K], [P, K]."""
 
-    prompt: int
-    cache: SequenceCache
-    new_ids: Tensor
-    num_computed: int = 0
-    num_generated: int = 0
-    hidden_1TD: Tensor | None = None
-    calls: list[LayerCall] = field(default_factory=list)
+    tokens_C: Tensor
+    logprobs_C: Tensor
+    logprobs_P: Tensor
+    top_C: tuple[Tensor, Tensor] | None
+    top_P: tuple[Tensor, Tensor] | None
+
+
+def generation_template(make: Callable[[bool], Template]) -> Template:
+    """Return a model that can be computed token by token. `make` makes it, with own attention or without."""
+    template = make(True)
+    return template if template.attends_everywhere or template.needs_masks else make(False)
 
 
 class TokenGenerator:
-    """Answers prompts with the model of `template`, made without own attention, and the weights in `store`, which must
-    not change.
+    """Answers prompts with the model of `template` (see `generation_template`) and the weights in `store`, which must
+    not change while prompts are being answered.
 
-    The cache is on the device where it fits beside the weights in flight, else in host memory: then each layer's part
-    is copied to the device for its call and back, which changes the speed only. Weights of `resident_layers` stay on
-    the device. Thread: one driving thread.
+    What is kept of sequences is on the device where it fits beside the weights in flight, else in host memory: then
+    each layer's part is copied to the device for its call and back, which changes the speed only. Weights of
+    `resident_layers` stay on the device. Thread: one driving thread.
     """
 
     def __init__(
@@ -110,14 +96,16 @@ class TokenGenerator:
         num_weight_slots: int = NUM_SLOTS,
         resident_layers: int = 0,
     ) -> None:
-        """Try the model's cache on the real weights.
+        """Try on the real weights whether the model can be computed token by token.
 
         Raises:
-            InvalidModel: the layers do not compute with a cache what they compute without.
+            InvalidModel: the layers compute something else token by token.
             DoesNotFit: the device has no room for the weights in flight.
         """
-        assert template.needs_masks, "a cache needs a template made with own_attention=False"
         self._template, self._store, self._device = template, store, device
+        assert template.attends_everywhere or template.needs_masks, "made by generation_template"
+        self._packs = template.attends_everywhere
+        """Whether the new tokens of all sequences are one row."""
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
         device.adopt(store)
@@ -131,66 +119,148 @@ class TokenGenerator:
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._place = device.place(torch.empty(0)).device
-        self._cache_sizes = try_cache(template, device, self._stream)
+        self._head_chunk = logits_chunk_tokens(template.vocab_size, device.name)
+        try_model = try_kept if self._packs else try_cache
+        self._cache_sizes = try_model(template, device, self._stream)
         self.cache_on_device = True
         """Where the cache of the last batch was."""
-        self._running: list[_Sequence] = []
-        # What the batch in progress has on the device's account.
-        self._charged_bytes = 0
+        self._kept = KeptKeys(template.num_layers)
+        self._running: list[Sequence] = []
+        self._tickets = itertools.count()
+        # What prompts that are being answered have on the device's account, by ticket.
+        self._charged: dict[int, int] = {}
         self._is_released = False
 
     def cache_bytes(self, num_tokens: int) -> int:
         """What the cache of one sequence of `num_tokens` takes at most, in all layers."""
+        if self._packs:
+            num_tokens = places_of(num_tokens)
         return sum(self._layer_cache_bytes(size, num_tokens) for size in self._cache_sizes)
 
-    def generate(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> list[GeneratedAnswer]:
-        """The answer to each prompt. Raises as `stream` does."""
-        tokens: list[list[int]] = [[] for _ in prompts]
-        ended: list[Ended] = ["length"] * len(prompts)
-        for new in self.stream(prompts, options):
-            tokens[new.prompt].append(new.token)
-            ended[new.prompt] = new.ended or "length"
-        return [GeneratedAnswer(tokens=tuple(ids), ended=why) for ids, why in zip(tokens, ended, strict=True)]
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        options: GenerationOptions,
+        *,
+        on_score: Callable[[ScoredPrompt], None] = lambda _: None,
+    ) -> list[GeneratedAnswer]:
+        """The answers, `num_samples` to each prompt, one prompt after the other. `on_score` gets each prompt's scores,
+        where they were asked for. Raises as `stream` does."""
+        number = range(len(prompts) * options.num_samples)
+        tokens: list[list[int]] = [[] for _ in number]
+        logprobs: list[list[float]] = [[] for _ in number]
+        ended: list[Ended] = ["length" for _ in number]
+        for new in self.stream(prompts, options, on_score=on_score):
+            place = new.prompt * options.num_samples + new.sample
+            tokens[place].append(new.token)
+            if new.logprob is not None:
+                logprobs[place].append(new.logprob)
+            ended[place] = new.ended or "length"
+        return [
+            GeneratedAnswer(tokens=tuple(ids), logprobs=tuple(numbers), ended=why)
+            for ids, numbers, why in zip(tokens, logprobs, ended, strict=True)
+        ]
 
-    def stream(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> Generator[NewToken, None, None]:
-        """Every token as it is known: one of each prompt that has not ended, then the next one of each.
+    def stream(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        options: GenerationOptions,
+        *,
+        on_score: Callable[[ScoredPrompt], None] = lambda _: None,
+    ) -> Generator[NewToken, None, None]:
+        """Every token as it is known: one of each answer that has not ended, then the next one of each.
 
         Raises:
             InvalidData: a prompt is empty, holds a token outside the vocabulary, or is too long with its answer.
             DoesNotFit: not even one layer's part of the cache fits on the device.
         """
+        ticket = self.add(prompts, options)
+        try:
+            while ticket in self._charged:
+                for owner, new in self.step():
+                    assert owner == ticket, "a stream is alone"
+                    if isinstance(new, ScoredPrompt):
+                        on_score(new)
+                    else:
+                        yield new
+        finally:
+            # Also where the caller stops reading: nothing of the batch is in flight between two tokens.
+            self.drop(ticket)
+
+    def add(self, prompts: SequenceOf[SequenceOf[int]], options: GenerationOptions) -> int:
+        """Have prompts answered together with those that are being answered. Returns a ticket, by which `step` says
+        whose a token is.
+
+        Raises:
+            InvalidData: as `stream`.
+            DoesNotFit: not even one layer's part of the cache fits on the device, or there is no room beside the other
+                prompts.
+        """
         self._check(prompts, options)
         self._take_device()
-        longest = [len(prompt) + options.max_tokens for prompt in prompts]
-        with self._room(longest, num_prompt_tokens=sum(map(len, prompts))):
-            self._running = [
-                _Sequence(
-                    prompt=index,
-                    cache=SequenceCache(self._template.config, num_layers=self._template.num_layers),
-                    new_ids=torch.tensor(prompt, dtype=torch.int64),
-                )
-                for index, prompt in enumerate(prompts)
-            ]
-            while self._running:
-                # The caller may have released it after the last token.
-                self._take_device()
-                chosen = self._pass(self._running, options)
-                still, news = [], []
-                for sequence, token in zip(self._running, chosen, strict=True):
-                    sequence.num_computed += sequence.new_ids.numel()
-                    sequence.num_generated += 1
-                    sequence.new_ids = torch.tensor([token])
-                    ended: Ended | None = None
-                    if token in options.stop_tokens:
-                        ended = "stop"
-                    elif sequence.num_generated == options.max_tokens:
-                        ended = "length"
-                    if ended is None:
-                        still.append(sequence)
-                    news.append(NewToken(prompt=sequence.prompt, token=token, ended=ended))
-                # Those that ended give their cache's memory back here.
-                self._running = still
-                yield from news
+        self._template.train(False)
+        longest = [len(prompt) + options.max_tokens for prompt in prompts for _ in range(options.num_samples)]
+        ticket = next(self._tickets)
+        self._charge(ticket, longest, num_prompt_tokens=sum(map(len, prompts)))
+        try:
+            self._running += self._begun(ticket, prompts, options)
+        except BaseException:
+            self.drop(ticket)
+            raise
+        return ticket
+
+    def drop(self, ticket: int) -> None:
+        """Answer the prompts of a ticket no more, and free what they hold."""
+        self._give_back([sequence.place for sequence in self._running if sequence.ticket == ticket])
+        self._running = [sequence for sequence in self._running if sequence.ticket != ticket]
+        charged = self._charged.pop(ticket, 0)
+        if not self._is_released:
+            self._device.charge("activations", -charged)
+
+    def step(self) -> list[tuple[int, New]]:
+        """The next token of every answer, with the ticket of each. A ticket ends with its last token."""
+        # The caller may have released it after the last token.
+        self._take_device()
+        if not self._running:
+            return []
+        found = self._pass(self._running)
+        news: list[tuple[int, New]] = []
+        still: list[Sequence] = []
+        first_scored = place = 0
+        for sequence in self._running:
+            if sequence.scores_prompt:
+                scored = slice(first_scored, first_scored + sequence.num_new - 1)
+                first_scored = scored.stop
+                news.append((sequence.ticket, _scored(sequence, found, scored)))
+            places = range(place, place + sequence.num_chosen)
+            place = places.stop
+            sequence.num_computed += sequence.num_new
+            sequence.num_generated += 1
+            answers = self._apart(sequence) if places else []
+            ended_places = [] if places else [sequence.place]
+            for at, one in zip(places, answers, strict=True):
+                token = int(found.tokens_C[at])
+                ended: Ended | None = None
+                if token in sequence.options.stop_tokens:
+                    ended = "stop"
+                elif sequence.num_generated == sequence.options.max_tokens:
+                    ended = "length"
+                if ended is None:
+                    one.new_ids = torch.tensor([token])
+                    still.append(one)
+                else:
+                    ended_places.append(one.place)
+                news.append((sequence.ticket, _new_token(one, token, ended, found, at)))
+            self._give_back(ended_places)
+        # Those that ended give their cache's memory back here.
+        self._running = still
+        for ticket in self._charged.keys() - {sequence.ticket for sequence in still}:
+            self.drop(ticket)
+        return news
+
+    def _give_back(self, places: SequenceOf[int]) -> None:
+        if self._packs and places:
+            self._kept.give_back(places)
 
     def release_device(self) -> None:
         """Free the device's memory for other work, until the next token takes it again; not while the token of a batch
@@ -202,7 +272,7 @@ class TokenGenerator:
             return
         self.close()
         self._move_caches(torch.device("cpu"))
-        self._device.charge("activations", -self._charged_bytes)
+        self._device.charge("activations", -sum(self._charged.values()))
         self._device.release_memory()
         self._is_released = True
 
@@ -211,16 +281,18 @@ class TokenGenerator:
             return
         self._device.adopt(self._store)
         self._stream.open()
-        self._device.charge("activations", self._charged_bytes)
+        self._device.charge("activations", sum(self._charged.values()))
         self._move_caches(self._place)
         self._is_released = False
 
     def _move_caches(self, place: torch.device) -> None:
         # Elsewhere each part is in host memory between two calls of its layer.
         if self.cache_on_device:
-            for sequence in self._running:
-                for layer in range(self._template.num_layers):
-                    sequence.cache.to(layer, place)
+            for layer in range(self._template.num_layers):
+                self._kept.to(layer, place)
+                for sequence in self._running:
+                    if sequence.cache is not None:
+                        sequence.cache.to(layer, place)
 
     def close(self) -> None:
         """Free the device's memory. The caller closes the device."""
@@ -228,22 +300,22 @@ class TokenGenerator:
             queue.record().wait()
         self._stream.close()
 
-    def _check(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    def _check(self, prompts: SequenceOf[SequenceOf[int]], options: GenerationOptions) -> None:
         template = self._template
         limits = [limit for limit in (template.max_document_tokens, template.packing_limit) if limit is not None]
         limit = min(limits, default=None)
         for index, prompt in enumerate(prompts):
             name = f"prompts[{index}]"
             if not prompt:
-                raise _refused(name, "has no token; a prompt needs at least one")
+                raise refused(name, "has no token; a prompt needs at least one")
             wrong = next((token for token in prompt if not 0 <= token < template.vocab_size), None)
             if wrong is not None:
-                raise _refused(
+                raise refused(
                     name, f"holds token {wrong}; the model's vocabulary has {template.vocab_size} tokens, from 0"
                 )
             if limit is not None and len(prompt) + options.max_tokens > limit:
                 # At the second limit the architecture counts positions differently, for the tokens in the cache too.
-                raise _refused(
+                raise refused(
                     name,
                     f"has {len(prompt)} tokens, and max_tokens is {options.max_tokens}; together they may be at most "
                     f"{limit} "
@@ -253,124 +325,253 @@ class TokenGenerator:
     def _layer_cache_bytes(self, size: LayerCacheSize, num_tokens: int) -> int:
         return size.num_bytes(num_tokens, item_bytes=self._device.compute_dtype.itemsize)
 
-    @contextmanager
-    def _room(self, longest: Sequence[int], *, num_prompt_tokens: int) -> Iterator[None]:
-        """Account for the hidden states and the cache of a batch, and decide where the cache is."""
+    def _charge(self, ticket: int, longest: SequenceOf[int], *, num_prompt_tokens: int) -> None:
+        """Account for the hidden states and the cache of prompts, and where they are alone, decide where it is."""
         device, template = self._device, self._template
         # A layer's input and its output.
         hidden_bytes = 2 * num_prompt_tokens * template.hidden_size * device.compute_dtype.itemsize
-        all_bytes = sum(map(self.cache_bytes, longest))
-        # On the host, the device has one layer's part of one sequence.
         most_tokens = max(longest, default=0)
-        one_part = max((self._layer_cache_bytes(size, most_tokens) for size in self._cache_sizes), default=0)
-        charged = hidden_bytes + all_bytes
-        self.cache_on_device = True
+        if self._packs:
+            # All places have the same room, and a layer's are on the device together.
+            most_tokens = max(places_of(most_tokens), self._kept.capacity)
+            of_layers = [len(longest) * self._layer_cache_bytes(size, most_tokens) for size in self._cache_sizes]
+            all_bytes, one_part = sum(of_layers), max(of_layers, default=0)
+        else:
+            all_bytes = sum(map(self.cache_bytes, longest))
+            # On the host, the device has one layer's part of one sequence.
+            one_part = max((self._layer_cache_bytes(size, most_tokens) for size in self._cache_sizes), default=0)
+        is_alone = not self._charged
+        if is_alone:
+            self.cache_on_device = True
+        charged = hidden_bytes + (all_bytes if self.cache_on_device else one_part)
         try:
             device.charge("activations", charged)
         except DoesNotFit:
+            if not is_alone or not self.cache_on_device:
+                raise
             self.cache_on_device, charged = False, hidden_bytes + one_part
             device.charge("activations", charged)
-        self._charged_bytes = charged
-        try:
-            yield
-        finally:
-            # Also where the caller stops reading: nothing of the batch is in flight between two tokens.
-            self._running, self._charged_bytes = [], 0
-            if not self._is_released:
-                device.charge("activations", -charged)
+        self._charged[ticket] = charged
 
-    def _pass(self, sequences: Sequence[_Sequence], options: GenerationOptions) -> list[int]:
-        """Compute the new tokens of all sequences, and return the token that follows in each."""
+    def _begun(self, ticket: int, prompts: SequenceOf[SequenceOf[int]], options: GenerationOptions) -> list[Sequence]:
+        """The sequences of prompts. What all of them have in common at their beginning is computed here, once."""
+        ids = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+        longest = [len(prompt) + options.max_tokens for prompt in prompts]
+        samples = list(range(options.num_samples))
+        if not self._packs:
+            return [
+                self._sequence(ticket, index, [sample], options, prompt, capacity)
+                for index, (prompt, capacity) in enumerate(zip(ids, longest, strict=True))
+                for sample in samples
+            ]
+        num_shared = 0 if options.prompt_logprobs is not None else _num_shared(prompts)
+        begun = [
+            self._sequence(ticket, index, samples, options, prompt[num_shared:], capacity)
+            for index, (prompt, capacity) in enumerate(zip(ids, longest, strict=True))
+        ]
+        if num_shared:
+            shared = self._sequence(ticket, 0, [], options, ids[0][:num_shared], num_shared)
+            self._pass([shared])
+            self._copy(shared, begun)
+            self._kept.give_back([shared.place])
+            for sequence in begun:
+                sequence.num_computed = num_shared
+        return begun
+
+    def _sequence(
+        self,
+        ticket: int,
+        prompt: int,
+        samples: SequenceOf[int],
+        options: GenerationOptions,
+        ids: Tensor,
+        capacity: int,
+    ) -> Sequence:
+        template = self._template
+        return Sequence(
+            ticket=ticket,
+            prompt=prompt,
+            samples=list(samples),
+            options=options,
+            cache=None if self._packs else SequenceCache(template.config, num_layers=template.num_layers),
+            place=self._kept.take(1, capacity=capacity)[0] if self._packs else -1,
+            new_ids=ids,
+            capacity=capacity,
+        )
+
+    def _apart(self, sequence: Sequence) -> list[Sequence]:
+        """A sequence for each of its answers, which differ from now on."""
+        found = [sequence]
+        if len(sequence.samples) > 1:
+            places = self._kept.take(len(sequence.samples) - 1, capacity=sequence.capacity)
+            for sample, place in zip(sequence.samples[1:], places, strict=True):
+                one = copy.copy(sequence)
+                one.samples, one.place = [sample], place
+                found.append(one)
+            self._copy(sequence, found[1:])
+            sequence.samples = sequence.samples[:1]
+        return found
+
+    def _copy(self, source: Sequence, targets: SequenceOf[Sequence]) -> None:
+        """Have sequences continue from what is kept of another one."""
+        work = partial(self._kept.copy, source.place, [one.place for one in targets])
+        self._device.compute.submit(work, label="copy of what is kept")
+
+    def _pass(self, sequences: SequenceOf[Sequence]) -> _Found:
+        """Compute the new tokens of all sequences, and what follows them. Returns it on the host."""
         template, device = self._template, self._device
         ids_N = torch.cat([sequence.new_ids for sequence in sequences])
         rows_R = None
         row_ids_N = ids_N
         if template.embeds_by_rows:
             rows_R, row_ids_N = torch.unique(ids_N, return_inverse=True)
-        chosen_S = device.place(torch.zeros(len(sequences), dtype=torch.int64))
+        found = self._empty(sequences, device.place)
         requests = [UnitRequest(unit_index=0, rows_R=rows_R), *self._layers, self._head]
+        place = None if self.cache_on_device else self._place
+        rows: Pass = SequencePass(template, device, sequences, place=place)
+        if self._packs:
+            rows = RowPass(template, device, sequences, self._kept, place=place)
         done: deque[Event] = deque()
         for request, flat in self._stream.walk(requests):
             if request is requests[0]:
-                self._enqueue_embed(sequences, flat, rows_R, row_ids_N)
+                rows.enqueue_embed(flat, rows_R, row_ids_N)
             elif request is self._head:
-                self._enqueue_head(sequences, flat, chosen_S, options)
+                self._enqueue_head(sequences, rows, flat, found)
             else:
-                self._enqueue_layer(sequences, request.unit_index - 1, flat)
+                rows.enqueue_layer(request.unit_index - 1, flat)
             done.append(device.compute.record())
             if len(done) > _UNITS_AHEAD:
                 done.popleft().wait()
-        tokens_S = torch.zeros(len(sequences), dtype=torch.int64)
+        on_host = self._empty(sequences, lambda tensor: tensor)
         device.d2h.wait(device.compute.record())
-        device.read_back(chosen_S, tokens_S)
+        for source, target in zip(_tensors(found), _tensors(on_host), strict=True):
+            if target.numel():
+                device.read_back(source, target)
         device.d2h.record().wait()
         device.raise_failure()
-        return [int(token) for token in tokens_S]
+        return on_host
 
-    def _enqueue_embed(
-        self, sequences: Sequence[_Sequence], flat: Tensor, rows_R: Tensor | None, row_ids_N: Tensor
-    ) -> None:
-        template = self._template
+    def _empty(self, sequences: SequenceOf[Sequence], place: Callable[[Tensor], Tensor]) -> _Found:
+        num_chosen = sum(sequence.num_chosen for sequence in sequences)
+        num_scored = sum(sequence.num_new - 1 for sequence in sequences if sequence.scores_prompt)
 
-        def embed(sequence: _Sequence, row_ids_T: Tensor, position_ids_T: Tensor) -> None:
-            parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
-            if rows_R is None:
-                table = template.table_place.piece.read(flat)
-            else:
-                table = flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-            parameters[template.table_place.name] = table
-            with torch.no_grad():
-                hidden_1TD, sequence.calls = template.embed(
-                    parameters, row_ids_T, position_ids_T, cache=sequence.cache.cache
-                )
-            # Not a view into the slot, which has other weights soon.
-            sequence.hidden_1TD = hidden_1TD.clone()
+        def top(num: int, most: int) -> tuple[Tensor, Tensor] | None:
+            if not most:
+                return None
+            return place(torch.zeros(num, most, dtype=torch.int64)), place(torch.zeros(num, most))
 
-        start = 0
-        for sequence in sequences:
-            end = start + sequence.new_ids.numel()
-            positions_T = torch.arange(sequence.num_computed, sequence.num_computed + end - start)
-            row_ids_T = self._device.place(row_ids_N[start:end].contiguous())
-            work = partial(embed, sequence, row_ids_T, self._device.place(positions_T))
-            self._device.compute.submit(work, label="generate 0")
-            start = end
+        return _Found(
+            tokens_C=place(torch.zeros(num_chosen, dtype=torch.int64)),
+            logprobs_C=place(torch.zeros(num_chosen)),
+            logprobs_P=place(torch.zeros(num_scored)),
+            top_C=top(num_chosen, max(sequence.options.logprobs or 0 for sequence in sequences)),
+            top_P=top(num_scored, max(sequence.options.prompt_logprobs or 0 for sequence in sequences)),
+        )
 
-    def _enqueue_layer(self, sequences: Sequence[_Sequence], layer: int, flat: Tensor) -> None:
-        template, norms = self._template, VisitNorms(self._template, layer)
-
-        def forward(sequence: _Sequence) -> None:
-            assert sequence.hidden_1TD is not None
-            parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-            cache = sequence.cache
-            if not self.cache_on_device:
-                cache.to(layer, self._place)
-            with torch.no_grad():
-                call = cache.call(layer, sequence.calls[layer])
-                sequence.hidden_1TD = template.layer(layer, parameters, sequence.hidden_1TD, call)
-            cache.compact(layer)
-            if not self.cache_on_device:
-                cache.to(layer, torch.device("cpu"))
-
-        for sequence in sequences:
-            self._device.compute.submit(partial(forward, sequence), label=f"generate {layer + 1}")
-
-    def _enqueue_head(
-        self, sequences: Sequence[_Sequence], flat: Tensor, chosen_S: Tensor, options: GenerationOptions
-    ) -> None:
-        template = self._template
-
-        def head(index: int, sequence: _Sequence) -> None:
-            assert sequence.hidden_1TD is not None
-            parameters = {place.name: place.piece.read(flat) for place in template.places[self._head.unit_index]}
-            draw = draw_for(options.seed, sequence.prompt, sequence.num_generated)
-            with torch.no_grad():
-                logits_1V = template.head(parameters, sequence.hidden_1TD[:, -1:])
-                chosen_S[index] = choose(logits_1V[0], temperature=options.temperature, top_p=options.top_p, draw=draw)
-            sequence.hidden_1TD, sequence.calls = None, []
-
+    def _enqueue_head(self, sequences: SequenceOf[Sequence], rows: Pass, flat: Tensor, found: _Found) -> None:
+        """Choose the next tokens, and score the prompts that are to be."""
+        place = scored = 0
+        at: list[tuple[int, list[Choice]]] = []
         for index, sequence in enumerate(sequences):
-            self._device.compute.submit(partial(head, index, sequence), label="generate head")
+            if sequence.scores_prompt:
+                targets = self._device.place(sequence.new_ids[1:].contiguous())
+                for start in range(0, targets.numel(), self._head_chunk):
+                    part = slice(start, min(start + self._head_chunk, targets.numel()))
+                    into = slice(scored + part.start, scored + part.stop)
+                    work = partial(self._score, rows, index, part, targets[part], flat, found, into)
+                    self._device.compute.submit(work, label="score head")
+                scored += targets.numel()
+            if sequence.num_chosen:
+                at.append((index, sequence.choices))
+        for start in range(0, len(at), self._head_chunk):
+            chosen = at[start : start + self._head_chunk]
+            number = sum(len(choices) for _, choices in chosen)
+            work = partial(self._choose, rows, chosen, flat, found, slice(place, place + number))
+            self._device.compute.submit(work, label="generate head")
+            place += number
+
+    def _choose(
+        self,
+        rows: Pass,
+        chosen: SequenceOf[tuple[int, list[Choice]]],
+        flat: Tensor,
+        found: _Found,
+        into: slice,
+    ) -> None:
+        logits_SV = self._logits(rows.last_hidden([index for index, _ in chosen]), flat)
+        numbers = [len(choices) for _, choices in chosen]
+        if max(numbers) > 1:
+            logits_SV = logits_SV.repeat_interleave(torch.tensor(numbers, device=logits_SV.device), 0)
+        tokens_C = choose(logits_SV, [choice for _, choices in chosen for choice in choices])
+        found.tokens_C[into] = tokens_C
+        found.logprobs_C[into] = log_probabilities(logits_SV, tokens_C)
+        _write_top(logits_SV, found.top_C, into)
+
+    def _score(
+        self,
+        rows: Pass,
+        index: int,
+        part: slice,
+        targets: Tensor,
+        flat: Tensor,
+        found: _Found,
+        into: slice,
+    ) -> None:
+        logits_PV = self._logits(rows.hidden(index)[:, part], flat)
+        found.logprobs_P[into] = log_probabilities(logits_PV, targets)
+        _write_top(logits_PV, found.top_P, into)
+
+    def _logits(self, hidden_1CD: Tensor, flat: Tensor) -> Tensor:
+        parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._head.unit_index]}
+        with torch.no_grad():
+            return self._template.head(parameters, hidden_1CD)
 
 
-def _refused(name: str, description: str) -> InvalidData:
-    return InvalidData.of(name, f"{name} {description}")
+def _num_shared(prompts: SequenceOf[SequenceOf[int]]) -> int:
+    """How many tokens all prompts have in common at their beginning, where computing them once is worth it; each has
+    one more at least."""
+    if len(prompts) < 2:
+        return 0
+    most = min(map(len, prompts)) - 1
+    first = prompts[0][:most]
+    num = next((i for i in range(most) if any(prompt[i] != first[i] for prompt in prompts)), most)
+    return num if num >= _LEAST_SHARED else 0
+
+
+def _tensors(found: _Found) -> list[Tensor]:
+    return [found.tokens_C, found.logprobs_C, found.logprobs_P, *(found.top_C or ()), *(found.top_P or ())]
+
+
+def _write_top(logits_CV: Tensor, top: tuple[Tensor, Tensor] | None, into: slice) -> None:
+    if top is not None:
+        tokens, logprobs = top
+        values, tokens[into] = torch.log_softmax(logits_CV.float(), -1).topk(tokens.shape[1], -1)
+        logprobs[into] = values
+
+
+def _top_at(top: tuple[Tensor, Tensor] | None, at: int, most: int | None) -> Top:
+    if top is None or not most:
+        return ()
+    tokens, logprobs = (part[at, :most].tolist() for part in top)
+    return tuple(zip(tokens, logprobs, strict=True))
+
+
+def _scored(sequence: Sequence, found: _Found, places: slice) -> ScoredPrompt:
+    most = sequence.options.prompt_logprobs
+    return ScoredPrompt(
+        prompt=sequence.prompt,
+        logprobs=tuple(found.logprobs_P[places].tolist()),
+        top=tuple(_top_at(found.top_P, at, most) for at in range(places.start, places.stop)),
+    )
+
+
+def _new_token(sequence: Sequence, token: int, ended: Ended | None, found: _Found, at: int) -> NewToken:
+    most = sequence.options.logprobs
+    return NewToken(
+        prompt=sequence.prompt,
+        sample=sequence.samples[0],
+        token=token,
+        ended=ended,
+        logprob=None if most is None else float(found.logprobs_C[at]),
+        top=_top_at(found.top_C, at, most),
+    )

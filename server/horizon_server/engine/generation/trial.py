@@ -26,9 +26,9 @@ from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import RUN_ERRORS, LayerCall
 from horizon_server.engine.template import Template
 
-_NUM_TOKENS = 9
-_SPANS = (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 9))
-_TOLERANCE = 1e-3
+NUM_TOKENS = 9
+SPANS = (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 9))
+TOLERANCE = 1e-3
 
 
 @dataclass
@@ -63,9 +63,9 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
     # Only the first of equal layers runs; masks are made by what any layer's part holds.
     cache.share_layers(groups)
     trial = _Trial(kinds={group: _Kind() for group in sorted(set(groups))})
-    noise = torch.randn(1, _NUM_TOKENS, template.hidden_size, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, NUM_TOKENS, template.hidden_size, generator=torch.Generator().manual_seed(0))
     hidden_1TD = device.place(noise)
-    positions_T = device.place(torch.arange(_NUM_TOKENS))
+    positions_T = device.place(torch.arange(NUM_TOKENS))
     # The rows are not used; they are the unit that a walk begins with.
     rows_R = torch.zeros(1, dtype=torch.int64) if template.embeds_by_rows else None
     first = UnitRequest(unit_index=0, rows_R=rows_R)
@@ -81,7 +81,7 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
         if span is not None:
             call, given_1TD = cache.call(layer, call), hidden_1TD[:, span]
         places = template.places[layer + 1]
-        with torch.no_grad(), _charged(device, places):
+        with torch.no_grad(), charged(device, places):
             parameters = {place.name: place.piece.read(flat).float() for place in places}
             output_1TD = template.layer(layer, parameters, given_1TD, call)
         # The input is in the output: what the layer adds to it is compared.
@@ -101,7 +101,7 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
             except RUN_ERRORS as error:
                 trial.error = error
 
-    for span in (None, *_SPANS):
+    for span in (None, *SPANS):
         for request, flat in stream.walk(requests):
             step = partial(start, span) if request is first else partial(run, request.unit_index - 1, flat, span)
             device.compute.submit(partial(guarded, step), label="trial of the cache")
@@ -115,7 +115,7 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
         difference = torch.cat(kind.parts, dim=1) - kind.whole_1TD
         error = float((difference.norm(dim=-1) / kind.whole_1TD.norm(dim=-1).clamp_min(1e-12)).max())
         # Not `error > tolerance`, which is False where it is not a number.
-        if not error <= _TOLERANCE:
+        if not error <= TOLERANCE:
             what = (
                 f"layer {layer} computes something else with a cache than without (they differ by {error:.1e} of "
                 "what it adds)"
@@ -126,7 +126,7 @@ def try_cache(template: Template, device: Device, stream: LayerStream) -> list[L
 
 
 @contextmanager
-def _charged(device: Device, places: Sequence[Place]) -> Iterator[None]:
+def charged(device: Device, places: Sequence[Place]) -> Iterator[None]:
     """Account for a layer's weights in fp32, where they are not what is on the device anyway."""
     is_copy = device.compute_dtype is not torch.float32
     num_bytes = sum(math.prod(place.piece.shape) for place in places) * torch.float32.itemsize if is_copy else 0
@@ -138,5 +138,5 @@ def _charged(device: Device, places: Sequence[Place]) -> Iterator[None]:
 
 
 def _size(kind: _Kind, window: int | None) -> LayerCacheSize:
-    tokens, elements = (_SPANS[0].stop, _NUM_TOKENS), (kind.elements[0], kind.elements[-1])
+    tokens, elements = (SPANS[0].stop, NUM_TOKENS), (kind.elements[0], kind.elements[-1])
     return LayerCacheSize.measured(tokens, elements, window=window)
