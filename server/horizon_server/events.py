@@ -172,14 +172,35 @@ class ReferencesDone:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledText:
-    """More text of the answer to a prompt, `num_tokens` in all so far. `ended` says why it is complete (stop or
-    length). Only on the pipe of the child that answers prompts.
+    """More text of an answer to a prompt, `num_tokens` in all so far. `ended` says why it is complete (stop or length).
+    Only on the pipe of the child that answers prompts.
+
+    `tokens` are those since the last piece, which may be more than the text shows. Where they were asked for,
+    `logprobs` are theirs, and `top` the likeliest tokens in the place of each with their log-probabilities.
     """
 
     prompt: int
     text: str
     num_tokens: int
     ended: str = ""
+    sample: int = 0
+    tokens: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledPrompt:
+    """The tokens of a prompt with their texts, and where they were asked for, the log-probabilities of all but the
+    first, and the likeliest tokens in the place of each of these. Only on the pipe of the child that answers prompts.
+    """
+
+    prompt: int
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +224,7 @@ class EvaluationProgress:
     total: int
 
 
-ChildLine = SampledText | MergeProgress | EvaluationProgress
+ChildLine = SampledText | SampledPrompt | MergeProgress | EvaluationProgress
 """What children say that are no workers."""
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
 TurnLine = TurnWanted | TurnEnded | MemoryReleased
@@ -236,6 +257,7 @@ KINDS: dict[str, type[Any]] = {
     "progress": WorkerProgress,
     "call_done": CallDone,
     "sampled": SampledText,
+    "sampled_prompt": SampledPrompt,
     "merge": MergeProgress,
     "evaluation": EvaluationProgress,
 }
@@ -250,6 +272,7 @@ PIPE_KINDS = frozenset(
         "progress",
         "call_done",
         "sampled",
+        "sampled_prompt",
         "merge",
         "evaluation",
     }

@@ -20,6 +20,12 @@ MAX_PROMPT_TOKENS = 4096
 MAX_MESSAGES = 256
 MAX_NEW_TOKENS = 4096
 MAX_TEMPERATURE = 100
+MAX_SAMPLES = 128
+"""Answers to a prompt; of all prompts of a call, `MAX_ANSWERS`."""
+MAX_ANSWERS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +52,24 @@ class SamplePrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """How to answer: `temperature` 0 takes the likeliest token; `top_p` and `seed` matter only above it."""
+    """How to answer: `temperature` 0 takes the likeliest token; `top_p`, `top_k` (0: all) and `seed` matter only above
+    it.
+
+    An answer ends before the first of the texts `stop`, or with one of the tokens `stop_ids` or of the model's own
+    ends. `logprobs` None leaves out log-probabilities, a number has those of the answers' tokens and of as many of the
+    likeliest tokens beside each; `prompt_logprobs` the same of the prompts' tokens, with which `max_tokens` may be 0.
+    """
 
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    num_samples: int = 1
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +130,28 @@ def check_sample(prompts: Sequence[SamplePrompt], options: SampleOptions) -> Non
     for index, prompt in enumerate(prompts):
         if problem := _problem(prompt):
             found[f"prompts[{index}]"] = problem
-    if not 1 <= options.max_tokens <= MAX_NEW_TOKENS:
-        found["max_tokens"] = f"is {options.max_tokens}; it must be 1 to {MAX_NEW_TOKENS}"
+    least = 1 if options.prompt_logprobs is None else 0
+    if not least <= options.max_tokens <= MAX_NEW_TOKENS:
+        found["max_tokens"] = f"is {options.max_tokens}; it must be {least} to {MAX_NEW_TOKENS}"
     # Not a number is in no range.
     if not 0 <= options.temperature <= MAX_TEMPERATURE:
         found["temperature"] = f"is {options.temperature:g}; it must be 0 to {MAX_TEMPERATURE}"
     if not 0 < options.top_p <= 1 or math.isnan(options.top_p):
         found["top_p"] = f"is {options.top_p:g}; it must be above 0 and at most 1"
+    if options.top_k < 0:
+        found["top_k"] = f"is {options.top_k}; it must be 0, for all tokens, or more"
+    if not 1 <= options.num_samples <= MAX_SAMPLES or options.num_samples * len(prompts) > MAX_ANSWERS:
+        found["num_samples"] = (
+            f"is {options.num_samples}, for {len(prompts)} prompts; it must be 1 to {MAX_SAMPLES}, and at most "
+            f"{MAX_ANSWERS} answers to all prompts together"
+        )
+    if len(options.stop) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in options.stop):
+        found["stop"] = f"must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+    if len(options.stop_ids) > MAX_STOPS:
+        found["stop_ids"] = f"has {len(options.stop_ids)} tokens; at most {MAX_STOPS} are allowed"
+    for name, most in (("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)):
+        if most is not None and not 0 <= most <= MAX_TOP_LOGPROBS:
+            found[name] = f"is {most}; it must be 0 to {MAX_TOP_LOGPROBS}"
     violations = [FieldViolation(field=name, description=f"{name} {what}") for name, what in found.items()]
     if violations:
         raise InvalidSpec(violations[0].description, violations=violations)
