@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_cache_path
 
@@ -35,6 +34,7 @@ from horizon_client.errors import (
 from horizon_client.hub import HubPush, publish, repo_of, require_hub
 from horizon_client.local_files import PIECE_BYTES
 from horizon_client.notebook import Listing
+from horizon_client.prompts import Prompt, wire_prompts
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import (
     Checkpoint,
@@ -44,7 +44,6 @@ from horizon_client.resources import (
     SampledText,
     SampleFigures,
 )
-from horizon_formats.row_checks import check_prompt_row
 from horizon_proto.v1 import checkpoint_pb2, job_pb2
 
 if TYPE_CHECKING:
@@ -58,10 +57,6 @@ _ADAPTER_FILES = ("adapter_*",)
 # Texts of the user's data, which are not published with a model unless that is asked for
 _ANSWERS_FILE = "answers.jsonl"
 _MOST_NAMED = 3
-
-Message: TypeAlias = Mapping[str, str]
-Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[Message]
-"""A text to continue, a chat of messages, or a row with one of them: {"prompt": ...} or {"messages": [...]}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +247,10 @@ class AsyncCheckpoints:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        num_samples: int = 1,
+        logprobs: bool = False,
     ) -> AsyncIterator[SampledText | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes,
         then the figures.
@@ -259,7 +258,9 @@ class AsyncCheckpoints:
         A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template
         renders; or a row with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A chat's row may have `tools`,
         and messages `tool_calls` and `tool_call_id`, as rows of a dataset. A single prompt needs no list around it.
-        `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens.
+        `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens;
+        above it they are drawn, of the `top_k` likeliest where that is above 0. An answer ends before one of the texts
+        `stop`. `num_samples` are the answers to each prompt; `logprobs` has the log-probability of each token.
         The node answers one call at a time; others wait for their turn.
 
         Raises:
@@ -268,16 +269,20 @@ class AsyncCheckpoints:
             DoesNotFit: when the node's jobs leave too little memory.
             InvalidModel: when the architecture cannot generate; the message names it.
         """
-        wire_prompts = [_prompt(place, prompt) for place, prompt in _single_or_several(prompts)]
+        given = wire_prompts(prompts)
         checkpoint = await self._chosen(job, at)
         request = checkpoint_pb2.SampleCheckpointRequest(
             job_id=checkpoint.job_id,
             step=checkpoint.step,
-            prompts=wire_prompts,
+            prompts=given,
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            top_k=top_k,
+            stop=stop,
+            num_samples=num_samples,
+            logprobs=0 if logprobs else None,
         )
         # No limit between two answers: other calls may come first, and a large model takes minutes to load.
         call = self._connection.calls.checkpoints.SampleCheckpoint
@@ -353,60 +358,6 @@ class AsyncCheckpoints:
         if at != "last" and str(at) != place:
             raise InvalidRequest.of("at", f"{job!r} names the checkpoint already; leave out at={at!r}")
         return _chosen(await self.list(name), name, place)
-
-
-def wire_prompts(prompts: Prompt | Sequence[Prompt | Sequence[int]]) -> list[checkpoint_pb2.SamplePrompt]:
-    """Return prompts as they are sent; one that is a list of tokens too."""
-    return [
-        checkpoint_pb2.SamplePrompt(ids=prompt) if _is_tokens(prompt) else _prompt(place, prompt)
-        for place, prompt in _single_or_several(prompts)
-    ]
-
-
-def _is_tokens(prompt: Any) -> bool:
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    return is_list and bool(prompt) and all(isinstance(token, int) for token in prompt)
-
-
-def _single_or_several(prompts: Prompt | Sequence[Prompt | Sequence[int]]) -> list[tuple[str, Any]]:
-    """Return the prompts, each with its place for messages. A str is a sequence too, and a chat is a list as several
-    prompts are."""
-    if isinstance(prompts, str | Mapping):
-        return [("prompts", prompts)]
-    listed: list[Any] = [*prompts]
-    if listed and all(isinstance(item, Mapping) and "role" in item for item in listed):
-        return [("prompts", listed)]
-    return [(f"prompts[{number}]", prompt) for number, prompt in enumerate(listed)]
-
-
-def _prompt(place: str, prompt: Any) -> checkpoint_pb2.SamplePrompt:
-    tools = None
-    if isinstance(prompt, Mapping):
-        given = [name for name in ("prompt", "messages") if prompt.get(name) is not None]
-        prompt, tools = prompt[given[0]] if len(given) == 1 else None, prompt.get("tools")
-    if isinstance(prompt, str) and not tools:
-        return checkpoint_pb2.SamplePrompt(text=prompt)
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        chat: dict[str, Any] = {"messages": [dict(message) for message in prompt], "tools": tools}
-        if is_plain_chat(chat):
-            messages = [checkpoint_pb2.SampleMessage(role=m["role"], content=m["content"]) for m in chat["messages"]]
-            return checkpoint_pb2.SamplePrompt(messages=messages)
-        if not check_prompt_row(chat):
-            return checkpoint_pb2.SamplePrompt(chat_json=json.dumps(chat))
-    raise InvalidRequest.of(
-        place,
-        f"{place} is not a prompt; write a text, a list of messages with role and content, "
-        '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
-    )
-
-
-def is_plain_chat(chat: Mapping[str, Any]) -> bool:
-    """Whether a chat is messages of a role and a text alone, without tools; a `weight` is for training."""
-    return not chat.get("tools") and all(
-        all(isinstance(message.get(key), str) for key in ("role", "content"))
-        and not any(value is not None for key, value in message.items() if key not in ("role", "content", "weight"))
-        for message in chat["messages"]
-    )
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:

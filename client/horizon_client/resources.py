@@ -767,6 +767,12 @@ class SampledText:
     """Tokens of the answer so far."""
     ended: str
     """Empty while more follows, then `stop` or `length` (max_tokens)."""
+    sample: int
+    """Which of the answers to the prompt, from 0."""
+    tokens: tuple[int, ...]
+    """The tokens since the last piece; of one that ends with stop, the token that ended it is among them."""
+    logprobs: tuple[float, ...]
+    """Of each of these tokens, where they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

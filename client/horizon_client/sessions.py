@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
-from horizon_client.checkpoints import Prompt, wire_prompts
 from horizon_client.connection import Connection
 from horizon_client.conversion import from_message
 from horizon_client.errors import InvalidRequest, ServerFailed
 from horizon_client.event_loop import LoopThread
 from horizon_client.job_spec_types import JobSpec
 from horizon_client.jobs import AsyncJobs
+from horizon_client.prompts import Prompt, wire_prompts
 from horizon_client.reporter import Reporter
 from horizon_client.resources import Job, SessionAnswers, SessionSampled, SessionStepped
 from horizon_client.rpc_errors import BY_REASON

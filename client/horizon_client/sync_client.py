@@ -12,7 +12,7 @@ from typing import Any
 
 from horizon_client.account import AsyncAccounts, CreatedToken
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
-from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, CheckpointPull, Prompt
+from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, CheckpointPull
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
 from horizon_client.housekeeping import AsyncHousekeeping
@@ -21,6 +21,7 @@ from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
 from horizon_client.memory_data import DataLike
 from horizon_client.metrics import JobMetrics
+from horizon_client.prompts import Prompt
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
@@ -640,6 +641,10 @@ class Checkpoints:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        num_samples: int = 1,
+        logprobs: bool = False,
     ) -> Iterator[SampledText | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes,
         then the figures.
@@ -647,7 +652,9 @@ class Checkpoints:
         A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template
         renders; or a row with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A chat's row may have `tools`,
         and messages `tool_calls` and `tool_call_id`, as rows of a dataset. A single prompt needs no list around it.
-        `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens.
+        `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens;
+        above it they are drawn, of the `top_k` likeliest where that is above 0. An answer ends before one of the texts
+        `stop`. `num_samples` are the answers to each prompt; `logprobs` has the log-probability of each token.
         The node answers one call at a time; others wait for their turn.
 
         Raises:
@@ -658,7 +665,17 @@ class Checkpoints:
         """
         return self._loop.iterate(
             self._inner.sample(
-                job, prompts, at=at, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+                job,
+                prompts,
+                at=at,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                top_k=top_k,
+                stop=stop,
+                num_samples=num_samples,
+                logprobs=logprobs,
             )
         )
 

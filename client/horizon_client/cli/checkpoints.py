@@ -283,6 +283,10 @@ _SAMPLING = (
     click.option(
         "--top-p", type=float, default=1.0, show_default=True, help="Draw among the likeliest tokens with this share."
     ),
+    click.option(
+        "--top-k", type=int, default=0, show_default=True, help="Draw among as many of the likeliest tokens; 0: all."
+    ),
+    click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends an answer before it. Repeatable."),
     click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds draw equal answers."),
 )
 

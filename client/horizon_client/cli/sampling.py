@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horizon_client.checkpoints import is_plain_chat
 from horizon_client.errors import BadFile
+from horizon_client.prompts import is_plain_chat
 from horizon_client.resources import SampledText
 from horizon_formats.formats import text_of
 from horizon_formats.problems import listed

@@ -335,6 +335,10 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    TOP_K_FIELD_NUMBER: builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job's id or name."""
     step: builtins.int
@@ -347,9 +351,19 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
     """Draw among the likeliest tokens that have this share of the probability together; unset means 1."""
     seed: builtins.int
     """Equal seeds, prompts and weights draw equal answers."""
+    top_k: builtins.int
+    """Draw among as many of the likeliest tokens; 0 draws among all."""
+    num_samples: builtins.int
+    """Answers to each prompt, up to 128; unset means 1."""
+    logprobs: builtins.int
+    """Set: send the tokens with their log-probabilities; only 0."""
     @property
     def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplePrompt]:
         """1 to 64 of them."""
+
+    @property
+    def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts that end an answer, which does not contain them; at most 16."""
 
     def __init__(
         self,
@@ -361,11 +375,19 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
         temperature: builtins.float = ...,
         top_p: builtins.float | None = ...,
         seed: builtins.int = ...,
+        top_k: builtins.int = ...,
+        num_samples: builtins.int | None = ...,
+        stop: collections.abc.Iterable[builtins.str] | None = ...,
+        logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_top_p", b"_top_p", "job_id", b"job_id", "max_tokens", b"max_tokens", "prompts", b"prompts", "seed", b"seed", "step", b"step", "temperature", b"temperature", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_top_p", b"_top_p", "job_id", b"job_id", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "prompts", b"prompts", "seed", b"seed", "step", b"step", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_samples", b"_num_samples"]) -> typing.Literal["num_samples"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
@@ -381,6 +403,9 @@ class SampledText(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     prompt: builtins.int
     """Which prompt it answers, from 0."""
     text: builtins.str
@@ -389,6 +414,16 @@ class SampledText(google.protobuf.message.Message):
     """Tokens of the answer so far."""
     ended: builtins.str
     """Empty while more follows, then `stop` or `length` (max_tokens)."""
+    sample: builtins.int
+    """Which of the answers to the prompt, from 0."""
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The tokens since the last piece; of one that ends with stop, the token that ended it is among them."""
+
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Of each of these tokens, where they were asked for."""
+
     def __init__(
         self,
         *,
@@ -396,8 +431,11 @@ class SampledText(google.protobuf.message.Message):
         text: builtins.str = ...,
         num_tokens: builtins.int = ...,
         ended: builtins.str = ...,
+        sample: builtins.int = ...,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "num_tokens", b"num_tokens", "prompt", b"prompt", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt", b"prompt", "sample", b"sample", "text", b"text", "tokens", b"tokens"]) -> None: ...
 
 global___SampledText = SampledText
 

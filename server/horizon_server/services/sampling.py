@@ -16,7 +16,7 @@ from horizon_server.children.child import streamed
 from horizon_server.children.entry import Answer
 from horizon_server.codec import to_plain
 from horizon_server.errors import NotFound, WorkerFailed
-from horizon_server.events import SampledText
+from horizon_server.events import SampledPrompt, SampledText
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import (
@@ -43,7 +43,7 @@ from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
 
-Sampled = SampledText | SampleFigures
+Sampled = SampledText | SampledPrompt | SampleFigures
 
 
 class Samples:
@@ -79,7 +79,7 @@ class Samples:
         check_sample(prompts, options)
         if self._jobs.boxes.has_arrived(job):
             more = {"step": step, "prompts": to_plain(list(prompts)), "options": to_plain(options)}
-            kinds = (SampledText, SampleFigures)
+            kinds = (SampledText, SampledPrompt, SampleFigures)
             async with contextlib.aclosing(self._jobs.boxes.records(principal, job, "sample", kinds, **more)) as texts:
                 async for text in texts:
                     yield text
@@ -147,7 +147,7 @@ class Samples:
         lines = streamed(lambda on_event: self._child.answer(request, memory, on_event))
         async with contextlib.aclosing(lines):
             async for line in lines:
-                if isinstance(line, SampledText):
+                if isinstance(line, SampledText | SampledPrompt):
                     yield line
                 elif isinstance(line, Answer):
                     answer, was_loaded = line.value

@@ -14,7 +14,7 @@ from pathlib import Path
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.engine.data import DocumentPrompt, PreparedDataset, StepPlan
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.generation.generator import TokenGenerator
+from horizon_server.engine.generation.generator import TokenGenerator, generation_template
 from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
@@ -196,7 +196,9 @@ class _Answers:
         self._store, self._device = store, device
         # A model of its own: with a cache, the layers run with their own attention instead of the engine's.
         recipe, sequence_length = spec.train.recipe, spec.train.sequence_length
-        self._template = Template.from_folder(folder.path, layout=folder.layout, recipe=recipe, own_attention=False)
+        self._template = generation_template(
+            lambda own: Template.from_folder(folder.path, layout=folder.layout, recipe=recipe, own_attention=own)
+        )
         self._cache_bytes = cache_limit_bytes(spec, folder)
         codec = TextCodec.from_folder(folder.path)
         self._decode = codec.tokenizer.decode

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.generation.generator import TokenGenerator
-from horizon_server.engine.generation.sequences import GenerationOptions
+from horizon_server.engine.generation.generator import TokenGenerator, generation_template
+from horizon_server.engine.generation.sequences import GenerationOptions, NewToken, ScoredPrompt
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, FieldViolation, InvalidData, InvalidModel, naming
-from horizon_server.events import SampledText
+from horizon_server.events import SampledPrompt, SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
 from horizon_server.records.sample import (
@@ -33,6 +34,7 @@ from horizon_server.records.sample import (
     MAX_PROMPT_TOKENS,
     SampleAdapter,
     SampleFigures,
+    SampleOptions,
     SamplePrompt,
     SampleRequest,
 )
@@ -93,7 +95,8 @@ class Answerer:
         with processor_time_limit(RENDER_S, endless):
             prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
         generator = self._generator = self._generator or _generator(request)
-        needed_bytes = sum(generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
+        of_prompts = (generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
+        needed_bytes = options.num_samples * sum(of_prompts)
         if needed_bytes > request.cache_bytes:
             raise DoesNotFit(
                 f"keys and values of {len(prompts)} prompts with answers of up to {options.max_tokens} tokens take "
@@ -101,20 +104,13 @@ class Answerer:
                 "time, or lower "
                 "max_tokens"
             )
-        how = GenerationOptions(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-            stop_tokens=stop_tokens(request.answers or folder, codec),
-        )
+        how = generation_options(options, stop_tokens(request.answers or folder, codec))
         loaded_s = time.perf_counter()
-        writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
-        for new in generator.stream(prompts, how):
-            # The reader gets the reason of the end; the token that ended the answer is no text.
-            writers[new.prompt].add(None if new.ended == "stop" else new.token, ended=new.ended or "")
+        answering = Answering(generator, prompts, how, codec, stop=options.stop, send=events.send)
+        while answering.step():
+            pass
         duration_s = time.perf_counter() - loaded_s
-        num_tokens = sum(writer.num_tokens for writer in writers)
+        num_tokens = answering.num_tokens
         return SampleFigures(
             num_prompt_tokens=sum(map(len, prompts)),
             num_tokens=num_tokens,
@@ -137,7 +133,9 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
     # Next to its base as the evaluations of its job, so that no bit differs from them.
     layout = sample_layout(open_model_folder(folder), adapter) if spec is None else trained_layout(folder, spec.train)
     recipe = None if spec is None else spec.train.recipe
-    template = Template.from_folder(folder, layout=layout, recipe=recipe, own_attention=False)
+    template = generation_template(
+        lambda own: Template.from_folder(folder, layout=layout, recipe=recipe, own_attention=own)
+    )
     store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
     if spec is not None:
         assert adapter is not None
@@ -203,32 +201,122 @@ def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:
     return frozenset(listed_ends(folder)) | ({codec.eos_id} if codec.eos_id is not None else set())
 
 
+def generation_options(options: SampleOptions, stops: frozenset[int]) -> GenerationOptions:
+    """Return what the engine is asked for; `stops` are the tokens that end the model's answers."""
+    return GenerationOptions(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=options.seed,
+        num_samples=options.num_samples,
+        stop_tokens=stops | frozenset(options.stop_ids),
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+    )
+
+
+Piece = SampledText | SampledPrompt
+
+
+class Answering:
+    """The answers to some prompts while their tokens come, as text. Closed by `drop` where it is given up."""
+
+    def __init__(
+        self,
+        generator: TokenGenerator,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        codec: TextCodec,
+        *,
+        stop: Sequence[str],
+        send: Callable[[Piece], None],
+    ) -> None:
+        self._generator, self._prompts, self._codec, self._send = generator, prompts, codec, send
+        self._ticket = generator.add(prompts, options)
+        self._writers = {
+            (prompt, sample): _AnswerWriter(prompt, sample, codec, stop, send)
+            for prompt in range(len(prompts))
+            for sample in range(options.num_samples)
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(writer.num_tokens for writer in self._writers.values())
+
+    def step(self) -> bool:
+        """Have the next token of every answer. Returns whether more come."""
+        for _, new in self._generator.step():
+            if isinstance(new, ScoredPrompt):
+                ids = tuple(self._prompts[new.prompt])
+                texts = tuple(self._codec.tokenizer.decode([token]) for token in ids)
+                self._send(
+                    SampledPrompt(prompt=new.prompt, tokens=ids, texts=texts, logprobs=new.logprobs, top=new.top)
+                )
+            elif self._writers[new.prompt, new.sample].add(new):
+                self._generator.end(self._ticket, new.prompt, new.sample)
+        return self._generator.is_busy(self._ticket)
+
+
 class _AnswerWriter:
     """Sends the text of one answer, a piece at a time."""
 
-    def __init__(self, prompt: int, codec: TextCodec, events: EventWriter) -> None:
-        self._prompt, self._codec, self._events = prompt, codec, events
+    def __init__(
+        self, prompt: int, sample: int, codec: TextCodec, stop: Sequence[str], send: Callable[[Piece], None]
+    ) -> None:
+        self._prompt, self._sample, self._codec, self._stop, self._send = prompt, sample, codec, stop, send
+        # What may be the beginning of a text that ends the answer is not sent.
+        self._held_back = max((len(text) - 1 for text in stop), default=0)
         self._tokens: list[int] = []
+        self._news: list[NewToken] = []
         self._num_sent = 0
         self._sent_s = float("-inf")
         self.num_tokens = 0
 
-    def add(self, token: int | None, *, ended: str) -> None:
-        """Add a token, or None for one that is no text; `ended` is empty while more come."""
+    def add(self, new: NewToken) -> bool:
+        """Add a token. Returns whether a text has ended the answer before its last token."""
         self.num_tokens += 1
-        if token is not None:
-            self._tokens.append(token)
+        self._news.append(new)
+        # The reader gets the reason of the end; the token that ended the answer is no text.
+        if new.ended != "stop":
+            self._tokens.append(new.token)
         now_s = time.monotonic()
-        if not ended and now_s - self._sent_s < _TEXT_EVERY_S:
-            return
+        if not self._stop and not new.ended and now_s - self._sent_s < _TEXT_EVERY_S:
+            return False
         # The whole again: what a token adds depends on those before it.
         text: str = self._codec.tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not ended:
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        ended, is_stopped = new.ended or "", bool(found)
+        if is_stopped:
+            text, ended = text[: min(found)], "stop"
+        elif not ended:
             text = text.rstrip(_INCOMPLETE)
+            text = text[: max(self._num_sent, len(text) - self._held_back)]
+        if not ended and now_s - self._sent_s < _TEXT_EVERY_S:
+            return False
         piece = text[self._num_sent :]
         if piece or ended:
-            self._events.send(SampledText(prompt=self._prompt, text=piece, num_tokens=self.num_tokens, ended=ended))
-            self._num_sent, self._sent_s = len(text), now_s
+            self._send_piece(piece, ended)
+            self._num_sent, self._sent_s = max(self._num_sent, len(text)), now_s
+        return is_stopped and new.ended is None
+
+    def _send_piece(self, text: str, ended: str) -> None:
+        news, self._news = self._news, []
+        has_logprobs = any(new.logprob is not None for new in news)
+        self._send(
+            SampledText(
+                prompt=self._prompt,
+                sample=self._sample,
+                text=text,
+                num_tokens=self.num_tokens,
+                ended=ended,
+                tokens=tuple(new.token for new in news),
+                texts=tuple(self._codec.tokenizer.decode([new.token]) for new in news),
+                logprobs=tuple(new.logprob or 0.0 for new in news) if has_logprobs else (),
+                top=tuple(new.top for new in news) if any(new.top for new in news) else (),
+            )
+        )
 
 
 def _refused(name: str, what: str) -> InvalidData:

@@ -272,9 +272,13 @@ class Session:
             case Sample():
                 if self._sampler is None:
                     self._sampler = SessionSampler(self._request, self._set_up)
+                # The weights of all steps, and room on the device, where nothing of training is under way.
                 self._trainer.flush()
                 self._trainer.release_device()
-                return self._sampler.answer(call)
+                try:
+                    return self._sampler.answer(call)
+                finally:
+                    self._sampler.release_device()
             case SaveState():
                 return self._save(call)
             case LoadState():

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from horizon_client.checkpoints import _prompt as sample_prompt
 from horizon_client.cli.sampling import answer_text, answers, printable, read_prompts, with_system
 from horizon_client.errors import BadFile
+from horizon_client.prompts import _prompt as sample_prompt
 from horizon_client.reporter import Reporter
 from horizon_client.resources import SampledText, SampleFigures
 

@@ -16,8 +16,8 @@ from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.demo.recipe import write_demo_model
+from horizon_server.engine.generation.sequences import NewToken
 from horizon_server.errors import DoesNotFit, HorizonError, InvalidData, InvalidModel
-from horizon_server.events import SampledText
 from horizon_server.records.sample import (
     MAX_PROMPT_TOKENS,
     SampleAdapter,
@@ -205,17 +205,19 @@ def test_a_broken_generation_config_lists_nothing(codec: TextCodec, folder: Path
 def test_text_is_sent_in_whole_characters(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_TEXT_EVERY_S", 0.0)
     sent = Sent()
-    writer = _AnswerWriter(4, codec, sent)  # type: ignore[arg-type]
+    writer = _AnswerWriter(4, 0, codec, (), sent.send)
     text = "na\u00efve \u4e2d\u6587 \U0001f600!"
     ids = codec.encode_ids(text)
     for token in ids:
-        writer.add(token, ended="")
-    writer.add(None, ended="stop")
+        writer.add(NewToken(prompt=4, token=token, ended=None))
+    writer.add(NewToken(prompt=4, token=codec.eos_id or 0, ended="stop"))
 
     assert text_of(sent, 4) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in line.text for line in sent.lines)
     assert len(sent.lines) > 3
-    assert sent.lines[-1] == SampledText(prompt=4, text="", num_tokens=len(ids) + 1, ended="stop")
+    last = sent.lines[-1]
+    assert (last.prompt, last.text, last.num_tokens, last.ended) == (4, "", len(ids) + 1, "stop")
+    assert [token for line in sent.lines for token in line.tokens] == [*ids, codec.eos_id or 0]
 
 
 def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Path) -> None:

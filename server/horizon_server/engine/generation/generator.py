@@ -176,7 +176,7 @@ class TokenGenerator:
         """
         ticket = self.add(prompts, options)
         try:
-            while ticket in self._charged:
+            while self.is_busy(ticket):
                 for owner, new in self.step():
                     assert owner == ticket, "a stream is alone"
                     if isinstance(new, ScoredPrompt):
@@ -216,6 +216,20 @@ class TokenGenerator:
         charged = self._charged.pop(ticket, 0)
         if not self._is_released:
             self._device.charge("activations", -charged)
+
+    def is_busy(self, ticket: int) -> bool:
+        """Whether answers of a ticket have tokens to come."""
+        return ticket in self._charged
+
+    def end(self, ticket: int, prompt: int, sample: int) -> None:
+        """End one answer before its last token; the others of its ticket continue."""
+        for sequence in self._running:
+            if (sequence.ticket, sequence.prompt, sequence.samples) == (ticket, prompt, [sample]):
+                self._give_back([sequence.place])
+                self._running.remove(sequence)
+                break
+        if all(sequence.ticket != ticket for sequence in self._running):
+            self.drop(ticket)
 
     def step(self) -> list[tuple[int, New]]:
         """The next token of every answer, with the ticket of each. A ticket ends with its last token."""
