@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, wait_for
 from tests.support.pushed_state import MODEL, PushedState
 from transformers import AutoModelForCausalLM
 
 from horizon_client import Client
+from horizon_client.errors import InvalidData, NotFound, WrongJobState
+from horizon_client.sessions import Session
 
 FLOAT32 = {"train": {"compute_dtype": "float32"}}
 
@@ -127,3 +129,137 @@ def test_whatever_is_killed_no_call_is_lost_and_no_bit_differs(daemon: DaemonPro
             found, job_id = run_of(client, name="killed", before=kill)
             assert found == wanted
             assert weights_of(daemon, job_id) == wanted_weights
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    with daemon.client(daemon.user("ada")) as made:
+        yield made
+
+
+def session_of(client: Client, **options: Any) -> Session:
+    return client.session(MODEL, **{"max_tokens": 64, "max_tokens_per_call": 512, "spec": FLOAT32, **options})
+
+
+def test_samples_have_the_log_probabilities_of_training(client: Client) -> None:
+    with session_of(client) as session:
+        session.forward_backward(rows_of(0))
+        session.optim_step(1e-2)
+        prompts = [[5, 6, 7], [9, 10, 11, 12]]
+        answers = session.sample(
+            prompts, max_tokens=8, temperature=1.0, num_samples=3, seed=1, prompt_logprobs=True
+        ).result()
+        again = session.sample(prompts, max_tokens=8, temperature=1.0, num_samples=3, seed=1).result()
+        assert [[one.tokens for one in found.answers] for found in answers] == [
+            [one.tokens for one in found.answers] for found in again
+        ]
+        for prompt, found in zip(prompts, answers, strict=True):
+            assert list(found.prompt_tokens) == prompt and len(found.answers) == 3
+            for answer in found.answers:
+                tokens = [*prompt, *answer.tokens]
+                (trained,) = session.forward([{"tokens": tokens}]).result().logprobs
+                sampled = [*found.prompt_logprobs[1:], *answer.logprobs]
+                assert sampled == pytest.approx(trained[:-1], abs=1e-5)
+
+
+def test_an_idle_session_gives_its_memory_back_and_continues_to_the_bit(client: Client, daemon: DaemonProcess) -> None:
+    with session_of(client, idle_minutes=0.03) as session:
+        session.forward_backward(rows_of(0))
+        session.optim_step(1e-2).result()
+        gradients = session.forward_backward(rows_of(1))
+        wait_for(lambda: client.jobs.get(session.job.job_id).state == "PAUSED", 120)
+        assert not daemon.worker_pids()
+        assert gradients.result().loss > 0
+        session.optim_step(1e-2)
+        last = session.forward(rows_of(2)).result()
+    with session_of(client) as session:
+        for step in range(2):
+            session.forward_backward(rows_of(step))
+            session.optim_step(1e-2)
+        assert session.forward(rows_of(2)).result() == last
+
+
+def test_a_state_is_saved_and_loaded(client: Client) -> None:
+    with session_of(client) as session:
+        session.forward_backward(rows_of(0))
+        session.optim_step(1e-2)
+        saved = session.save_state("first").result()
+        before = session.forward(rows_of(2)).result()
+        session.forward_backward(rows_of(1))
+        after = session.optim_step(1e-2).result()
+        changed = session.forward(rows_of(2)).result()
+        assert changed != before
+        session.load_state(saved).result()
+        assert session.forward(rows_of(2)).result() == before
+        session.forward_backward(rows_of(1))
+        assert session.optim_step(1e-2).result().grad_norm == after.grad_norm
+        assert session.forward(rows_of(2)).result() == changed
+        job_id = session.job.job_id
+    with session_of(client) as other:
+        other.load_state(saved, optimizer=False).result()
+        assert other.forward(rows_of(2)).result() == before
+    kept = {found.step: found for found in client.checkpoints.list(job_id)}
+    assert kept[int(saved.rpartition("@")[2])].kept
+
+
+def test_what_cannot_be_done_says_why_and_changes_nothing(client: Client, daemon: DaemonProcess) -> None:
+    with session_of(client) as session:
+        session.forward_backward(rows_of(0)).result()
+        with pytest.raises(InvalidData, match=r"data\[0\].tokens has 65 tokens; it must have 1 to 64"):
+            session.forward_backward([{"tokens": [5] * 65}])
+        with pytest.raises(InvalidData, match=r"data\[0\].logprobs has 0 numbers for 3 tokens"):
+            session.forward_backward([{"tokens": [5, 6, 7]}], loss="ppo")
+        with pytest.raises(InvalidData, match="has 520 tokens, and the session was planned for 512"):
+            session.forward_backward([{"tokens": [5] * 52}] * 10)
+        refused = session.forward_backward([{"tokens": [5, 100_000, 7]}])
+        with pytest.raises(InvalidData, match="100000"):
+            refused.result()
+        with pytest.raises(NotFound):
+            session.load_state(f"{session.job.job_id}@7")
+        session.optim_step(1e-2).result()
+        with pytest.raises(InvalidData, match="has no gradients"):
+            session.optim_step(1e-2).result()
+        with daemon.client(daemon.user("eve")) as eve, pytest.raises(NotFound):
+            eve.session(attach=session.job.job_id).__enter__()
+    with pytest.raises(WrongJobState, match="SUCCEEDED: closed by its user"):
+        session.optim_step(1e-2)
+
+
+def test_a_program_that_ends_attaches_again(client: Client) -> None:
+    with pytest.raises(ZeroDivisionError), session_of(client) as session:
+        session.forward_backward(rows_of(0))
+        raise ZeroDivisionError
+    with client.session(attach=session.job.job_id) as again:
+        again.optim_step(1e-2).result()
+        found = again.forward(rows_of(2)).result()
+    with session_of(client) as whole:
+        whole.forward_backward(rows_of(0))
+        whole.optim_step(1e-2)
+        assert whole.forward(rows_of(2)).result() == found
+
+
+def test_online_learning_raises_the_reward(client: Client) -> None:
+    """GRPO on a toy: an answer is the better, the more of its tokens are even."""
+    lora = {"rank": 8, "alpha": 32}
+    with session_of(client, lora=lora) as session:
+        rewards: list[float] = []
+        for step in range(40):
+            (found,) = session.sample([[5, 6, 7]], max_tokens=6, temperature=1.0, num_samples=16, seed=step).result()
+            of_step = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in found.answers]
+            rewards.append(sum(of_step) / len(of_step))
+            rows = []
+            for one, reward in zip(found.answers, of_step, strict=True):
+                tokens = [*found.prompt_tokens, *one.tokens]
+                before = [0.0] * (len(found.prompt_tokens) - 1)
+                advantages = [*before, *[reward - rewards[-1]] * len(one.tokens), 0.0]
+                rows.append(
+                    {
+                        "tokens": tokens,
+                        "targets": [*[-100] * len(before), *one.tokens, -100],
+                        "logprobs": [*before, *one.logprobs, 0.0],
+                        "advantages": advantages,
+                    }
+                )
+            session.forward_backward(rows, loss="importance_sampling")
+            session.optim_step(3e-2)
+        assert sum(rewards[:3]) / 3 < 0.6 and sum(rewards[-3:]) / 3 > 0.9, rewards

@@ -24,7 +24,7 @@ from horizon_server.errors import (
 from horizon_server.jobs.scheduler import RESUMED
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobRecord, JobState, StopRequest
-from horizon_server.records.session import Call, LoadState, Result
+from horizon_server.records.session import Call, Close, Closed, LoadState, Result
 from horizon_server.services.access import require_change
 from horizon_server.services.jobs import JobService
 from horizon_server.services.session_checks import check_call
@@ -54,6 +54,8 @@ class _Open:
     """Of the calls that are kept; those that were removed since it was counted are in it."""
     called_s: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_closed: bool = False
+    """Whether its newest call is its end."""
     num_waiting: int = 0
     """Callers that wait for a result now."""
 
@@ -97,6 +99,8 @@ class Sessions:
                 return number
             if job.job_state in ENDED:
                 raise WrongJobState(_ended(job))
+            if session.is_closed:
+                raise WrongJobState(f"session {job.job_id} is closed by its call {session.last}")
             if job.job_state is JobState.PAUSED and job.reason != IDLE:
                 raise WrongJobState(
                     f"session {job.job_id} was paused by a user; resume it: horizon job resume {job.job_id}"
@@ -105,7 +109,7 @@ class Sessions:
                 raise InvalidSpec.of("number", f"number is {number}; the session's next call has {session.last + 1}")
             await self._require_room(job, files, session)
             session.num_bytes += await in_thread(lambda: _write(files, session.last + 1, call))
-            session.last += 1
+            session.last, session.is_closed = session.last + 1, isinstance(call, Close)
             session.called_s = time.monotonic()
             number = session.last
         await self._wake(job)
@@ -135,9 +139,11 @@ class Sessions:
                 # Before the result: a session that ends writes the last one first.
                 now = await self._jobs.journal.store.get(job.job_id)
                 found = await asyncio.to_thread(files.result, number)
-                if found is not None:
+                has_ended = now is None or now.job_state in ENDED
+                # Who has closed a session finds it ended.
+                if found is not None and (has_ended or not isinstance(found, Closed)):
                     return found
-                if now is None or now.job_state in ENDED:
+                if has_ended:
                     raise WrongJobState(_ended(now or job))
                 if number <= session.done:
                     raise NotFound(f"the result of call {number} of session {job.job_id} is not kept any more")
@@ -217,7 +223,8 @@ class Sessions:
             files = self._files(job)
             last, sizes = await asyncio.to_thread(lambda: (files.last_number(), files.sizes()))
             done = await asyncio.to_thread(files.num_done, 0, last)
-            known = _Open(last=last, done=done, num_bytes=sum(sizes.values()))
+            newest = await asyncio.to_thread(files.call, last)
+            known = _Open(last=last, done=done, num_bytes=sum(sizes.values()), is_closed=isinstance(newest, Close))
             self._open.setdefault(job.job_id, known)
         return self._open[job.job_id]
 

@@ -270,11 +270,11 @@ class Session:
             case OptimStep():
                 return self._step(number, call)
             case Sample():
-                if self._sampler is None:
-                    self._sampler = SessionSampler(self._request, self._set_up)
                 # The weights of all steps, and room on the device, where nothing of training is under way.
                 self._trainer.flush()
                 self._trainer.release_device()
+                if self._sampler is None:
+                    self._sampler = SessionSampler(self._request, self._set_up)
                 try:
                     return self._sampler.answer(call)
                 finally:

@@ -89,9 +89,8 @@ class Training:
         self._last_eval: tuple[int, float, float | None, bool] | None = None
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
-        # First: what does not go with the method is refused before memory is taken.
-        self._data = TrainingData(request)
         self._set_up = SetUp.open(request, events)
+        self._data = TrainingData(request)
         self._plan = self._data.plan(self._set_up.template)
         answer_ends = tuple(self._data.dataset.answer_ends.values())
         self._writer = CheckpointWriter(

@@ -14,6 +14,8 @@ from horizon_client.prompts import _prompt as sample_prompt
 from horizon_client.reporter import Reporter
 from horizon_client.resources import SampledText, SampleFigures
 
+NO_TOKENS: dict[str, Any] = {"sample": 0, "tokens": (), "logprobs": ()}
+
 
 class Noted(Reporter):
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ def test_tools_and_their_calls_stay(chat: dict[str, Any], tmp_path: Path) -> Non
     sent = sample_prompt("prompts[0]", prompt)
     assert (sent.text, list(sent.messages)) == ("", [])
     assert json.loads(sent.chat_json) == {"tools": None, **chat}
-    said = [SampledText(prompt=0, text="x", num_tokens=1, ended="stop")]
+    said = [SampledText(prompt=0, text="x", num_tokens=1, ended="stop", **NO_TOKENS)]
     [found] = answers(said, [prompt], Noted())
     assert found == {"index": 0, **chat, "answer": "x", "num_tokens": 1, "ended": "stop"}
     assert answer_text(found).startswith("[0] ")
@@ -116,7 +118,7 @@ def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
 
 def test_an_answer_comes_when_it_is_complete() -> None:
     def piece(prompt: int, text: str, ended: str = "") -> SampledText:
-        return SampledText(prompt=prompt, text=text, num_tokens=2, ended=ended)
+        return SampledText(prompt=prompt, text=text, num_tokens=2, ended=ended, **NO_TOKENS)
 
     figures = SampleFigures(
         num_prompt_tokens=3, num_tokens=4, load_s=1.0, duration_s=2.0, tokens_per_second=2.0, weights="tiny in nf4"
