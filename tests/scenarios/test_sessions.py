@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.daemon_process import DaemonProcess, wait_for
+from tests.support.pages import ROOT
 from tests.support.pushed_state import MODEL, PushedState
 from transformers import AutoModelForCausalLM
 
@@ -247,7 +252,7 @@ def test_online_learning_raises_the_reward(client: Client) -> None:
             (found,) = session.sample([[5, 6, 7]], max_tokens=6, temperature=1.0, num_samples=16, seed=step).result()
             of_step = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in found.answers]
             rewards.append(sum(of_step) / len(of_step))
-            rows = []
+            rows: list[dict[str, Any]] = []
             for one, reward in zip(found.answers, of_step, strict=True):
                 tokens = [*found.prompt_tokens, *one.tokens]
                 before = [0.0] * (len(found.prompt_tokens) - 1)
@@ -263,3 +268,30 @@ def test_online_learning_raises_the_reward(client: Client) -> None:
             session.forward_backward(rows, loss="importance_sampling")
             session.optim_step(3e-2)
         assert sum(rewards[:3]) / 3 < 0.6 and sum(rewards[-3:]) / 3 > 0.9, rewards
+
+
+def test_the_examples_run(client: Client, daemon: DaemonProcess, tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n} plus {n}?", "answer": f"It is #### {2 * n}"} for n in range(4)]
+    pairs = [{"prompt": f"{n} and {n} make: ", "chosen": str(2 * n), "rejected": str(n)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    environment = os.environ | {"HORIZON_SERVER": daemon.endpoints["grpc"], "HORIZON_TOKEN": daemon.user("ada")}
+    commands = (
+        ["supervised.py", "--data", "rows.jsonl", "--steps", "2", "--rows", "2"],
+        ["grpo.py", "--data", "rows.jsonl", "--steps", "2", "--questions", "2", "--answers", "3", "--max-tokens", "4"],
+        ["dpo.py", "--data", "pairs.jsonl", "--steps", "2", "--pairs", "2"],
+    )
+    for name, *arguments in commands:
+        done = subprocess.run(
+            [sys.executable, ROOT / "examples" / name, "--model", MODEL, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "step 2:" in done.stdout and "saved as" in done.stdout
+    # Before the first step, chosen and rejected answers are as likely as for the reference.
+    assert f"step 1: loss {math.log(2):.4f}" in done.stdout
