@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 import math
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ from horizon_client import Client
 from horizon_client.sessions import Session
 
 BETA = 0.1
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
 
 
 def documents_of(session: Session, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -30,7 +35,7 @@ def documents_of(session: Session, rows: list[dict[str, str]]) -> list[dict[str,
     for prompt, chosen, rejected in zip(found[::3], found[1::3], found[2::3], strict=True):
         for whole in (chosen, rejected):
             # The prompt's last token may be another one with an answer behind it.
-            before = len(os.path.commonprefix([prompt, whole])) - 1
+            before = num_shared(prompt, whole) - 1
             documents.append({"tokens": whole, "targets": [-100] * before + [*whole[before + 1 :], -100]})
     return documents
 

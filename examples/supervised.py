@@ -8,10 +8,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from horizon_client import Client
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
 
 
 def main() -> None:
@@ -37,7 +42,7 @@ def main() -> None:
             batch = []
             for question, whole in zip(questions, wholes, strict=True):
                 # The question's last token may be another one with an answer behind it.
-                before = len(os.path.commonprefix([question.prompt_tokens, whole.prompt_tokens])) - 1
+                before = num_shared(question.prompt_tokens, whole.prompt_tokens) - 1
                 trained = len(whole.prompt_tokens) - 1 - before
                 batch.append(
                     {
