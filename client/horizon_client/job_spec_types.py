@@ -310,6 +310,9 @@ class _Required(TypedDict):
     model: str
     """A pushed model; a model of the Hugging Face hub that an admin has added (horizond model add), by its id, such as
     Qwen/Qwen3-8B; or an absolute folder on the node that an admin has allowed (model_roots)."""
+    dataset: DataLike
+    """A pushed dataset; required, but for method session, which has none. The client also takes local files here and
+    pushes them first."""
 
 
 class JobSpec(_Required, total=False):
@@ -323,9 +326,6 @@ class JobSpec(_Required, total=False):
     """sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn from pairs of a
     chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from recorded samples with
     advantages; session: the steps are called one by one over the network. Default: 'sft'."""
-    dataset: DataLike
-    """A pushed dataset; required, but for method session, which has none. The client also takes local files here and
-    pushes them first."""
     map: Mapping[str, str]
     """The columns of local data files by field, such as {prompt: question, completion: answer}: the client pushes the
     files with it, as with horizon dataset push --map. The job that is sent has no such field."""

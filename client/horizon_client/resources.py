@@ -728,6 +728,8 @@ class Checkpoint:
     """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
     kept: bool
     """Whether it is kept: it is not deleted automatically, whatever the spec's keep_last and keep_days say."""
+    names: tuple[str, ...]
+    """Names that calls of a session have given it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.support.tiny_models import settings
+from tests.support.plans import settings
 from torch import Tensor
 
 from horizon_server.engine.called_trainer import CalledTrainer
@@ -115,7 +115,7 @@ def test_gradients_of_several_calls_are_those_of_plain_autograd(architecture: st
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.0)
     plain = {**ADAM, "weight_decay": 0.0}
     for step in range(3):
-        losses = []
+        losses: list[tuple[float, float]] = []
         for rows in (rows_of(10 * step), rows_of(10 * step + 1), rows_of(10 * step + 2)):
             objective = objective_of(rows)
             assert objective.weights_S is not None

@@ -32,6 +32,7 @@ class Checkpoint(google.protobuf.message.Message):
     LAST_FIELD_NUMBER: builtins.int
     BEST_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job that wrote it."""
     step: builtins.int
@@ -54,6 +55,10 @@ class Checkpoint(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was written."""
 
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names that calls of a session have given it."""
+
     def __init__(
         self,
         *,
@@ -66,9 +71,10 @@ class Checkpoint(google.protobuf.message.Message):
         last: builtins.bool = ...,
         best: builtins.bool = ...,
         kept: builtins.bool = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "create_time", b"create_time", "eval_loss", b"eval_loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "best", b"best", "create_time", b"create_time", "eval_loss", b"eval_loss", "files", b"files", "job_id", b"job_id", "kept", b"kept", "last", b"last", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "best", b"best", "create_time", b"create_time", "eval_loss", b"eval_loss", "files", b"files", "job_id", b"job_id", "kept", b"kept", "last", b"last", "names", b"names", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_eval_loss", b"_eval_loss"]) -> typing.Literal["eval_loss"] | None: ...
 
 global___Checkpoint = Checkpoint

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.adapters import AdaptedMaps, Adapter, adapter_places, adapters_among, check_uses
-from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
 from horizon_server.engine.layer_stubs import (
@@ -232,7 +231,7 @@ class Template:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows
         be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
-        self._own_attention: OwnAttention | None = None
+        self.own_attention: OwnAttention | None = None
         self.keeps_masks = ""
         self._buffer_device = torch.device("cpu")
         shapes = {place.name: place.piece.shape for place in self.places[0]}
@@ -257,10 +256,10 @@ class Template:
                 self._model, self._layers, self.layer_groups, calls_of, hidden_size=self.hidden_size
             )
             if isinstance(found, OwnAttention):
-                self._own_attention = found
+                self.own_attention = found
             else:
                 self.keeps_masks = found
-        if self._own_attention:
+        if self.own_attention:
             calls = calls_of(torch.arange(NUM_TRIAL_TOKENS))
         self._skipped_projections = {
             group: find_skipped_projection(self._layers[group], calls[group], hidden_size=self.hidden_size)
@@ -293,12 +292,7 @@ class Template:
 
         `keeps_masks` says why, where that was tried.
         """
-        return self._own_attention is None
-
-    @property
-    def attends_everywhere(self) -> bool:
-        """Whether all that its layers know of earlier tokens are the keys and values of our attention."""
-        return self._own_attention is not None and self._own_attention.is_everywhere
+        return self.own_attention is None
 
     @property
     def groups(self) -> dict[int, nn.Module]:
@@ -425,16 +419,11 @@ class Template:
         if shape != expected:
             what = f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}"
             raise InvalidModel(f"{what}; a projection between them is not supported")
-        if self._own_attention:
+        if self.own_attention:
             if boundaries is None:
                 boundaries = torch.tensor([0, row_ids_T.numel()])
-            calls = self._own_attention.with_boundaries(calls, boundaries)
+            calls = self.own_attention.with_boundaries(calls, boundaries)
         return hidden_1TD, calls
-
-    def with_kept(self, layer: int, call: LayerCall, kept: KeptRow) -> LayerCall:
-        """A layer's call with what is kept of the sequences of the row; for a template with own attention."""
-        assert self._own_attention is not None, "masks are another way"
-        return self._own_attention.with_kept(layer, call, kept)
 
     def _with_noise(self, table: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         return output if self._noise_1TD is None else output + self._noise_1TD

@@ -22,9 +22,9 @@ from horizon_server.spec import NAME_PATTERN, NAME_RULE, JobSpec
 
 MAX_DATA = 16_384
 """Documents of a call."""
-_MAX_SHOWN = 20
+_SHOWN = 20
 """Violations of one answer."""
-_MOST_TOKEN = 2**31 - 1
+_LARGEST_TOKEN = 2**31 - 1
 
 _INPUTS: Mapping[str, Sequence[str]] = {
     "cross_entropy": ("weights",),
@@ -54,9 +54,7 @@ def check_call(call: Call, spec: JobSpec) -> None:
             if found:
                 field, problem = found[0]
                 more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                violations = [
-                    FieldViolation(field=name, description=f"{name} {what}") for name, what in found[:_MAX_SHOWN]
-                ]
+                violations = [FieldViolation(field=name, description=f"{name} {what}") for name, what in found[:_SHOWN]]
                 raise InvalidData(f"{field} {problem}{more}", violations=violations)
         case OptimStep():
             _check_step(call)
@@ -101,9 +99,9 @@ def _problems_of_datum(datum: Datum, loss: str, spec: JobSpec) -> Iterator[tuple
     length, longest = len(datum.tokens), spec.train.sequence_length
     if not 1 <= length <= longest:
         yield "tokens", f"has {length} tokens; it must have 1 to {longest} (train.sequence_length)"
-    if any(not 0 <= token <= _MOST_TOKEN for token in datum.tokens):
+    if any(not 0 <= token <= _LARGEST_TOKEN for token in datum.tokens):
         yield "tokens", "has a number below 0, or beyond every vocabulary"
-    if any(target != UNTRAINED and not 0 <= target <= _MOST_TOKEN for target in datum.targets):
+    if any(target != UNTRAINED and not 0 <= target <= _LARGEST_TOKEN for target in datum.targets):
         yield "targets", f"has a number that is neither a token nor {UNTRAINED}"
     given = {"targets": datum.targets, "weights": datum.weights}
     given |= {"logprobs": datum.logprobs, "advantages": datum.advantages}

@@ -434,6 +434,8 @@ def check_kinds(spec: JobSpec, kind: str, of_sets: Mapping[str, str]) -> None:
 def job_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a job spec file."""
     schema = JobSpec.model_json_schema()
+    # Of every method but session, which few write as a file.
+    schema["required"] = [*schema["required"], "dataset"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "horizon job spec"}
 
 

@@ -75,7 +75,8 @@ class _Found:
 def generation_template(make: Callable[[bool], Template]) -> Template:
     """Return a model that can be computed token by token. `make` makes it, with own attention or without."""
     template = make(True)
-    return template if template.attends_everywhere or template.needs_masks else make(False)
+    own = template.own_attention
+    return template if own is None or own.is_everywhere else make(False)
 
 
 class TokenGenerator:
@@ -103,8 +104,9 @@ class TokenGenerator:
             DoesNotFit: the device has no room for the weights in flight.
         """
         self._template, self._store, self._device = template, store, device
-        assert template.attends_everywhere or template.needs_masks, "made by generation_template"
-        self._packs = template.attends_everywhere
+        own = template.own_attention
+        assert own is None or own.is_everywhere, "made by generation_template"
+        self._packs = own is not None
         """Whether the new tokens of all sequences are one row."""
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)

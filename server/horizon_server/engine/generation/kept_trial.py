@@ -43,7 +43,8 @@ def try_kept(template: Template, device: Device, stream: LayerStream) -> list[La
         given_1TD, call = hidden_1TD[:, span], calls[layer]
         if not is_whole:
             growing = Growing(place=place, num_kept=span.start, span=slice(0, span.stop - span.start))
-            call = template.with_kept(layer, call, KeptPass(kept, [growing]).row(layer))
+            assert template.own_attention is not None, "sequences of one row"
+            call = template.own_attention.with_kept(layer, call, KeptPass(kept, [growing]).row(layer))
         places = template.places[layer + 1]
         with torch.no_grad(), charged(device, places):
             parameters = {place.name: place.piece.read(flat).float() for place in places}

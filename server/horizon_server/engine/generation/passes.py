@@ -72,7 +72,8 @@ class RowPass:
             parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
             if self._place is not None:
                 self._kept.to(layer, self._place)
-            call = template.with_kept(layer, self._calls[layer], self._pass.row(layer))
+            assert template.own_attention is not None, "sequences of one row"
+            call = template.own_attention.with_kept(layer, self._calls[layer], self._pass.row(layer))
             with torch.no_grad():
                 self._hidden_1ND = template.layer(layer, parameters, self._hidden_1ND, call)
             if self._place is not None:
