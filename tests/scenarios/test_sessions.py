@@ -243,31 +243,37 @@ def test_a_program_that_ends_attaches_again(client: Client) -> None:
         assert whole.forward(rows_of(2)).result() == found
 
 
-def test_online_learning_raises_the_reward(client: Client) -> None:
-    """GRPO on a toy: an answer is the better, the more of its tokens are even."""
-    lora = {"rank": 8, "alpha": 32}
-    with session_of(client, lora=lora) as session:
+def rewards_of(client: Client, *, most_steps: int) -> list[float]:
+    """The mean rewards of the steps of GRPO on a toy, until it is learned: an answer is the better, the more of its
+    tokens are divisible by eight."""
+    with session_of(client, lora={"rank": 8, "alpha": 32}) as session:
         rewards: list[float] = []
-        for step in range(40):
+        for step in range(most_steps):
             (found,) = session.sample([[5, 6, 7]], max_tokens=6, temperature=1.0, num_samples=16, seed=step).result()
-            of_step = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in found.answers]
+            of_step = [sum(token % 8 == 0 for token in one.tokens) / len(one.tokens) for one in found.answers]
             rewards.append(sum(of_step) / len(of_step))
+            if sum(rewards[-3:]) > 3 * 0.8:
+                break
             rows: list[dict[str, Any]] = []
             for one, reward in zip(found.answers, of_step, strict=True):
-                tokens = [*found.prompt_tokens, *one.tokens]
                 before = [0.0] * (len(found.prompt_tokens) - 1)
-                advantages = [*before, *[reward - rewards[-1]] * len(one.tokens), 0.0]
                 rows.append(
                     {
-                        "tokens": tokens,
+                        "tokens": [*found.prompt_tokens, *one.tokens],
                         "targets": [*[-100] * len(before), *one.tokens, -100],
                         "logprobs": [*before, *one.logprobs, 0.0],
-                        "advantages": advantages,
+                        "advantages": [*before, *[reward - rewards[-1]] * len(one.tokens), 0.0],
                     }
                 )
             session.forward_backward(rows, loss="importance_sampling")
-            session.optim_step(3e-2)
-        assert sum(rewards[:3]) / 3 < 0.6 and sum(rewards[-3:]) / 3 > 0.9, rewards
+            session.optim_step(2e-2)
+        return rewards
+
+
+def test_online_learning_raises_the_reward_the_same_way_each_time(client: Client) -> None:
+    rewards = rewards_of(client, most_steps=100)
+    assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.8, rewards
+    assert rewards_of(client, most_steps=10) == rewards[:10]
 
 
 def test_the_examples_run(client: Client, daemon: DaemonProcess, tmp_path: Path) -> None:
