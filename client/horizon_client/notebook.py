@@ -82,7 +82,8 @@ class NotebookReporter(Reporter):
     def event(self, event: JobEvent) -> None:
         """Move the bar of a job."""
         if event.kind == "step":
-            text = f"step {event.step:,} of {event.num_steps:,}  loss {event.loss:.4f}"
+            of_all = f" of {event.num_steps:,}" if event.num_steps else ""
+            text = f"step {event.step:,}{of_all}  loss {event.loss:.4f}"
             share = event.step / event.num_steps if event.num_steps else None
             self._draw(f"{text}  {event.tokens_per_second:,.0f} tokens/s", share, event.step == event.num_steps)
         elif event.kind == "eval":
@@ -134,7 +135,8 @@ def job_html(job: Job) -> str:
         ("why", job.outlook.why if job.outlook else job.message),
     ]
     head = f"<b>{escape(job.name)}</b> {escape(job.state)}"
-    text = f"step {job.step:,} of {job.num_steps:,}" if job.num_steps else "not started"
+    text = f"step {job.step:,} of {job.num_steps:,}" if job.num_steps else f"step {job.step:,}"
+    text = text if job.num_steps or job.step else "not started"
     bar = bar_html(text, job.step / job.num_steps if job.num_steps else 0.0)
     return f"<div>{head}</div>{bar}{table_html('', (), [fact for fact in facts if fact[1]])}"
 

@@ -307,7 +307,8 @@ def outlook_facts(job: Job) -> list[tuple[str, str]]:
 
 def steps_text(job: Job | QueueEntry) -> str:
     """Return the steps done of all; '-' while their number is not known, or not the caller's to see."""
-    return f"{job.step}/{job.num_steps}" if job.num_steps else "-"
+    # A session has no last step.
+    return f"{job.step}/{job.num_steps}" if job.num_steps else f"{job.step}" if job.step else "-"
 
 
 def _amount(num_bytes: int | None) -> str:

@@ -129,6 +129,7 @@ export function ending(job) {
 /** Steps done of steps in all, as far as they are known. */
 export function stepsText(job) {
   if (job.num_steps) return `step ${count(job.step)} of ${count(job.num_steps)}`;
+  if (job.step) return `step ${count(job.step)}`; // a session has no last one
   const planned = job.plan?.num_steps;
   return planned ? `${job.plan.steps_estimated ? "about " : ""}${plural(planned, "step")}` : "";
 }
