@@ -16,6 +16,7 @@ DATASET_FORMATS = (
     "preference",
     "kto",
     "samples",
+    "openai-preference",
 )
 CHECKPOINT_DTYPES = ("source", "bf16", "fp16", "fp32")
 MERGE_BASES = ("trained", "source")

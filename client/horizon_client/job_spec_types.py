@@ -330,7 +330,17 @@ class JobSpec(_Required, total=False):
     """The columns of local data files by field, such as {prompt: question, completion: answer}: the client pushes the
     files with it, as with horizon dataset push --map. The job that is sent has no such field."""
     format: Literal[
-        "auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens", "preference", "kto", "samples"
+        "auto",
+        "messages",
+        "prompt-completion",
+        "alpaca",
+        "sharegpt",
+        "text",
+        "tokens",
+        "preference",
+        "kto",
+        "samples",
+        "openai-preference",
     ]
     """The format of local data files, as that of horizon dataset push --format; auto recognises it by the rows. The job
     that is sent has no such field. Default: 'auto'."""
@@ -367,6 +377,8 @@ class JobSpec(_Required, total=False):
     report_to: str | Sequence[Literal["tensorboard", "mlflow", "wandb", "trackio"]]
     """Trackers that the node writes the job's figures to, of those that an admin has allowed. From your own machine:
     horizon job watch JOB --to TRACKER. Default: []."""
+    metadata: Mapping[str, str]
+    """Notes of your own, texts by name. They are shown with the job, and nothing else reads them."""
     eval: EvalSpec
     """What evaluations measure, and when they end the job early."""
     limits: LimitsSpec

@@ -831,8 +831,8 @@ class Dataset:
     owner: str
     """Who pushed it."""
     format: str
-    """How its rows are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or
-    samples."""
+    """How its rows are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto,
+    samples or openai-preference."""
     field_map: Mapping[str, str]
     """User's column for each field: prompt -> question."""
     files: tuple[FileEntry, ...] = field(repr=False)
@@ -904,8 +904,8 @@ class DatasetPreview:
     num_rows: int
     """Rows of the dataset."""
     format: str
-    """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or
-    samples."""
+    """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto, samples
+    or openai-preference."""
     method: str
     """The method, with its default filled in: sft, pretrain, dpo, ipo, orpo, simpo, kto, policy or session."""
     train_on: str

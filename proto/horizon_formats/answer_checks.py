@@ -1,4 +1,4 @@
-"""What a row of `preference`, `kto` and `samples` must hold."""
+"""What a row of `preference`, `openai-preference`, `kto` and `samples` must hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from horizon_formats.answers import compared, of_targets
+from horizon_formats.answers import as_preference, compared, of_targets
 from horizon_formats.formats import OPENAI
 from horizon_formats.problems import Problem, check_learnable, check_string, shown
 from horizon_formats.row_checks import (
@@ -18,6 +18,7 @@ from horizon_formats.row_checks import (
     check_ids,
     check_message,
     check_messages,
+    missing,
 )
 
 # Prepared numbers are kept in 4 bytes each.
@@ -37,6 +38,23 @@ def check_preference_row(columns: Columns, field_map: FieldMap) -> list[Problem]
     if found.chosen == found.rejected:
         return [(field_map.get("rejected", "rejected"), "is the same as chosen; there is nothing to prefer")]
     return []
+
+
+def check_openai_preference_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
+    """Return everything that is wrong with a row of OpenAI's: a chat as input, and the two answers to compare."""
+    column = field_map.get("input", "input")
+    if column not in columns:
+        return [missing(column, columns)]
+    given = columns[column]
+    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+        return [(column, f"is {shown(given)}; it must be an object with messages, a list of messages")]
+    row, names = as_preference(columns, field_map)
+    for answer in (names["chosen"], names["rejected"]):
+        if answer not in columns:
+            return [missing(answer, columns)]
+        if not isinstance(columns[answer], list):
+            return [(answer, f"is {shown(columns[answer])}; it must be a list of messages, the assistant's answer")]
+    return check_preference_row(row, names)
 
 
 def check_kto_row(columns: Columns, field_map: FieldMap) -> list[Problem]:

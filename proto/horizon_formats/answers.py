@@ -1,5 +1,5 @@
-"""How rows of `preference`, `kto` and `samples` are read: where the prompt of two conversations ends, and whose numbers
-a list holds.
+"""How rows of answers (`preference`, `openai-preference`, `kto`, `samples`) are read: where the prompt of two
+conversations ends, and whose numbers a list holds.
 
 The checks and the preparation both ask here, so that what passes the one is what the other reads.
 """
@@ -60,6 +60,19 @@ def compared(prompt: Turns | None, chosen: Turns, rejected: Turns) -> Comparison
     if prompt is not None:
         return "prompt is given, and chosen and rejected are conversations that have theirs; leave one of the two out"
     return Comparison(shared, first[num_shared:], second[num_shared:])
+
+
+def as_preference(columns: Mapping[str, Any], field_map: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a row of `openai-preference` as one of `preference`, and its field map: columns are called by their place
+    in the row."""
+    asked, chosen, rejected = (
+        field_map.get(name, name) for name in ("input", "preferred_output", "non_preferred_output")
+    )
+    given = columns.get(asked)
+    inside = given if isinstance(given, Mapping) else {}
+    names = {"prompt": f"{asked}.messages", "tools": f"{asked}.tools", "chosen": chosen, "rejected": rejected}
+    row = {names["prompt"]: inside.get("messages"), names["tools"]: inside.get("tools")}
+    return row | {name: columns[name] for name in (chosen, rejected) if name in columns}, names
 
 
 def of_targets(values: Sequence[Any], mask: Sequence[int]) -> Sequence[Any] | None:

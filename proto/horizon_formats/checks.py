@@ -9,7 +9,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from horizon_formats.answer_checks import check_kto_row, check_preference_row, check_samples_row
+from horizon_formats.answer_checks import (
+    check_kto_row,
+    check_openai_preference_row,
+    check_preference_row,
+    check_samples_row,
+)
 from horizon_formats.files import Container, DataFile, Row, container_of
 from horizon_formats.formats import DatasetFormat, check_field_map, columns_of, detect_format, require_columns
 from horizon_formats.problems import FieldViolation, InvalidFile, Problem, ViolationTally, check_learnable
@@ -186,6 +191,7 @@ _CHECKS: dict[DatasetFormat, Callable[[Columns, FieldMap], list[Problem]]] = {
     DatasetFormat.TEXT: partial(check_fields, {"text": (check_learnable, True)}),
     DatasetFormat.TOKENS: check_tokens_row,
     DatasetFormat.PREFERENCE: check_preference_row,
+    DatasetFormat.OPENAI_PREFERENCE: check_openai_preference_row,
     DatasetFormat.KTO: check_kto_row,
     DatasetFormat.SAMPLES: check_samples_row,
 }

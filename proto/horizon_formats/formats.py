@@ -33,6 +33,7 @@ class DatasetFormat(_Words):
     TEXT = "text"
     TOKENS = "tokens"
     PREFERENCE = "preference"
+    OPENAI_PREFERENCE = "openai-preference"
     KTO = "kto"
     SAMPLES = "samples"
 
@@ -49,14 +50,15 @@ class DataKind(_Words):
 
 _KINDS = {
     DatasetFormat.PREFERENCE: DataKind.PREFERENCE,
+    DatasetFormat.OPENAI_PREFERENCE: DataKind.PREFERENCE,
     DatasetFormat.KTO: DataKind.KTO,
     DatasetFormat.SAMPLES: DataKind.SAMPLES,
 }
 
 
 def kind_of(dataset_format: DatasetFormat) -> DataKind:
-    """Return what can be learnt from data of this format: `text` (tokens to predict) from all but the three named like
-    their kind.
+    """Return what can be learnt from data of this format: `text` (tokens to predict) from all but those that compare or
+    judge answers.
 
     `auto` is not decided yet, and must not be asked for.
     """
@@ -84,6 +86,7 @@ _FIELDS = {
     DatasetFormat.TEXT: _Fields(required=("text",)),
     DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels", "attention_mask")),
     DatasetFormat.PREFERENCE: _Fields(required=("chosen", "rejected"), optional=("prompt", "tools")),
+    DatasetFormat.OPENAI_PREFERENCE: _Fields(required=("input", "preferred_output", "non_preferred_output")),
     DatasetFormat.KTO: _Fields(required=("prompt", "completion", "label"), optional=("tools",)),
     DatasetFormat.SAMPLES: _Fields(
         required=("tokens", "logprobs"), optional=("advantage", "advantages", "prompt_length", "mask")

@@ -38,6 +38,8 @@ def to_wire(spec: JobSpec) -> job_pb2.JobSpec:
     return to_message(spec, job_pb2.JobSpec)
 
 
+# What UTF-8 can write.
+WRITABLE = st.characters(codec="utf-8")
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
 steps = st.integers(0, 100_000_000)
 
@@ -161,6 +163,7 @@ any_job_specs = st.builds(
     nodes=st.integers(1, 64) | st.sampled_from(["1-2", "2-64"]),
     eval_fraction=st.just(0.0),
     eval=st.builds(EvalSpec, patience=st.just(0), min_delta=floats(0, 1e9)),
+    metadata=st.dictionaries(st.text(WRITABLE, min_size=1, max_size=64), st.text(WRITABLE, max_size=512), max_size=3),
     limits=st.builds(
         LimitsSpec,
         max_hours=st.none() | floats(0, 87_600, exclude_min=True),
@@ -261,6 +264,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
                 "report_to": ["mlflow"],
                 "gpus": "2-8",
                 "nodes": "2-4",
+                "metadata": {"run": "7"},
             }
         )
     )

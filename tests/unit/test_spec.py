@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.spec import CheckpointSpec, JobSpec, Span, TrainSpec, parse_job_spec
-from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LANES, MAX_LR_SCALE
+from horizon_server.spec.fields import (
+    MAX_EXPRESSION_CHARS,
+    MAX_EXPRESSIONS,
+    MAX_LANES,
+    MAX_LR_SCALE,
+    MAX_METADATA,
+    MAX_METADATA_NAME_CHARS,
+    MAX_METADATA_TEXT_CHARS,
+)
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
 
@@ -169,6 +177,19 @@ def test_learning_rate_groups_and_their_expressions_are_bounded() -> None:
         "holds 'a(', which is not a regular expression that can be used (syntax of RE2): missing ): a("
         in violations(of("a(", 1.0))["train.lr_groups"]
     )
+
+
+def test_notes_of_a_job_are_bounded() -> None:
+    full = {f"{i:x>{MAX_METADATA_NAME_CHARS}}": "x" * MAX_METADATA_TEXT_CHARS for i in range(MAX_METADATA)}
+    assert parse_job_spec({**MINIMAL, "metadata": full}).metadata == full
+    for refused, words in (
+        (full | {"one more": ""}, "a mapping of up to 16 names of 1 to 64 characters to texts of up to 512"),
+        ({"": "x"}, "has the name ''; a name must have 1 to 64 characters"),
+        ({"x" * 65: "x"}, "a name must have 1 to 64 characters"),
+        ({"x": "x" * 513}, "has 513 characters under 'x'; a text may have 512"),
+    ):
+        assert words in violations({**MINIMAL, "metadata": refused})["metadata"]
+    assert "must be" in violations({**MINIMAL, "metadata": {"x": 1}})["metadata.x"]
 
 
 def test_null_turns_clipping_off() -> None:

@@ -50,6 +50,8 @@ class _DatasetFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """{"prompt", "completion", "label"}"""
     DATASET_FORMAT_SAMPLES: _DatasetFormat.ValueType  # 10
     """{"tokens", "logprobs", "advantage", "prompt_length"}"""
+    DATASET_FORMAT_OPENAI_PREFERENCE: _DatasetFormat.ValueType  # 11
+    """{"input": {"messages"}, "preferred_output", "non_preferred_output"}"""
 
 class DatasetFormat(_DatasetFormat, metaclass=_DatasetFormatEnumTypeWrapper):
     """DatasetFormat is how the rows of a file are written."""
@@ -76,6 +78,8 @@ DATASET_FORMAT_KTO: DatasetFormat.ValueType  # 9
 """{"prompt", "completion", "label"}"""
 DATASET_FORMAT_SAMPLES: DatasetFormat.ValueType  # 10
 """{"tokens", "logprobs", "advantage", "prompt_length"}"""
+DATASET_FORMAT_OPENAI_PREFERENCE: DatasetFormat.ValueType  # 11
+"""{"input": {"messages"}, "preferred_output", "non_preferred_output"}"""
 global___DatasetFormat = DatasetFormat
 
 class _DatasetState:

@@ -595,6 +595,22 @@ class JobSpec(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class MetadataEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     PROJECT_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -623,6 +639,7 @@ class JobSpec(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -711,6 +728,10 @@ class JobSpec(google.protobuf.message.Message):
     def session(self) -> global___SessionSpec:
         """Options of method session."""
 
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Notes of the user's own: at most 16 texts of at most 512 characters, by names of at most 64. They are shown with the job."""
+
     def __init__(
         self,
         *,
@@ -742,9 +763,10 @@ class JobSpec(google.protobuf.message.Message):
         node: builtins.str | None = ...,
         max_nodes: builtins.int | None = ...,
         session: global___SessionSpec | None = ...,
+        metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_gpus", b"_gpus", "_max_gpus", b"_max_gpus", "_max_nodes", b"_max_nodes", "_node", b"_node", "_nodes", b"_nodes", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "gpus", b"gpus", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "max_gpus", b"max_gpus", "max_nodes", b"max_nodes", "metadata", b"metadata", "method", b"method", "model", b"model", "name", b"name", "node", b"node", "nodes", b"nodes", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "report_to", b"report_to", "session", b"session", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload

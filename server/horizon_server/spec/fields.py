@@ -20,6 +20,10 @@ MAX_EXPRESSION_CHARS = 256
 MAX_LR_SCALE = 1000
 MAX_LANES = 64
 """Of a step; each device computes one at least."""
+# Notes of a job, as many and as long as OpenAI's API takes.
+MAX_METADATA = 16
+MAX_METADATA_NAME_CHARS = 64
+MAX_METADATA_TEXT_CHARS = 512
 
 Name = Annotated[str, Field(pattern=f"^{NAME}$", json_schema_extra={RULE: NAME_RULE})]
 

@@ -13,6 +13,9 @@ from horizon_formats.trackers.known import TRACKERS
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import (
+    MAX_METADATA,
+    MAX_METADATA_NAME_CHARS,
+    MAX_METADATA_TEXT_CHARS,
     MAX_STEPS,
     NAME,
     NAME_RULE,
@@ -222,6 +225,16 @@ class JobSpec(Section):
         json_schema_extra={RULE: f"a list of trackers: {', '.join(TRACKERS)}"},
     )
 
+    metadata: Annotated[dict[str, str], absent_as_empty] = Field(
+        default={},
+        max_length=MAX_METADATA,
+        description="Notes of your own, texts by name. They are shown with the job, and nothing else reads them.",
+        json_schema_extra={
+            RULE: f"a mapping of up to {MAX_METADATA} names of 1 to {MAX_METADATA_NAME_CHARS} characters to texts of "
+            f"up to {MAX_METADATA_TEXT_CHARS}"
+        },
+    )
+
     eval: Annotated[EvalSpec, absent_as_empty] = EvalSpec()
     limits: Annotated[LimitsSpec, absent_as_empty] = LimitsSpec()
 
@@ -271,6 +284,20 @@ class JobSpec(Section):
             if span.most > 1:
                 raise WrongField(field, f"is {span.plain}, and a session is computed on one device; use {field}: 1")
         return self
+
+    @field_validator("metadata")
+    @classmethod
+    def _short_notes(cls, given: dict[str, str]) -> dict[str, str]:
+        for name, text in given.items():
+            if not 1 <= len(name) <= MAX_METADATA_NAME_CHARS:
+                raise ValueError(
+                    f"has the name {name!r:.80}; a name must have 1 to {MAX_METADATA_NAME_CHARS} characters"
+                )
+            if len(text) > MAX_METADATA_TEXT_CHARS:
+                raise ValueError(
+                    f"has {len(text)} characters under {name!r}; a text may have {MAX_METADATA_TEXT_CHARS}"
+                )
+        return given
 
     @field_validator(*(name for name, facts in METHODS.items() if facts.has_objective))
     @classmethod

@@ -1,4 +1,5 @@
-"""Rows of `preference`, `kto` and `samples` judged: what they must hold, and the words for what is wrong."""
+"""Rows of answers (`preference`, `openai-preference`, `kto`, `samples`) judged: what they must hold, and the words for
+what is wrong."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from horizon_server.errors import InvalidData
 USER = {"role": "user", "content": "Why?"}
 YES, NO = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No."}
 PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
+OPENAI = {"input": {"messages": [USER], "tools": []}, "preferred_output": [YES], "non_preferred_output": [NO]}
 LABELLED = {"prompt": "Why?", "completion": "Because.", "label": True}
 SAMPLE = {"tokens": [4, 5, 6, 7], "logprobs": [-0.5, 0], "advantage": -1, "prompt_length": 2}
 
@@ -36,6 +38,8 @@ SAMPLE = {"tokens": [4, 5, 6, 7], "logprobs": [-0.5, 0], "advantage": -1, "promp
         ("preference", {"chosen": [USER, YES], "rejected": [USER, NO]}),
         ("preference", {"prompt": "Why?", "chosen": [USER, YES], "rejected": [USER | {"name": None}, NO]}),
         ("preference", {"chosen": [USER, YES], "rejected": [USER, NO, USER, YES], "prompt": None}),
+        ("openai-preference", OPENAI),
+        ("openai-preference", OPENAI | {"input": {"messages": [USER], "parallel_tool_calls": True}}),
         ("kto", LABELLED),
         ("kto", LABELLED | {"prompt": [USER], "completion": [NO, USER, YES], "label": 0}),
         ("samples", SAMPLE),
@@ -100,6 +104,17 @@ def test_rows_that_are_fine(fmt: str, columns: dict[str, Any]) -> None:
             "prompt",
             "is given, and chosen and rejected are conversations that have theirs; leave one of the two out",
         ),
+        ("openai-preference", OPENAI | {"input": "Why?"}, "input", "must be an object with messages"),
+        ("openai-preference", {"input": OPENAI["input"], "preferred_output": [YES]}, "non_preferred_output", "missing"),
+        ("openai-preference", OPENAI | {"preferred_output": "Yes."}, "preferred_output", "a list of messages"),
+        ("openai-preference", OPENAI | {"preferred_output": [NO]}, "non_preferred_output", "is the same as chosen"),
+        (
+            "openai-preference",
+            OPENAI | {"input": {"messages": [USER, {"role": "robot", "content": "?"}]}},
+            "input.messages[1].role",
+            "it must be one of system, user, assistant, tool",
+        ),
+        ("openai-preference", OPENAI | {"input": {"messages": [USER], "tools": 3}}, "input.tools", "tool descriptions"),
         ("kto", LABELLED | {"label": "good"}, "label", "is 'good'; it must be true or 1 (desirable), or false or 0"),
         ("kto", LABELLED | {"label": 1.0}, "label", "is 1.0; it must be true or 1"),
         ("kto", LABELLED | {"completion": [USER, YES]}, "completion[0].role", "must be assistant"),
@@ -152,6 +167,18 @@ def test_what_they_may_not_be(fmt: str, columns: dict[str, Any], field: str, wor
     assert words in problems(fmt, columns)[field]
 
 
+def test_a_row_of_openais_means_what_a_row_of_preference_does() -> None:
+    tools = [{"type": "function", "function": {"name": "why"}}]
+    row = OPENAI | {"input": {"messages": [USER], "tools": tools}}
+    ours = {"prompt": [USER], "chosen": [YES], "rejected": [NO], "tools": tools}
+    expected = normalise(ours, DatasetFormat.PREFERENCE, {})
+    assert normalise(row, DatasetFormat.OPENAI_PREFERENCE, {}) == expected
+    renamed = {"asked": row["input"], "good": [YES], "bad": [NO]}
+    names = {"input": "asked", "preferred_output": "good", "non_preferred_output": "bad"}
+    assert problems("openai-preference", renamed, **names) == {}
+    assert normalise(renamed, DatasetFormat.OPENAI_PREFERENCE, names) == expected
+
+
 def test_paths_name_the_users_columns() -> None:
     found = problems("preference", {"q": "a", "good": "b", "bad": "b"}, prompt="q", chosen="good", rejected="bad")
     assert list(found) == ["bad"]
@@ -163,9 +190,7 @@ def test_the_format_that_needs_more_is_meant_and_others_are_named() -> None:
     assert detect_format(["prompt", "chosen", "rejected", "score"], {}, "d") == "preference"
     with pytest.raises(InvalidFile, match="fit the formats tokens and samples"):
         detect_format(["input_ids", "tokens", "logprobs"], {}, "d")
-    with pytest.raises(
-        InvalidFile, match="preference needs chosen and rejected; kto needs prompt and completion and label"
-    ):
+    with pytest.raises(InvalidFile, match="preference needs chosen and rejected; openai-preference needs input and"):
         detect_format(["question"], {}, "d")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from horizon_formats.answers import compared, of_targets
+from horizon_formats.answers import as_preference, compared, of_targets
 from horizon_formats.formats import FUNCTION_CALL, OPENAI, DatasetFormat, parse_calls, sharegpt_spelling, text_of
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import ChatTemplate, Span
@@ -113,6 +113,9 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
             assert not isinstance(comparison, str), "the check has found nothing wrong with the row"
             prompt, *answers = map(_turns, comparison)
             return Answers(prompt=prompt, answers=answers, tools=_tools(value("tools")))
+        case DatasetFormat.OPENAI_PREFERENCE:
+            row, names = as_preference(columns, field_map)
+            return normalise(row, DatasetFormat.PREFERENCE, names)
         case DatasetFormat.KTO:
             answers = [_turns(value("completion"))]
             label = int(value("label"))

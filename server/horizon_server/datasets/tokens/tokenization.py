@@ -40,7 +40,12 @@ from horizon_server.errors import InvalidData, InvalidModel
 _MAX_TEMPLATE_S = 30
 
 # Kinds of which a part cannot stand for the whole, whatever the method.
-_ANSWERED = (DatasetFormat.PREFERENCE, DatasetFormat.KTO, DatasetFormat.SAMPLES)
+_ANSWERED = (
+    DatasetFormat.PREFERENCE,
+    DatasetFormat.OPENAI_PREFERENCE,
+    DatasetFormat.KTO,
+    DatasetFormat.SAMPLES,
+)
 _CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 # Characters of a block in which a long text is encoded.
 _BLOCK_CHARACTERS = 64 * 1024
