@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -141,6 +142,32 @@ class BlobStore:
                 finally:
                     await in_thread(part.close)
         return BlobStatus(blob=ref, committed_bytes=part.committed_bytes, complete=whole)
+
+    async def receive(self, owner: str, chunks: AsyncIterator[bytes], *, max_bytes: int) -> BlobRef:
+        """Store a content whose size and sha256 are known only once it has arrived; where it does not arrive whole,
+        nothing of it is kept.
+
+        What `chunks` raises is raised. Raises as `write` does; InvalidUpload also above `max_bytes`, and when nothing
+        arrives.
+        """
+        # Until then it has a name that nothing else has.
+        room = BlobRef(sha256=secrets.token_hex(32), size_bytes=max_bytes)
+        path = self._entry(owner, room, _PART)
+        async with self._turns.take((owner, room)) as turn:
+            part = Part(path, disk=self._disk)
+            try:
+                with disk_full_reported("nothing of this file is kept: free space there, then send it again"):
+                    await in_thread(lambda: part.open(0))
+                    await self._append_all(turn, part, room, chunks)
+                    ref = BlobRef(sha256=part.hash.hexdigest(), size_bytes=part.size_bytes)
+                    if ref.is_empty:
+                        raise InvalidUpload("the file is empty; send one that holds something")
+                    await in_thread(lambda: self._place(owner, ref, path))
+                    await in_thread(lambda: self._sync_folders([ref]))
+            finally:
+                await in_thread(part.close)
+                await in_thread(lambda: path.unlink(missing_ok=True))
+        return ref
 
     async def write_whole(self, owner: str, blobs: Sequence[WholeBlob], *, ready: frozenset[str] = frozenset()) -> None:
         """Store contents that came in one message: all of them, or none where one is wrong. Those of `ready` are the

@@ -212,6 +212,12 @@ class JobStore:
         whose = () if owner is None else (owner, *sorted(projects))  # all who see everything share an answer
         return await self._database.look_up(("page", whose, tuple(states), only, limit), read)
 
+    async def number_of(self, job_id: str) -> int:
+        """Return the place of a job in the order of submission, as `page` gives it; 0 where there is no such job."""
+        query = select(JobRow.number).where(JobRow.job_id == job_id)
+        async with self._database.reading() as session:
+            return await session.scalar(query) or 0
+
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs of this node in these states, in the order of their submission. Meant for states that few
         jobs are in."""

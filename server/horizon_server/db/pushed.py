@@ -147,7 +147,7 @@ class PushedStore(Generic[RowT, RecordT]):
             page = await self._shared_all(session, page)
         if is_last:
             return page, ""
-        return page, base64.urlsafe_b64encode(json.dumps([page[-1].created_s, page[-1].id]).encode()).decode()
+        return page, page_token(page[-1])
 
     async def delete(self, resource_id: str) -> None:
         """Remove it."""
@@ -249,6 +249,11 @@ class ModelStore(PushedStore[ModelRow, ModelRecord]):
 
     row_type = ModelRow
     record_type = ModelRecord
+
+
+def page_token(last: PushedRecord) -> str:
+    """Return the token of the page that follows the one with this last record."""
+    return base64.urlsafe_b64encode(json.dumps([last.created_s, last.id]).encode()).decode()
 
 
 def _read_token(token: str) -> tuple[float, str]:

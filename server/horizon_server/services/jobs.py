@@ -100,8 +100,11 @@ class JobService:
             find_job=self.get,
         )
 
-    async def submit(self, principal: Principal, *, request_id: str, spec: JobSpec) -> JobRecord:
-        """Queue a job, or return the one that the same earlier request made.
+    async def submit(
+        self, principal: Principal, *, request_id: str, spec: JobSpec, notes: Sequence[str] = ()
+    ) -> JobRecord:
+        """Queue a job, or return the one that the same earlier request made. `notes` are the first messages of a new
+        one.
 
         Raises what `Proposals.of` does, and:
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
@@ -115,6 +118,8 @@ class JobService:
             proposal.require_fit()
             job = replace(proposal.job, job_id=_ID_PREFIX + secrets.token_hex(6))
             stored = await self._queued(proposal, job, request_id)
+        for note in notes if stored.job_id == job.job_id else ():
+            await self.journal.append(job.job_id, Message(level="info", text=note))
         self.tracking.follow(stored)
         return stored
 
@@ -222,8 +227,12 @@ class JobService:
                 limit=size + 1,
             )
         more = len(rows) > size
-        token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
+        token = _page_token(rows[size - 1][0]) if more else ""
         return [self._with_outlook(principal, job) for _, job in rows[:size]], token
+
+    async def token_after(self, job: JobRecord) -> str:
+        """Return the token of the page that follows this job of the list."""
+        return _page_token(await self.journal.store.number_of(job.job_id))
 
     async def queue(self, principal: Principal) -> Jobs:
         """Return the jobs on the device, then the first of the queue in the order in which they are considered, then
@@ -565,3 +574,7 @@ class JobService:
         now = await self.journal.store.get(job.job_id)
         assert now is not None, job.job_id
         return now
+
+
+def _page_token(number: int) -> str:
+    return base64.urlsafe_b64encode(str(number).encode()).decode()

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import re
 import secrets
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Generic, TypeVar
 
 import structlog
 
-from horizon_formats.formats import check_field_map, parse_format
+from horizon_formats.formats import DatasetFormat, check_field_map, parse_format
 from horizon_formats.model_files import is_hub_id
 from horizon_server.blobs.concurrency import SharedCalls, in_thread
 from horizon_server.blobs.parts import disk_full_reported
@@ -30,15 +32,16 @@ from horizon_server.blobs.trash import size_of
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.datasets.recipe import remove_prepared
-from horizon_server.db.pushed import DatasetStore, ModelStore, PushedStore
+from horizon_server.db.pushed import DatasetStore, ModelStore, PushedStore, page_token
 from horizon_server.errors import (
+    HorizonError,
     InUse,
     InvalidModel,
     InvalidSpec,
     NotFound,
 )
 from horizon_server.records.account import EVERYONE, NODE, Principal
-from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
+from horizon_server.records.blob import BlobFile, BlobRef, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
 from horizon_server.services.access import may_see, require_change, require_create
 from horizon_server.services.model_check import check_config, check_names
 from horizon_server.services.model_child import check_model, model_digest
@@ -61,6 +64,9 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
 MAX_ANNOUNCED_CONFIG_BYTES = 2**20
+# Of the name of a dataset that is named after its file.
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_STEM_CHARS, _DIGEST_CHARS = 40, 12
 # How long a submission waits for the digest of a folder of the node; a client's call may take twice as long.
 DIGEST_WAIT_S = 15.0
 
@@ -302,6 +308,16 @@ class PushedService(ABC, Generic[RecordT]):
         )
         return [_as_seen(principal, record) for record in records], following
 
+    def token_after(self, record: RecordT) -> str:
+        """Return the token of the page that follows this one of the list."""
+        return page_token(record)
+
+
+def _name_of_file(file: BlobFile) -> str:
+    """Return the name of the dataset that a file is made into."""
+    stem = _NOT_IN_NAMES.sub("-", PurePosixPath(file.path).name.partition(".")[0]).strip("-._")
+    return f"{stem[:_STEM_CHARS] or 'file'}-{file.sha256[:_DIGEST_CHARS]}"
+
 
 class DatasetService(PushedService[DatasetRecord]):
     """What callers may do with datasets. A dataset has no files of its own: its rows are read from the blob store."""
@@ -351,6 +367,40 @@ class DatasetService(PushedService[DatasetRecord]):
             created_s=time.time(),
         )
         return await self._announce(principal, announced, request_id=request_id)
+
+    async def take(self, principal: Principal, file_name: str, content: BlobRef) -> DatasetRecord:
+        """Make a READY dataset of one file that the caller has just sent. Its name follows from the file's name and
+        content, so that the same file again is the same dataset. Where it cannot be one, nothing of it is kept.
+
+        Raises what `create` and `finalize` raise.
+        """
+        file = BlobFile(path=file_name, sha256=content.sha256, size_bytes=content.size_bytes)
+        record = None
+        try:
+            record = await self.create(
+                principal,
+                request_id=str(uuid.uuid4()),
+                name=_name_of_file(file),
+                format=DatasetFormat.AUTO.value,
+                field_map={},
+                files=[file],
+            )
+            ready = await self.finalize(principal, record.id)
+        except HorizonError:
+            if record is None:
+                await self.forget(principal, content)
+            else:
+                await self._remove(record)
+            raise
+        # Also where the dataset was there already.
+        await self._uploads.release(principal.name, [file])
+        return ready
+
+    async def forget(self, principal: Principal, content: BlobRef) -> None:
+        """Remove a content that the caller has sent, where nothing refers to it."""
+        file = BlobFile(path="", sha256=content.sha256, size_bytes=content.size_bytes)
+        await self._uploads.release(principal.name, [file])
+        await self._uploads.collect([file])
 
     def data_files(self, record: DatasetRecord) -> tuple[StoredFile, ...]:
         """Return where the files of a dataset are, with the names their owner gave them."""

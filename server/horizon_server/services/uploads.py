@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from horizon_server.blobs.store import BlobStore
 from horizon_server.db.pushed import BlobReferences
 from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, WholeBlob, check_ref
+
+TakenT = TypeVar("TakenT")
 
 MAX_REFS = 8192
 # Of one message with small contents.
@@ -61,23 +65,16 @@ class Uploads:
         check_ref(ref, max_bytes=self._max_blob_bytes)
         if self._has(owner, ref, await self._references.of_ready(owner, [ref.sha256])):
             return BlobStatus(blob=ref, committed_bytes=ref.size_bytes, complete=True)
-        num_bytes, result = 0, "cut"
+        return await self._taken(
+            chunks,
+            lambda counted: self.store.write(owner, ref, offset, counted),
+            lambda status: "stored" if status.complete else "partial",
+        )
 
-        async def counted() -> AsyncIterator[bytes]:
-            nonlocal num_bytes
-            async for data in chunks:
-                num_bytes += len(data)
-                yield data
-
-        try:
-            status = await self.store.write(owner, ref, offset, counted())
-            result = "stored" if status.complete else "partial"
-        except HorizonError:
-            result = "refused"
-            raise
-        finally:
-            self._on_upload(num_bytes, result)
-        return status
+    async def receive(self, owner: str, chunks: AsyncIterator[bytes]) -> BlobRef:
+        """Take a content whose size and sha256 nobody has announced. Raises as `BlobStore.receive` does."""
+        receive = partial(self.store.receive, owner, max_bytes=self._max_blob_bytes)
+        return await self._taken(chunks, receive, lambda _: "stored")
 
     async def write_whole(self, owner: str, blobs: Sequence[WholeBlob]) -> None:
         """Store small contents that came in one message: all of them, or none where one is wrong.
@@ -103,6 +100,31 @@ class Uploads:
             raise
         finally:
             self._on_upload(num_bytes, result)
+
+    async def _taken(
+        self,
+        chunks: AsyncIterator[bytes],
+        take: Callable[[AsyncIterator[bytes]], Awaitable[TakenT]],
+        result_of: Callable[[TakenT], str],
+    ) -> TakenT:
+        """Return what `take` makes of the chunks, and report how many bytes it has read, and with which result."""
+        num_bytes, result = 0, "cut"
+
+        async def counted() -> AsyncIterator[bytes]:
+            nonlocal num_bytes
+            async for data in chunks:
+                num_bytes += len(data)
+                yield data
+
+        try:
+            taken = await take(counted())
+            result = result_of(taken)
+        except HorizonError:
+            result = "refused"
+            raise
+        finally:
+            self._on_upload(num_bytes, result)
+        return taken
 
     async def require_all(self, owner: str, files: Sequence[BlobFile]) -> None:
         """Let pass when `owner` has sent every file. Raises InvalidUpload with one violation per file that is not

@@ -152,19 +152,29 @@ def require_own_page(request: Request) -> None:
 
 
 async def changing(request: Request, credentials: Credentials) -> Change:
+    """Return who makes a change with a body of JSON, when it is their turn.
+
+    Raises:
+        Unauthenticated, TooManyCalls: as `change_of`.
+        InvalidSpec: when the body says that it is not JSON.
+    """
+    change = await change_of(request, credentials)
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and kind != "application/json":
+        raise InvalidSpec.of("Content-Type", "Content-Type must be application/json")
+    return change
+
+
+async def change_of(request: Request, credentials: Credentials) -> Change:
     """Return who makes a change, when it is their turn.
 
     Raises:
         Unauthenticated: without a token, or with one that is wrong, expired or revoked.
         TooManyCalls: when the user makes too many calls, or changes.
-        InvalidSpec: when the body says that it is not JSON.
     """
     principal = await admitted(request, credentials, is_change=True)
     require_scope(principal, "read")  # one for /metrics only does not even get into the audit log
-    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if has_body and kind != "application/json":
-        raise InvalidSpec.of("Content-Type", "Content-Type must be application/json")
     origin = address_of(request.client.host if request.client else "an unknown address")
     return Change(services=services_of(request), caller=principal, origin=origin, request=request)
 

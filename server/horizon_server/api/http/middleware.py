@@ -1,5 +1,5 @@
 """What surrounds every request: who calls, its duration in the metrics, a bound on its body, and one shape for every
-error.
+error. Below the paths of another API both are that API's own.
 
 An error's code is from the one table of errors; an answer shows nothing of the daemon's insides.
 """
@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, cast
 
@@ -41,7 +42,8 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-_LONGEST_INPUT = 80
+LONGEST_INPUT = 80
+"""Of a refused value that an error message shows."""
 _OPEN_CALLS = "horizon.open_calls"
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `horizond token create USER`.")
@@ -107,6 +109,31 @@ Caller = Annotated[Principal, Depends(authenticated)]
 Services = Annotated[AllServices, Depends(services_of)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How requests are answered below a path where another API than the daemon's own is spoken."""
+
+    prefix: str
+    """Of its paths, such as /v1/."""
+    max_body_bytes: Callable[[str], int]
+    """Of a request to that path."""
+    error: Callable[[int, ErrorDetail, Mapping[str, str]], JSONResponse]
+    """Makes the answer to a failed request: of its status, of what is wrong, and with these headers."""
+
+
+def _own_error(status: int, detail: ErrorDetail, headers: Mapping[str, str]) -> JSONResponse:
+    return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=status, headers=dict(headers))
+
+
+_OWN = Dialect(prefix="/", max_body_bytes=lambda _path: MAX_BODY_BYTES, error=_own_error)
+
+
+def _dialect_of(scope: Scope) -> Dialect:
+    """Return how a request is answered: as one of the dialects of `app.state.dialects`, or as the daemon's own."""
+    dialects: tuple[Dialect, ...] = scope["app"].state.dialects
+    return next((dialect for dialect in dialects if scope["path"].startswith(dialect.prefix)), _OWN)
+
+
 class RequestMiddleware:
     """ASGI middleware around the whole app."""
 
@@ -120,6 +147,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         started_s = time.perf_counter()
+        max_bytes = _dialect_of(scope).max_body_bytes(scope["path"])
         code = 500  # what a bug becomes further out
         received_bytes = 0
 
@@ -127,8 +155,8 @@ class RequestMiddleware:
             nonlocal received_bytes
             message = await receive()
             received_bytes += len(message.get("body", b""))
-            if received_bytes > MAX_BODY_BYTES:  # of a chunked body, which announces no length
-                raise _too_large()
+            if received_bytes > max_bytes:  # of a chunked body, which announces no length
+                raise _too_large(max_bytes)
             return message
 
         async def send_with_headers(message: Message) -> None:
@@ -143,62 +171,66 @@ class RequestMiddleware:
         try:
             async with AsyncExitStack() as open_calls:
                 scope[_OPEN_CALLS] = open_calls
-                await self._answer(scope, receive_bounded, send_with_headers)
+                await self._answer(scope, receive_bounded, send_with_headers, max_bytes)
         finally:
             # The template of the route, so that paths that were tried at random share one series.
             route = getattr(scope.get("route"), "path", None) or "unmatched"
             self._on_http(scope["method"], route, code, time.perf_counter() - started_s)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
         given = Headers(scope=scope).get("content-length", "0")
         is_number = given.isascii() and given.isdigit() and len(given) < 20
-        if not is_number or int(given) > MAX_BODY_BYTES:
-            await error_response(_too_large())(scope, receive, send)
+        if not is_number or int(given) > max_bytes:
+            await _error_response(scope, _too_large(max_bytes))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-def _too_large() -> TooLarge:
+def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(
-        f"the request body is larger than {MAX_BODY_BYTES} bytes; data is pushed with the horizon command, or gRPC"
+        f"the request body is larger than {max_bytes} bytes; larger data is pushed with the horizon command, or gRPC"
     )
+
+
+def error_detail(error: HorizonError) -> ErrorDetail:
+    """Return what is said of a domain error."""
+    violations = [ViolationBody(field=v.field, description=v.description) for v in error.violations]
+    return ErrorDetail(reason=error.reason, message=error.message, violations=violations)
 
 
 def error_body(error: HorizonError) -> ErrorBody:
     """Return the body of a domain error."""
-    violations = [ViolationBody(field=v.field, description=v.description) for v in error.violations]
-    return ErrorBody(error=ErrorDetail(reason=error.reason, message=error.message, violations=violations))
+    return ErrorBody(error=error_detail(error))
 
 
-def error_response(error: HorizonError) -> JSONResponse:
-    """Return the answer to a domain error."""
+def _error_response(scope: Scope, error: HorizonError) -> JSONResponse:
     headers: dict[str, str] = {}
     status = error.status.http
     if status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-    return _response(status, error_body(error), headers)
+    return _dialect_of(scope).error(status, error_detail(error), headers)
 
 
-async def _on_domain_error(_request: Request, error: HorizonError) -> JSONResponse:
-    return error_response(error)
+async def _on_domain_error(request: Request, error: HorizonError) -> JSONResponse:
+    return _error_response(request.scope, error)
 
 
-async def _on_malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
+async def _on_malformed(request: Request, error: RequestValidationError) -> JSONResponse:
     violations = []
     for problem in error.errors():
         name = ".".join(str(part) for part in problem.get("loc", ())[1:]) or "request"
         given = problem.get("input")
         # FastAPI's own answer echoes the input, which may be binary, huge or secret.
-        is_short = isinstance(given, str) and given.isprintable() and len(given) <= _LONGEST_INPUT
+        is_short = isinstance(given, str) and given.isprintable() and len(given) <= LONGEST_INPUT
         shown = f" is {given!r}" if is_short else ""
         # pydantic says which Python type it wants; a caller wants to know what to write.
         is_number = problem.get("type") == "int_parsing"
         rule = "it must be a whole number" if is_number else problem.get("msg", "it is not valid")
         violations.append(FieldViolation(field=name, description=f"{name}{shown}: {rule}"))
     refused = InvalidSpec(violations[0].description, violations=violations)
-    return _response(HTTPStatus.UNPROCESSABLE_ENTITY, error_body(refused))
+    return _dialect_of(request.scope).error(HTTPStatus.UNPROCESSABLE_ENTITY, error_detail(refused), {})
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -210,17 +242,13 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     else:
         message = str(error.detail)
     detail = ErrorDetail(reason=HTTPStatus(status).name, message=message)
-    return _response(status, ErrorBody(error=detail), error.headers)
+    return _dialect_of(request.scope).error(status, detail, error.headers or {})
 
 
-async def _on_bug(_request: Request, _error: Exception) -> JSONResponse:
-    body = error_body(HorizonError("something went wrong inside the daemon; its log says what"))
+async def _on_bug(request: Request, _error: Exception) -> JSONResponse:
+    detail = error_detail(HorizonError("something went wrong inside the daemon; its log says what"))
     # Starlette answers a bug outside all middleware.
-    return _response(HTTPStatus.INTERNAL_SERVER_ERROR, body, SECURITY_HEADERS)
-
-
-def _response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}))
+    return _dialect_of(request.scope).error(HTTPStatus.INTERNAL_SERVER_ERROR, detail, SECURITY_HEADERS)
 
 
 EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Any], Any]] = {

@@ -23,6 +23,8 @@ from horizon_server.api.http.live import LivePages
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
 from horizon_server.api.http.series import SeriesOfJobs
 from horizon_server.api.http.web_page import add_web_page
+from horizon_server.api.openai.errors import OPENAI
+from horizon_server.api.openai.router import router as openai_router
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.network import Address, ServerCertificate, bound_socket
 from horizon_server.records.account import Principal
@@ -57,11 +59,13 @@ def make_app(
     app.state.streams = OpenStreams(services.accounts)
     app.state.series = SeriesOfJobs()
     app.state.live = LivePages(services, app.state.streams)
+    app.state.dialects = (OPENAI,)
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     add_web_page(app)
     app.include_router(changes.router)
     app.include_router(routes.router)
+    app.include_router(openai_router)
     return app
 
 

@@ -1,0 +1,11 @@
+"""All routes below /v1. They are not in the daemon's own schema: OpenAI's describes them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from horizon_server.api.openai import files, fine_tuning, models
+
+router = APIRouter(prefix="/v1", include_in_schema=False)
+for part in (files, fine_tuning, models):
+    router.include_router(part.router)
