@@ -39,13 +39,15 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, pushed: PushedState) -> Ite
 @pytest.fixture(scope="session")
 def connect(daemon: DaemonProcess) -> Iterator[Connect]:
     """Make clients with a user's token. Answers that do not have the SDK's types are refused."""
+    tokens: dict[str, str] = {}
     with ExitStack() as stack:
 
-        def make(user: str = "ada", **options: Any) -> OpenAI:
-            token = options.pop("api_key", None) or daemon.user(user, role=options.pop("role", "user"))
+        def make(user: str = "ada", role: str = "user", api_key: str = "", **options: Any) -> OpenAI:
+            if not api_key and user not in tokens:
+                tokens[user] = daemon.user(user, role=role)
             options = {"max_retries": 0, "_strict_response_validation": True, **options}
             url = f"http://{daemon.endpoints['http']}/v1"
-            return stack.enter_context(OpenAI(base_url=url, api_key=token, **options))
+            return stack.enter_context(OpenAI(base_url=url, api_key=api_key or tokens[user], **options))
 
         yield make
 

@@ -51,7 +51,8 @@ def job_object(job: JobRecord, training: DatasetRecord | None) -> dict[str, Any]
         "result_files": [],
         "seed": spec.train.seed,
         "status": STATUSES[job.job_state],
-        "trained_tokens": job.num_tokens if has_ended else None,
+        # Of a job, a node counts what steps that were done again have taken too.
+        "trained_tokens": job.last_step.num_input_tokens_seen if has_ended and job.last_step is not None else None,
         "training_file": file_id(job.dataset_id),
         "validation_file": file_id(job.eval_dataset_id) if job.eval_dataset_id else None,
         "estimated_finish": None if expected_s is None else int(expected_s),

@@ -120,7 +120,7 @@ def spec_of(body: JobBody, inputs: Inputs) -> JobSpec:
         else min(_TOKENS_PER_STEP, max(example, tokens // LEAST_STEPS))
     )
     tokens_per_step = min(max(tokens_per_step, 8), 67_108_864)
-    rate = _learning_rate(train) * (asked.learning_rate_multiplier or 1.0)
+    rate = _rounded(_learning_rate(train) * (asked.learning_rate_multiplier or 1.0))
     # Of a short job the whole would be warmup.
     warmup = min(_WARMUP_STEPS, tokens // tokens_per_step // 10)
     computed = {
@@ -172,8 +172,7 @@ def hyperparameters_of(spec: JobSpec, training: DatasetRecord | None) -> dict[st
         "batch_size": "auto"
         if training is None
         else max(1, round(train.tokens_per_step / tokens_of_example(training))),
-        # As it was asked for, without what the product was rounded by.
-        "learning_rate_multiplier": float(f"{multiplier:.12g}"),
+        "learning_rate_multiplier": _rounded(multiplier),
     }
     return found | ({"beta": spec.dpo.beta} if spec.method == "dpo" else {})
 
@@ -234,6 +233,11 @@ def _auto_epochs(num_examples: int) -> int:
 def _learning_rate(train: Mapping[str, Any]) -> float:
     trainable = train.get("trainable")
     return LORA_LEARNING_RATE if trainable in (*LORA, LORA, list(LORA)) else LEARNING_RATE
+
+
+def _rounded(product: float) -> float:
+    """Return a product of what people write as they would write it."""
+    return float(f"{product:.12g}")
 
 
 def _suffix(suffix: str | None) -> str:
