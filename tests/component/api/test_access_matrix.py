@@ -409,6 +409,15 @@ ROUTES: Mapping[str, Row] = {
     "/horizon/v1/datasets": ALL,
     "/horizon/v1/datasets/{name}/preview": SEE_PUSHED,
     "/horizon/v1/models": ALL,
+    "/v1/files": ALL,
+    "/v1/files/{file_id}": SEE_PUSHED,
+    "/v1/files/{file_id}/content": SEE_PUSHED,
+    "/v1/fine_tuning/jobs": ALL,
+    "/v1/fine_tuning/jobs/{job_id}": SEE_JOB,
+    "/v1/fine_tuning/jobs/{job_id}/events": SEE_JOB,
+    "/v1/fine_tuning/jobs/{job_id}/checkpoints": SEE_JOB,
+    "/v1/models": ALL,
+    "/v1/models/{model:path}": SEE_PUSHED,
 }
 # Each answers whom the call of gRPC answers.
 CHANGES: Mapping[tuple[str, str], tuple[str, Callable[[Any, Scene], Any]]] = {
@@ -430,7 +439,30 @@ CHANGES: Mapping[tuple[str, str], tuple[str, Callable[[Any, Scene], Any]]] = {
         "CheckpointService/KeepCheckpoint",
         lambda r, _: {"kept": r.kept},
     ),
+    ("POST", "/v1/files"): (
+        "DatasetService/CreateDataset",
+        lambda r, _: Form(data={"purpose": "fine-tune"}, files={"file": (f"{r.name}.jsonl", _CONTENT)}),
+    ),
+    ("DELETE", "/v1/files/{file_id}"): ("DatasetService/DeleteDataset", lambda *_: None),
+    ("POST", "/v1/fine_tuning/jobs"): (
+        "JobService/SubmitJob",
+        lambda _, scene: {
+            "model": str(scene.daemon.model_folder),
+            "training_file": "public",
+            "horizon": {"project": "ann"},
+        },
+    ),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): ("JobService/PauseJob", lambda *_: None),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): ("JobService/ResumeJob", lambda *_: None),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): ("JobService/CancelJob", lambda *_: None),
+    ("DELETE", "/v1/models/{model:path}"): ("CheckpointService/DeleteCheckpoint", lambda *_: None),
 }
+
+
+class Form(dict[str, Any]):
+    """A body that is no JSON: arguments of httpx."""
+
+
 _HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "FAILED_PRECONDITION": 409}
 
 
@@ -495,7 +527,7 @@ async def test_every_route_answers_every_caller_as_it_should(scene: Scene) -> No
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://node") as client:
         for template in routes:
             path = web_file if template == WEB_FILES else template.replace("{job_id}", scene.job.job_id)
-            path = path.replace("{name}", "chats")
+            path = path.replace("{name}", "chats").replace("{file_id}", "chats").replace("{model:path}", "tiny")
             for caller in CALLERS:
                 token = scene.tokens[caller]
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -523,9 +555,13 @@ async def test_every_change_by_rest_answers_every_caller_as_that_by_grpc(scene: 
             for caller in CALLERS:
                 case = CASES[call][0]
                 request = await case.make(scene)
-                path = template.format(job_id=getattr(request, "job_id", ""), step=getattr(request, "step", 0))
+                job_id, step = getattr(request, "job_id", ""), getattr(request, "step", 0)
+                path = template.replace("{model:path}", f"{job_id}@{step}")
+                path = path.format(job_id=job_id, step=step, file_id=getattr(request, "name", ""))
+                given = body(request, scene)
+                kind = given if isinstance(given, Form) else {"json": given}
                 headers = {"Authorization": f"Bearer {scene.tokens[caller]}"} if scene.tokens[caller] else {}
-                answer = await client.request(method, path, headers=headers, json=body(request, scene))
+                answer = await client.request(method, path, headers=headers, **kind)
                 outcome = expected(case.outcomes, caller)
                 should = 401 if caller in REFUSED else _HTTP[case.instead if outcome == "OK" else outcome]
                 if answer.status_code != should and not (should == 200 and answer.status_code == 204):

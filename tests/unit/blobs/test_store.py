@@ -127,6 +127,39 @@ async def test_more_bytes_than_announced_are_refused_and_the_rest_can_be_repaire
         await store.write("ann", REF, 0, pieces(CONTENT, 2**20 + 1))
 
 
+async def test_what_nobody_has_announced_is_stored_when_it_is_whole(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    assert await store.receive("ann", pieces(CONTENT, 100_000), max_bytes=len(CONTENT)) == REF
+    assert store.path(REF.sha256).read_bytes() == CONTENT
+    assert store.proved_by("ann", REF)
+    assert not store.proved_by("bob", REF)
+    # Again, and by another user: it is stored once.
+    assert await store.receive("bob", pieces(CONTENT), max_bytes=2**30) == REF
+    assert store.proved_by("bob", REF)
+    assert not list((tmp_path / "uploads").glob("*/*.part"))
+
+
+async def test_nothing_is_kept_of_what_does_not_arrive_whole(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, silence_limit_s=0.05)
+    with pytest.raises(ConnectionResetError):
+        await store.receive("ann", then_fail(CONTENT), max_bytes=2**30)
+    with pytest.raises(InvalidUpload, match="more than the announced 1000 bytes"):
+        await store.receive("ann", pieces(CONTENT, 600), max_bytes=1000)
+    with pytest.raises(InvalidUpload, match="is empty"):
+        await store.receive("ann", pieces(b""), max_bytes=1000)
+
+    async def silent() -> AsyncIterator[bytes]:
+        yield CONTENT[:100]
+        await asyncio.sleep(60)
+
+    with pytest.raises(Stalled):
+        await store.receive("ann", silent(), max_bytes=1000)
+    full = BlobStore(tmp_path, disk=FullDisk(room=50_000))
+    with pytest.raises(DiskFull, match="nothing of this file is kept"):
+        await full.receive("ann", pieces(CONTENT), max_bytes=2**30)
+    assert files_below(tmp_path) == []
+
+
 async def test_a_part_that_was_whole_when_the_daemon_died_is_verified_when_asked_for(tmp_path: Path) -> None:
     for content, whole in ((CONTENT, True), (CONTENT[:-1] + b"?", False)):
         part = tmp_path / "uploads" / "ann" / f"{REF.sha256}-{REF.size_bytes}.part"

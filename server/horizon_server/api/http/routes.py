@@ -1,6 +1,6 @@
 """The routes below /horizon/v1 that read: thin callers of the services.
 
-`/v1` and `/api/v1` stay free for other ecosystems.
+Below `/v1` OpenAI's API is answered (`api.openai`); `/api/v1` stays free for another ecosystem.
 """
 
 from __future__ import annotations

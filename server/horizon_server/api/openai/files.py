@@ -31,7 +31,7 @@ _NAMELESS = "data.jsonl"
 _MAX_NAME_CHARS = 120
 _PIECE_BYTES = 2**20
 
-router = APIRouter(prefix="/files")
+router = APIRouter(prefix="/v1/files")
 
 
 def file_id(dataset_id: str) -> str:

@@ -48,7 +48,7 @@ _PARAMS: Mapping[str, str] = {
     "dpo.beta": "hyperparameters.beta",
 }
 
-router = APIRouter(prefix="/fine_tuning/jobs")
+router = APIRouter(prefix="/v1/fine_tuning/jobs")
 
 
 @router.post("")

@@ -26,7 +26,7 @@ from horizon_server.store.adapter_files import PEFT_LORA
 # OpenAI's list has no pages. Bases are few; of fine-tuned models the newest are listed.
 MAX_LISTED = 1000
 
-router = APIRouter(prefix="/models")
+router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")

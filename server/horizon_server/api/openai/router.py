@@ -6,6 +6,6 @@ from fastapi import APIRouter
 
 from horizon_server.api.openai import files, fine_tuning, models
 
-router = APIRouter(prefix="/v1", include_in_schema=False)
+router = APIRouter()
 for part in (files, fine_tuning, models):
-    router.include_router(part.router)
+    router.include_router(part.router, include_in_schema=False)

@@ -433,7 +433,7 @@ async def test_datasets_and_models(ann: httpx.AsyncClient, connect: Any, world: 
 
 
 @pytest.mark.parametrize(
-    "path", ["/nowhere", "/v1/models", "/api/v1/jobs", "/horizon/v1/job", "/docs", "/horizon/v1/jobs/"]
+    "path", ["/nowhere", "/v1", "/v2/models", "/api/v1/jobs", "/horizon/v1/job", "/docs", "/horizon/v1/jobs/"]
 )
 async def test_unknown_routes_are_json(connect: Any, path: str) -> None:
     answer = await connect("ann").get(path)
