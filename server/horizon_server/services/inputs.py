@@ -128,6 +128,12 @@ class Inputs:
         with self._datasets.reading(dataset_id), self._models.reading(model_id):
             yield
 
+    @contextmanager
+    def reading_model(self, model_id: str) -> Iterator[None]:
+        """Keep a model from being deleted until the end of the block."""
+        with self._models.reading(model_id):
+            yield
+
     def _files(self, record: DatasetRecord) -> DatasetFiles:
         return DatasetFiles(record=record, files=self._datasets.data_files(record))
 

@@ -36,7 +36,7 @@ from horizon_server.records.sample import (
     SampleRequest,
     check_sample,
 )
-from horizon_server.services.access import require_sample
+from horizon_server.services.access import require_create, require_sample
 from horizon_server.services.jobs import JobService
 from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.store.adapter_files import read_adapter_folder
@@ -89,23 +89,58 @@ class Samples:
         async with self._of_user[principal.name], self._turn:
             with await self._jobs.leases.take(checkpoints, step):
                 folder, adapter, weights = await self._answering(job, checkpoints, step)
-                memory = await asyncio.to_thread(_memory, folder, adapter)
-                request = SampleRequest(
-                    folder=folder,
-                    prompts=tuple(prompts),
-                    options=options,
-                    num_threads=self._num_threads,
-                    cache_bytes=CACHE_BYTES,
-                    adapter=adapter,
-                    answers=_answers_folder(checkpoints.of_step(step), folder),
-                )
-                try:
-                    async with contextlib.aclosing(self._answered(request, memory)) as texts:
-                        async for text in texts:
-                            yield replace(text, weights=weights) if isinstance(text, SampleFigures) else text
-                finally:
-                    # A job may wait for this memory.
-                    self._jobs.scheduler.wake()
+                answers = _answers_folder(checkpoints.of_step(step), folder)
+                texts = self._call(prompts, options, folder, adapter, answers, weights)
+                async with contextlib.aclosing(texts):
+                    async for text in texts:
+                        yield text
+
+    async def sample_base(
+        self, principal: Principal, name: str, prompts: Sequence[SamplePrompt], options: SampleOptions
+    ) -> AsyncGenerator[Sampled, None]:
+        """The same from a model that is no checkpoint: a pushed one, one of the hub, or an allowed folder of the node.
+
+        Raises NotFound when the caller has no such model, NotAllowed for viewers and tokens that allow no changes; else
+        as `sample`.
+        """
+        # Nothing is changed, but memory and processors of the node are used.
+        require_create(principal)
+        check_sample(prompts, options)
+        model_id, folder = await self._jobs.resources.model(principal, name)
+        async with self._of_user[principal.name], self._turn:
+            with self._jobs.resources.reading_model(model_id):
+                texts = self._call(prompts, options, folder, None, folder, f"the model {name}")
+                async with contextlib.aclosing(texts):
+                    async for text in texts:
+                        yield text
+
+    async def _call(
+        self,
+        prompts: Sequence[SamplePrompt],
+        options: SampleOptions,
+        folder: Path,
+        adapter: SampleAdapter | None,
+        answers: Path,
+        weights: str,
+    ) -> AsyncGenerator[Sampled, None]:
+        """Ask the child, whose turn it is."""
+        memory = await asyncio.to_thread(_memory, folder, adapter)
+        request = SampleRequest(
+            folder=folder,
+            prompts=tuple(prompts),
+            options=options,
+            num_threads=self._num_threads,
+            cache_bytes=CACHE_BYTES,
+            adapter=adapter,
+            answers=answers,
+        )
+        try:
+            async with contextlib.aclosing(self._answered(request, memory)) as texts:
+                async for text in texts:
+                    yield replace(text, weights=weights) if isinstance(text, SampleFigures) else text
+        finally:
+            # A job may wait for this memory.
+            self._jobs.scheduler.wake()
 
     async def _answering(
         self, job: JobRecord, checkpoints: CheckpointFolder, step: int

@@ -456,6 +456,14 @@ CHANGES: Mapping[tuple[str, str], tuple[str, Callable[[Any, Scene], Any]]] = {
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): ("JobService/ResumeJob", lambda *_: None),
     ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): ("JobService/CancelJob", lambda *_: None),
     ("DELETE", "/v1/models/{model:path}"): ("CheckpointService/DeleteCheckpoint", lambda *_: None),
+    ("POST", "/v1/completions"): (
+        "CheckpointService/SampleCheckpoint",
+        lambda r, _: {"model": f"{r.job_id}@{r.step}", "prompt": "hello", "max_tokens": 1},
+    ),
+    ("POST", "/v1/chat/completions"): (
+        "CheckpointService/SampleCheckpoint",
+        lambda r, _: {"model": f"{r.job_id}@{r.step}", "messages": [{"role": "user", "content": "hello"}]},
+    ),
 }
 
 
@@ -463,7 +471,7 @@ class Form(dict[str, Any]):
     """A body that is no JSON: arguments of httpx."""
 
 
-_HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "FAILED_PRECONDITION": 409}
+_HTTP = {"OK": 200, "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "FAILED_PRECONDITION": 409, "INVALID_ARGUMENT": 400}
 
 
 def _spec_body(scene: Scene) -> dict[str, Any]:

@@ -347,6 +347,7 @@ def test_models_are_bases_and_what_jobs_have_made(client: OpenAI, connect: Conne
         assert (model.id, model.owned_by) == (name, "ada")
     for name in (
         "gpt-4o",
+        "some-lab/some-model",
         f"ft:other:ada:numbers:{done.id}",
         f"{done.id}@999",
         f"{done.fine_tuned_model}:ckpt-step-999",

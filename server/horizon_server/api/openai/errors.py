@@ -50,9 +50,13 @@ def unsupported(param: str, why: str) -> BadParameter:
 
 def model_not_found(name: str) -> NotFound:
     """Return the error of a model that does not exist, or that the caller may not see."""
-    error = NotFound(
-        f"The model {name!r:.200} does not exist or you do not have access to it; GET /v1/models lists yours"
+    return about_model(
+        NotFound(f"The model {name!r:.200} does not exist or you do not have access to it; GET /v1/models lists yours")
     )
+
+
+def about_model(error: NotFound) -> NotFound:
+    """Make an error, which is returned, that of the model that a request names."""
     error.violations = (FieldViolation(field="model", description=error.message),)
     error.reason = "model_not_found"
     return error

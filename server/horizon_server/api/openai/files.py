@@ -28,7 +28,7 @@ from horizon_server.services.access import require_create
 _PURPOSE = "fine-tune"
 _FILE_ID = re.compile(r"file-([0-9a-f]{12})")
 _NAMELESS = "data.jsonl"
-_MAX_NAME_CHARS = 120
+_NAME_CHARS = 120
 _PIECE_BYTES = 2**20
 
 router = APIRouter(prefix="/v1/files")
@@ -167,7 +167,7 @@ def _check_fields(fields: dict[str, str]) -> None:
 
 def _path(file_name: str) -> str:
     """Return the name that a file has in its dataset: what its sender calls it, without folders."""
-    name = PurePosixPath(file_name.replace("\\", "/")).name[-_MAX_NAME_CHARS:]
+    name = PurePosixPath(file_name.replace("\\", "/")).name[-_NAME_CHARS:]
     if not name.isprintable() or name in ("", ".", ".."):
         return _NAMELESS
     # Without an ending the first bytes decide whether it is text or JSON lines, and only these are meant here.

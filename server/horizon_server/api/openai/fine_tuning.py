@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +16,7 @@ from horizon_server.api.http.changes import Change
 from horizon_server.api.http.middleware import Caller, Services
 from horizon_server.api.openai.bodies import read_body
 from horizon_server.api.openai.calls import Changing, Cursor, Limit, page_of
-from horizon_server.api.openai.errors import BadParameter, called, model_not_found
+from horizon_server.api.openai.errors import BadParameter, about_model, called
 from horizon_server.api.openai.files import dataset_key
 from horizon_server.api.openai.job_objects import checkpoint_id, checkpoint_object, event_id, event_object, job_object
 from horizon_server.api.openai.model_names import BaseName, Tuned, named
@@ -32,7 +32,6 @@ from horizon_server.services.pushed import MAX_PAGE_SIZE
 from horizon_server.spec import LORA, JobSpec
 
 _KINDS = tuple(kind for kind in KINDS if kind not in PIPE_KINDS)
-_MAX_EVENTS = 1000
 # How long the SDK may take to repeat a call: the longest time until its answer, and the pause before the next try.
 _REPEATED_S = 900.0
 # By their fields in a spec.
@@ -77,17 +76,16 @@ async def list_jobs(
     request: Request, services: Services, caller: Caller, limit: Limit = 20, after: Cursor = ""
 ) -> dict[str, Any]:
     """List jobs that have data, newest first; those whose notes are as asked for."""
-    wanted = _wanted_metadata(request)
-    token = ""
+    wanted, limit, token = _wanted_metadata(request), min(limit, MAX_PAGE_SIZE), ""
     if after:
         token = await services.jobs.token_after(await _job(services, caller, after))
     found: list[JobRecord] = []
     while len(found) <= limit:
-        page, token = await services.jobs.list(caller, page_size=min(limit + 1, MAX_PAGE_SIZE), page_token=token)
+        page, token = await services.jobs.list(caller, page_size=limit + 1, page_token=token)
         found += [job for job in page if job.dataset_id and _has_notes(job, wanted)]
         if not token:
             break
-    return page_of([await _shown(services, job) for job in found[:limit]], has_more=len(found) > limit)
+    return page_of(await _all_shown(services, found[:limit]), has_more=len(found) > limit)
 
 
 @router.get("/{job_id}")
@@ -127,7 +125,7 @@ async def list_events(
             raise BadParameter("after", f"Invalid value for 'after': {after!r:.80} is not an event of this job")
         end = min(end, int(found[1]))
     # Events are numbered from 1 without gaps.
-    first = max(1, end - min(limit, _MAX_EVENTS))
+    first = max(1, end - min(limit, MAX_PAGE_SIZE))
     events: list[dict[str, Any]] = []
 
     def visit(number: int, time_s: float, event: dict[str, Any]) -> None:
@@ -176,11 +174,17 @@ async def _job(services: AllServices, caller: Principal, key: str) -> JobRecord:
 
 
 async def _shown(services: AllServices, job: JobRecord) -> dict[str, Any]:
-    try:
-        training = await services.datasets.by_id(job.dataset_id)
-    except NotFound:
-        return job_object(job, None)
-    return job_object(job, training)
+    return (await _all_shown(services, [job]))[0]
+
+
+async def _all_shown(services: AllServices, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    found: dict[str, DatasetRecord | None] = {}
+    for key in {job.dataset_id for job in jobs}:
+        try:
+            found[key] = await services.datasets.by_id(key)
+        except NotFound:
+            found[key] = None
+    return [job_object(job, found[job.dataset_id]) for job in jobs]
 
 
 async def _spec(services: AllServices, caller: Principal, body: JobBody) -> JobSpec:
@@ -189,7 +193,8 @@ async def _spec(services: AllServices, caller: Principal, body: JobBody) -> JobS
     try:
         _, folder = await services.jobs.resources.model(caller, model)
     except NotFound as error:
-        raise model_not_found(body.model) from error
+        about_model(error)
+        raise
     training = await _dataset(services, caller, "training_file", body.training_file)
     validation = (
         await _dataset(services, caller, "validation_file", body.validation_file) if body.validation_file else None

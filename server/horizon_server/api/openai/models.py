@@ -23,21 +23,19 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services.pushed import MAX_PAGE_SIZE
 from horizon_server.store.adapter_files import PEFT_LORA
 
-# OpenAI's list has no pages. Bases are few; of fine-tuned models the newest are listed.
-MAX_LISTED = 1000
-
 router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")
 async def list_models(services: Services, caller: Caller) -> dict[str, Any]:
-    """List the bases that the caller may use, and what their jobs, newest first, have made of them."""
+    """List the newest bases that the caller may use, and what the newest jobs have made of them."""
+    # OpenAI's list has no pages.
     bases = await _bases(services, caller)
     jobs, _ = await services.jobs.list(caller, page_size=MAX_PAGE_SIZE, states=(JobState.SUCCEEDED,))
     here = await asyncio.to_thread(services.jobs.folders.checkpoint_bytes)
     # Of one in another box it is not looked up; asked for by its name, it is.
     tuned = [_tuned_object(job) for job in jobs if job.job_id in here or job.box]
-    return page_of([*bases, *tuned][:MAX_LISTED], has_more=False)
+    return page_of([*bases, *tuned], has_more=False)
 
 
 @router.get("/{model:path}")
@@ -84,13 +82,8 @@ async def delete_model(change: Changing, model: str) -> dict[str, Any]:
 
 
 async def _bases(services: AllServices, caller: Principal) -> list[dict[str, Any]]:
-    records: list[ModelRecord] = []
-    token = ""
-    while len(records) < MAX_LISTED:
-        page, token = await services.models.list(caller, page_size=MAX_PAGE_SIZE, page_token=token)
-        records += [record for record in page if record.ready and record.architecture != PEFT_LORA]
-        if not token:
-            break
+    page, _ = await services.models.list(caller, page_size=MAX_PAGE_SIZE)
+    records = [record for record in page if record.ready and record.architecture != PEFT_LORA]
     # A name means the caller's own model, or the only one of that name.
     number = Counter(record.name for record in records)
     return [

@@ -7,6 +7,7 @@ or kept, are taken and have no effect. docs/openai.md lists both.
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,13 +15,16 @@ from pydantic import BeforeValidator, Field
 from horizon_formats.row_checks import check_prompt_row
 from horizon_server.api.openai.bodies import Body
 from horizon_server.api.openai.errors import BadParameter, unsupported
-from horizon_server.records.sample import MAX_NEW_TOKENS, SampleOptions, SamplePrompt
+from horizon_server.records.sample import (
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    SampleOptions,
+    SamplePrompt,
+)
 
-# Choices of a request, over all its prompts.
-MAX_CHOICES = 128
-MAX_TOP_LOGPROBS = 20
-MAX_STOPS = 16
-# Of a chat, where the request names no maximum.
+# Tokens of a chat, where the request names no maximum.
 CHAT_TOKENS = 1024
 # Of a completion, as OpenAI has it.
 COMPLETION_TOKENS = 16
@@ -41,7 +45,7 @@ class Asked(Body):
     """What both kinds of requests have."""
 
     model: str = Field(max_length=4200)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = Field(default=None, max_length=MAX_STOPS)
     stream: bool | None = None
@@ -60,6 +64,21 @@ class Asked(Body):
         """Answers to each prompt."""
         return self.n or 1
 
+    def options_with(self, max_tokens: int, *, logprobs: int | None, prompt_logprobs: int | None) -> SampleOptions:
+        """How to answer. OpenAI draws where nothing else is said, and differently each time without a seed."""
+        seed = secrets.randbits(62) if self.seed is None else self.seed % 2**63
+        return SampleOptions(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=seed,
+            num_samples=self.num_choices,
+            stop=tuple(self.stop or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with what it took."""
@@ -72,14 +91,12 @@ class Asked(Body):
                 raise unsupported(name, "is not carried out; leave it out")
         if self.stream_options is not None and not self.stream:
             raise BadParameter("stream_options", "stream_options is only for stream: true")
-        if any(not text for text in self.stop or ()):
-            raise BadParameter("stop", "Invalid value for 'stop': a text that ends an answer must not be empty")
 
 
 class CompletionBody(Asked):
     """A request for completions."""
 
-    prompt: str | list[Any]
+    prompt: Annotated[list[Any], BeforeValidator(_as_list)] = Field(min_length=1)
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -92,10 +109,25 @@ class CompletionBody(Asked):
             raise unsupported("best_of", "is not carried out; ask for n answers, with logprobs, and choose")
         if self.suffix:
             raise unsupported("suffix", "is not carried out: the models here only continue a text")
-        given = [self.prompt] if isinstance(self.prompt, str) or _is_ids(self.prompt) else self.prompt
-        if not given:
-            raise BadParameter("prompt", "Invalid value for 'prompt': it is empty; give a text or tokens")
-        return [_prompt(one) for one in given]
+        if self.max_tokens == 0 and not self.echo:
+            raise BadParameter("max_tokens", "Invalid value for 'max_tokens': 0 is only for echo: true")
+        return [_prompt(one) for one in self._given]
+
+    def options(self) -> SampleOptions:
+        """How to answer."""
+        max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        # With the prompt's numbers come its tokens.
+        of_prompt = (self.logprobs or 0) if self.echo else None
+        return self.options_with(max_tokens, logprobs=self.logprobs, prompt_logprobs=of_prompt)
+
+    def text(self, index: int) -> str | None:
+        """The text of a prompt; None of one that is tokens."""
+        given = self._given[index]
+        return given if isinstance(given, str) else None
+
+    @property
+    def _given(self) -> list[Any]:
+        return [self.prompt] if _is_ids(self.prompt) else self.prompt
 
 
 class ChatBody(Asked):
@@ -127,6 +159,17 @@ class ChatBody(Asked):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
 
+    def options(self) -> SampleOptions:
+        """How to answer."""
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.options_with(CHAT_TOKENS if asked is None else asked, logprobs=logprobs, prompt_logprobs=None)
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the answer may be calls of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def prompts(self) -> list[SamplePrompt]:
         """The chat, with its tools where the model may call them. Raises BadParameter."""
         self.refuse_unsupported()
@@ -146,7 +189,7 @@ class ChatBody(Asked):
         if self.top_logprobs is not None and not self.logprobs:
             raise BadParameter("top_logprobs", "top_logprobs is only for logprobs: true")
         row: dict[str, Any] = {"messages": [_message(message) for message in self.messages]}
-        if self.tools and self.tool_choice != "none":
+        if self.may_call_tools:
             row["tools"] = self.tools
         if problems := check_prompt_row(row):
             path, problem = problems[0]

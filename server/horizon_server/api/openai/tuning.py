@@ -19,8 +19,6 @@ from horizon_server.planning.data_size import DataSize, expanded_bytes
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.spec import LORA, NAME_PATTERN, NAME_RULE, JobSpec, TrainSpec, parse_job_spec
 
-MAX_EPOCHS = 10_000
-MAX_BATCH = 1_000_000
 # Of an example that a request does not limit; longer ones are cut, which the job reports.
 SEQUENCE_LENGTH = 4096
 # What learning_rate_multiplier multiplies; adapters are usually trained with ten times as much.
@@ -45,8 +43,8 @@ Count = Annotated[int | None, auto]
 class Supervised(Body):
     """Hyperparameters of supervised fine-tuning; None is auto."""
 
-    n_epochs: Count = Field(default=None, ge=1, le=MAX_EPOCHS)
-    batch_size: Count = Field(default=None, ge=1, le=MAX_BATCH)
+    n_epochs: Count = Field(default=None, ge=1, le=10_000)
+    batch_size: Count = Field(default=None, ge=1, le=1_000_000)
     learning_rate_multiplier: Annotated[float | None, auto] = Field(default=None, gt=0, le=1e5)
 
 
