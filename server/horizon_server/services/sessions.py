@@ -212,10 +212,10 @@ class Sessions:
 
     async def _session(self, principal: Principal, key: str, *, changes: bool) -> JobRecord:
         job = await self._jobs.get(principal, key)
+        if changes:
+            require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
         if not job.spec.is_session:
             raise InvalidSpec.of("session", f"job {job.job_id} has method {job.spec.method}; it is not a session")
-        if changes:
-            require_change(principal, job.owner, f"session {job.job_id}", project=job.project)
         return job
 
     async def _known(self, job: JobRecord) -> _Open:

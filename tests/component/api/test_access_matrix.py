@@ -30,6 +30,7 @@ from horizon_proto.v1 import (
     job_pb2,
     model_pb2,
     node_pb2,
+    session_pb2,
     sharing_pb2,
     webhook_pb2,
 )
@@ -277,6 +278,26 @@ CASES: Mapping[str, tuple[Case, ...]] = {
         ),
     ),
     "CheckpointService/DeleteCheckpoint": (Case(CHANGE_JOB, _checkpoint_to_delete),),
+    # This job is no session.
+    "SessionService/CallSession": (
+        Case(
+            CHANGE_JOB,
+            _of(
+                lambda job_id: session_pb2.CallSessionRequest(
+                    job_id=job_id, optim_step=session_pb2.SessionOptimStep(learning_rate=0.1)
+                ),
+                job_id=_known,
+            ),
+            instead="INVALID_ARGUMENT",
+        ),
+    ),
+    "SessionService/GetSessionResult": (
+        Case(
+            SEE_JOB,
+            _of(lambda job_id: session_pb2.GetSessionResultRequest(job_id=job_id, number=1), job_id=_known),
+            instead="INVALID_ARGUMENT",
+        ),
+    ),
     "CheckpointService/KeepCheckpoint": (
         Case(
             CHANGE_JOB,

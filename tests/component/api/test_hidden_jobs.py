@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from sqlalchemy import Engine, event
 from tests.access_scene import Scene
 
-from horizon_proto.v1 import checkpoint_pb2, housekeeping_pb2, job_pb2
+from horizon_proto.v1 import checkpoint_pb2, housekeeping_pb2, job_pb2, session_pb2
 from horizon_server.api.grpc.calls import SERVICES
 from horizon_server.api.grpc.server import start_grpc_server
 from horizon_server.api.http.server import make_app
@@ -62,6 +62,10 @@ CALLS: dict[str, Make] = NAMING_A_JOB | {
     "CheckpointService/EvaluateCheckpoint": _named(checkpoint_pb2.EvaluateCheckpointRequest, step=3),
     "CheckpointService/MergeCheckpoint": _named(checkpoint_pb2.MergeCheckpointRequest, step=3),
     "CheckpointService/DeleteCheckpoint": _named(checkpoint_pb2.DeleteCheckpointRequest, step=3),
+    "SessionService/CallSession": _named(
+        session_pb2.CallSessionRequest, optim_step=session_pb2.SessionOptimStep(learning_rate=0.1)
+    ),
+    "SessionService/GetSessionResult": _named(session_pb2.GetSessionResultRequest, number=1),
     "HousekeepingService/Delete": _delete(housekeeping_pb2.RESOURCE_KIND_JOB),
     "HousekeepingService/Delete checkpoint": _delete(housekeeping_pb2.RESOURCE_KIND_CHECKPOINT, "@3"),
 }

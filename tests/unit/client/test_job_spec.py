@@ -103,6 +103,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
         **MINIMAL,
         "project": "p",
         "init_from": "other@best",
+        "metadata": {"a": "b"},
         "nodes": "2-4",
         "node": "box2",
         "eval_dataset": "e",
