@@ -26,13 +26,14 @@ def chunk_loss(
     divisor: float,
     weights_S: Tensor | None = None,
     gradient_SV: Tensor | None = None,
+    logprobs_S: Tensor | None = None,
     smoothing: float = 0.0,
 ) -> Tensor:
     """This chunk's share of the step's mean loss, in fp64. Every target counts: ignored positions were dropped before.
 
     `divisor` is the number of the step's targets. With `weights_S`, one for each target of the chunk, it is the sum of
-    the step's weights, and the loss is their weighted mean: sum(weight * loss) / sum(weight). Without smoothing,
-    weights of 1 give the bits that none give.
+    the step's weights, and the loss is their weighted mean: sum(weight * loss) / sum(weight). With a divisor of 1 it is
+    a sum, whose weights may have any sign. Without smoothing, weights of 1 give the bits that none give.
 
     It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of
     experts that forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a
@@ -41,15 +42,18 @@ def chunk_loss(
     With `smoothing`, this share of each target is spread evenly over the vocabulary, as torch's cross_entropy does with
     `label_smoothing` (Szegedy et al., arXiv 1512.00567, section 7).
 
-    `gradient_SV` receives the gradient of the logits, and may be the logits themselves.
+    `gradient_SV` receives the gradient of the logits, and may be the logits themselves. `logprobs_S` receives what
+    `log_probabilities` returns; there is no smoothing then.
     """
+    assert logprobs_S is None or not smoothing, "a smoothed loss is not a log-probability"
     # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
     scale = 1.0 / divisor
-    if weights_S is None:
-        return _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing).double().sum() * scale
-    weights_S = weights_S.double()
-    losses_S = _row_losses(logits_SV, targets_S, gradient_SV, (weights_S * scale).float(), smoothing)
-    return (losses_S.double() * weights_S).sum() * scale
+    scales = scale if weights_S is None else (weights_S.double() * scale).float()
+    losses_S = _row_losses(logits_SV, targets_S, gradient_SV, scales, smoothing)
+    if logprobs_S is not None:
+        torch.neg(losses_S, out=logprobs_S)
+    losses_S = losses_S.double()
+    return (losses_S if weights_S is None else losses_S * weights_S.double()).sum() * scale
 
 
 def num_correct(logits_SV: Tensor, targets_S: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class ForwardBackward:
         measured."""
         self.logprobs_S: Tensor | None = None
         """The log-probabilities of the last step's supervised tokens, of all ranks, on the CPU, where it had an
-        objective that needs them."""
+        objective that is not the mean cross-entropy."""
 
     def gradients(
         self,
@@ -114,7 +114,7 @@ class ForwardBackward:
         """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns,
         every trained unit's gradient is on the host. With `measure_first`, and of more micro-batches than one,
         `first_square` is what the first of them gave the layers, on the first rank. A rank that follows takes an
-        objective without tensors: the first one has them. With `adds`, gradients are added to those of the pass before.
+        objective without tensors: the first one has them. With `adds`, they are added to those of the passes before.
         """
         current = self._start(rows, "training", key)
         by_layers, num_layers = self._ranks.by_layers, self._template.num_layers
@@ -123,7 +123,11 @@ class ForwardBackward:
         if objective is not None and objective.objective.is_cross_entropy:
             assert objective.weights_S is not None, "checked before the step"
             weights_S = objective.weights_S.float()
-            current.divisor = float(weights_S.double().sum())
+            if objective.objective.is_sum:
+                current.divisor = 1.0
+                current.logprobs_S = self._empty_logprobs(current)
+            else:
+                current.divisor = float(weights_S.double().sum())
             start = sum(current.logprobs_of_ranks[: self._ranks.rank])
             current.weights_S = self._device.place(weights_S[start : start + current.edges.tokens.num_targets])
         elif objective is not None:

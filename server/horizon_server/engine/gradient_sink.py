@@ -13,15 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.lane_sums import LaneGradients, LaneSums, Leaf, RowExchange
 from horizon_server.engine.lanes import sum_lanes
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.ranks import ALONE, Ranks
+from horizon_server.engine.row_sum import RowSum
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
-from horizon_server.store.adamw import RowGradient
+from horizon_server.store.adamw import RowGradient, add_gradient, sum_squares
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.ownership import length
 
@@ -34,9 +35,13 @@ class GradientSink:
     gradients never add up there. Where few rows of the embedding are used (`StoreLayout.has_row_gradients`), theirs
     land one after the other in a buffer of their own.
 
+    Where a step's gradients come by several passes (`adds_up`), those of the first land in the plane, those of the next
+    in a few slots as above, from which the optimizer's queue adds them to the plane. Nothing crosses the link twice.
+
     `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite
     when an element is not. `reached` are the stored tensors that got a gradient in the step begun last, `row_gradient`
-    the embedding's in it. Thread: compute adds to `reached`.
+    the embedding's in it. Of several passes, they are of their sum, once the optimizer's queue is idle too. Thread:
+    compute adds to `reached`.
     """
 
     def __init__(
@@ -51,9 +56,12 @@ class GradientSink:
         num_lanes: int = 1,
         wire: torch.dtype = torch.float32,
         adds_up: bool = False,
+        num_add_threads: int = 1,
     ) -> None:
-        """With `adds_up`, the gradients of a pass may be added to those of the passes before it."""
-        assert not (adds_up and (num_lanes > 1 or store.grad_dtype is None)), "gradients add up in one lane, in a plane"
+        """With `adds_up`, the gradients of a pass may be added to those of the passes before it, by that many
+        threads."""
+        is_fit = num_lanes == 1 and ranks.is_alone and store.grad_dtype is torch.float32
+        assert is_fit or not adds_up, "gradients add up on one device, in one lane, in a plane of fp32"
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._ranks, self._num_lanes = ranks, num_lanes
         units = template.layout.units
@@ -91,13 +99,22 @@ class GradientSink:
         self._has_rows = template.layout.has_row_gradients
         assert not self._has_rows or template.embeds_by_rows, "a unit that is a table alone is looked up by rows"
         self._row_values = self._allocate_row_values(0)
-        self.row_gradient: RowGradient | None = None
+        self._row_gradient: RowGradient | None = None
+        self._row_sum: RowSum | None = None
+        if adds_up and self._has_rows:
+            self._row_sum = RowSum(template.vocab_size, template.hidden_size)
+        self._num_add_threads = num_add_threads
         self._adds = False
+        # One set, which the optimizer's queue alone writes to.
+        self._added_squares = torch.zeros(len(units), dtype=torch.float64)
+        self._rows_added: Event | None = None
         if store.grad_dtype is None or adds_up:
             self._landing = SlotRings(
                 device,
                 units,
-                allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
+                allocate=lambda num_elements: device.allocate_host(
+                    "staging", num_elements, store.grad_dtype or device.gradient_dtype
+                ),
                 give_back=device.free_host,
                 elements_of=lambda unit: length(self._owned[unit.index]),
                 num_slots=num_slots,
@@ -114,6 +131,8 @@ class GradientSink:
     @property
     def square_sums(self) -> Tensor:
         """Of the step begun last. Shapes: [units]."""
+        if self._adds:
+            return self._added_squares
         if self._lanes is None:
             return self._sets[self._set, 1:]
         if self._square_sums is None:
@@ -121,6 +140,11 @@ class GradientSink:
             sums = [self._lanes.square_sum(unit.index) if unit.trained_elements else 0.0 for unit in units]
             self._square_sums = torch.tensor(sums, dtype=torch.float64)
         return self._square_sums
+
+    @property
+    def row_gradient(self) -> RowGradient | None:
+        """The embedding's gradient, where it is kept as rows."""
+        return self._row_gradient if self._row_sum is None else self._row_sum.gradient
 
     def all_reached(self) -> set[str]:
         """The tensors that got a gradient, on any rank. Once all gradients are on the host."""
@@ -160,8 +184,8 @@ class GradientSink:
 
     def start_step(self, rows: RowExchange | None = None, *, adds: bool = False) -> None:
         """Forget the last step's numbers, so that a trained unit that sends no gradient is noticed. `rows` are those
-        of the embedding, in a step of several lanes. With `adds`, what comes for the `grad` plane is added to what it
-        holds, by the optimizer's queue."""
+        of the embedding, in a step of several lanes. With `adds`, the pass is a further one of the same step: its
+        gradients are added to those of the passes before."""
         self._adds = adds
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
@@ -171,9 +195,10 @@ class GradientSink:
         else:
             for unit in self._template.layout.units:
                 if not unit.trained_elements:
-                    self.square_sums[unit.index] = 0
-        # A new one, because updates of the last step may still look at theirs.
-        self.reached = set()
+                    self._sets[self._set, 1 + unit.index] = 0
+        if not adds:
+            # A new one, because updates of the last step may still look at theirs.
+            self.reached = set()
 
     def open(self, unit_index: int, rows_R: Tensor | None = None) -> LaneGradients | None:
         """Memory for a unit's gradients in each lane, None where it has none; compute waits until it is free. With
@@ -269,10 +294,11 @@ class GradientSink:
             return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing = self._open[unit_index], None
+        lands = self._landing is not None and (self._adds or self._store.grad_dtype is None)
         if rows_R is not None:
             gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
             target = self._row_values[: gradient.numel()]
-            self.row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
+            self._row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
         else:
             if not unit.trained_elements:
                 # A head that is frozen but for the table that it shares, whose gradient follows.
@@ -280,7 +306,7 @@ class GradientSink:
             shares = template.layout.shares_gradient
             start = template.layout.units[-1].num_elements if unit_index == 0 and shares else 0
             gradient = slot.flat[start : start + unit.trained_elements]
-            if self._landing is not None and (self._adds or self._store.grad_dtype is None):
+            if self._landing is not None and lands:
                 landing = self._landing.take(unit_index, device.d2h)
                 target = landing.flat[: unit.trained_elements]
             else:
@@ -289,29 +315,57 @@ class GradientSink:
             # Its update may be the only one of the last step that is not over yet: all others were, before their unit's
             # forward.
             self._optimizer.wait_for_update(device.d2h, 0)
+            if self._rows_added is not None:
+                device.d2h.wait(self._rows_added)
         # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
         # Views of this step's set, because the update may ask when the next step has begun with the other one.
         loss, square_sum, reached = self._sets[self._set, 0], self.square_sums[unit_index], self.reached
-        device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
-        if self._adds and landing is not None and self._landing is not None:
-            self._optimizer.queue.wait(device.d2h.record())
-            plane = self._store.unit(unit_index, "grad")
-            self._optimizer.queue.submit(partial(plane.add_, target), label=f"add gradient {unit_index}")
-            self._landing.release(landing, self._optimizer.queue)
-        elif self._landing is not None and self._store.grad_dtype is None:
+        if self._adds:
+            device.download(gradient.view(-1), target, label=f"gradient {unit_index}")
+        else:
+            device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
+        if self._store.grad_dtype is not None:
+            self._enqueue_sum(unit_index, target, None if rows_R is None else self._row_gradient)
+        else:
             self._optimizer.update_landed(
                 unit_index,
-                target if rows_R is None or self.row_gradient is None else self.row_gradient,
+                target if rows_R is None or self._row_gradient is None else self._row_gradient,
                 device.d2h.record(),
                 lambda: math.isfinite(loss) and math.isfinite(square_sum),
                 lambda: reached,
             )
-            if landing is not None:
-                # To the update's queue and not to d2h: the update still reads it when the copy is over.
-                self._landing.release(landing, self._optimizer.queue)
+        if landing is not None and self._landing is not None:
+            # To the queue of the update or the sum and not to d2h: that still reads it when the copy is over.
+            self._landing.release(landing, self._optimizer.queue)
         if not (unit.kind == "head" and template.layout.shares_gradient):
             self._rings.release(self._open.pop(unit_index), device.d2h)
+
+    def _enqueue_sum(self, unit_index: int, landed: Tensor, rows: RowGradient | None) -> None:
+        """Add what lands of a unit to what the passes before it have left, where this step may have several."""
+        queue, row_sum, adds, num_threads = self._optimizer.queue, self._row_sum, self._adds, self._num_add_threads
+        square_sum = self._added_squares[unit_index]
+
+        def add() -> None:
+            total = self._store.unit(unit_index, "grad")
+            square_sum.fill_(add_gradient(total, landed, num_threads=num_threads).value)
+
+        def add_rows(row_sum: RowSum, rows: RowGradient) -> None:
+            if not adds:
+                row_sum.forget()
+            row_sum.add(rows)
+            if adds:
+                values = row_sum.gradient.values_RD.view(-1)
+                square_sum.fill_(sum_squares(values, num_threads=num_threads).value)
+
+        if rows is not None and row_sum is not None:
+            # Those of the first pass too: the next one's land in the same memory.
+            queue.wait(self._device.d2h.record())
+            queue.submit(partial(add_rows, row_sum, rows), label=f"add gradient {unit_index}")
+            self._rows_added = queue.record()
+        elif rows is None and adds:
+            queue.wait(self._device.d2h.record())
+            queue.submit(add, label=f"add gradient {unit_index}")
 
     def _send_lanes(self, lanes: LaneSums, unit_index: int, rows_R: Tensor | None) -> None:
         """Send this rank's part of the sum over all lanes to the host."""
@@ -332,7 +386,7 @@ class GradientSink:
             if is_rows:
                 assert lanes.rows is not None, "start_step came first"
                 target = self._row_values[: gradient.numel()]
-                self.row_gradient = RowGradient(
+                self._row_gradient = RowGradient(
                     rows_R=lanes.rows.own_U, values_RD=target.view(-1, template.hidden_size)
                 )
             elif self._landing is not None:
@@ -345,7 +399,7 @@ class GradientSink:
                 at = lanes.numbers_of(unit_index)
                 self._optimizer.update_landed(
                     unit_index,
-                    self.row_gradient if is_rows and self.row_gradient is not None else target,
+                    self._row_gradient if is_rows and self._row_gradient is not None else target,
                     device.d2h.record(),
                     lambda: math.isfinite(loss) and bool(torch.isfinite(at.squares).all()),
                     lambda: reached | at.reached(),

@@ -1,10 +1,10 @@
 """The head's part of a step: the last hidden states become loss and gradient, a chunk of supervised tokens at a time.
 
-Cross-entropy, weighted or not, needs each chunk once: its logits become their own gradient. Any other objective needs
-the log-probabilities of all tokens before it knows the gradient of any, so the chunks run twice: forward for the
-log-probabilities, of which one number per token stays, then again for the gradients, now that every token has its
-coefficient. The head's weights are on the device all the while, so nothing more crosses the link, and no more logits
-live at a time.
+Cross-entropy, weighted or not, needs each chunk once: its logits become their own gradient, and where the loss is a
+sum, the log-probabilities come with it. Any other objective needs the log-probabilities of all tokens before it knows
+the gradient of any, so the chunks run twice: forward for the log-probabilities, of which one number per token stays,
+then again for the gradients, now that every token has its coefficient. The head's weights are on the device all the
+while, so nothing more crosses the link, and no more logits live at a time.
 
 Shapes: S = supervised tokens of a chunk, D = hidden size, V = vocabulary.
 Thread: methods are called by the driving thread; they only queue work.
@@ -35,7 +35,7 @@ WriteGradient = Callable[[Tensor, Tensor], None]
 
 class HeadPass:
     """Queues the head's work of a pass on what the last layer wrote, which is in `activations`; gradients and loss go
-    to `sink`. `label_smoothing` is that of the cross-entropy of training steps.
+    to `sink`. `label_smoothing` is that of the mean cross-entropy of training steps.
     """
 
     def __init__(
@@ -82,13 +82,15 @@ class HeadPass:
         coefficients_S = torch.empty(0)
 
         def cross_entropy(chunk: Chunk, logits_SV: Tensor, gradient_SV: Tensor) -> None:
+            logprobs_S = None if current.logprobs_S is None else current.logprobs_S[chunk.tokens]
             current.loss[chunk.lane] += chunk_loss(
                 logits_SV,
                 tokens.targets_S[chunk.tokens],
                 divisor=current.divisor,
                 weights_S=None if current.weights_S is None else current.weights_S[chunk.tokens],
                 gradient_SV=gradient_SV,
-                smoothing=self._label_smoothing,
+                logprobs_S=logprobs_S,
+                smoothing=self._label_smoothing if logprobs_S is None else 0.0,
             )
 
         def weighted(chunk: Chunk, logits_SV: Tensor, gradient_SV: Tensor) -> None:

@@ -14,6 +14,8 @@ from horizon_server.engine.ranks import Call
 def call_with(name: str, rows: Sequence[MicroBatch], objective: StepObjective | None = None) -> Call:
     """A call that is given rows. Of an objective the other ranks need its weights, where it is cross-entropy; of any
     other, that there is one."""
+    is_summed = objective is not None and objective.objective.is_cross_entropy and objective.objective.is_sum
+    assert not is_summed, "the other ranks take cross-entropy for a mean"
     kind = None if objective is None else "weighted" if objective.objective.is_cross_entropy else "remote"
     weights = {"weights": objective.weights_S} if objective is not None and objective.weights_S is not None else {}
     return Call(

@@ -109,7 +109,7 @@ class StepPass:
     weights_S: Tensor | None = None
     """Of the cross-entropy, what each target counts beside the others; None is 1."""
     divisor: float = 0.0
-    """By what the sum of the targets' cross-entropies is divided: their number, or the sum of their weights."""
+    """By what the sum of the targets' cross-entropies is divided: their number, the sum of their weights, or 1."""
     logprobs_S: Tensor | None = None
     """Where the pass leaves the log-probabilities of the tokens at the edges, if it is to."""
     num_correct: Tensor | None = None

@@ -114,6 +114,7 @@ class Trainer:
             num_lanes=execution.lanes,
             wire=torch.bfloat16 if execution.wire == "bfloat16" else torch.float32,
             adds_up=execution.adds_up,
+            num_add_threads=num_threads,
         )
         self._forward_backward = ForwardBackward(
             template,
@@ -195,10 +196,10 @@ class Trainer:
         learning_rate = learning_rate_at(self.step, self._recipe, num_steps=self._num_steps)
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
-            self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
+            self._optimizer.begin(self._adamw_step(self._recipe, learning_rate, grad_scale=1.0))
         parts, key = self._micro_batches(rows), StepKey(seed=self._recipe.seed, step=self.step)
         # The noise scale is that of a mean over tokens, weighted or not, which another objective's loss is not.
-        is_mean = objective is None or objective.objective.is_cross_entropy
+        is_mean = objective is None or (objective.objective.is_cross_entropy and not objective.objective.is_sum)
         measure = is_mean and self.step % EVERY_STEPS == 0
         loss = self._forward_backward.gradients(parts, key, objective, measure_first=measure)
         if self._forward_backward.first_square is not None:
@@ -214,7 +215,7 @@ class Trainer:
             model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
             noise_scale_tokens=self._noise_scale.tokens,
         )
-        figures = self._update(figures)
+        figures = self._update(figures, self._recipe)
         # While the update runs.
         logprobs_S = self._forward_backward.logprobs_S
         method_figures = {}
@@ -488,17 +489,17 @@ class Trainer:
             self._forward_backward.activations.open()
             self._is_released = False
 
-    def _update(self, figures: StepFigures) -> StepFigures:
+    def _update(self, figures: StepFigures, recipe: Recipe) -> StepFigures:
         """Submit the update if all is finite, and count the step. Returns the figures with why it was skipped, if it
-        was."""
+        was. Of the recipe, the optimizer's parameters, clipping and `max_skipped_steps` count."""
         trained = [unit.index for unit in self._template.layout.units if unit.trained_elements]
         num_units, num_updated, skipped = len(trained), 0, ""
         loss, grad_norm, hyper = figures.loss, figures.grad_norm, None
         if self._updates_in_backward:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums[trained])
         elif math.isfinite(loss) and math.isfinite(grad_norm):
-            grad_scale = clip_coefficient(grad_norm, self._recipe.max_grad_norm)
-            hyper = self._adamw_step(figures.learning_rate, grad_scale=grad_scale)
+            grad_scale = clip_coefficient(grad_norm, recipe.max_grad_norm)
+            hyper = self._adamw_step(recipe, figures.learning_rate, grad_scale=grad_scale)
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
@@ -514,7 +515,7 @@ class Trainer:
             self._store.generations.keep(self.on_update(figures, self._state()), generation=generation)
         if hyper is not None:
             self._optimizer.submit(hyper, self._sink.all_reached(), self._sink.row_gradient)
-        limit = self._recipe.max_skipped_steps
+        limit = recipe.max_skipped_steps
         if limit and self._num_skipped_in_a_row >= limit:
             raise Diverged(
                 f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self.step} ({skipped}: the last "
@@ -578,14 +579,14 @@ class Trainer:
         is_same = [part.num_tokens for part in parts] == [row.num_tokens for row in rows]
         return rows if is_same or not self.supports_packing else parts
 
-    def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
-        beta1, beta2 = self._recipe.betas
+    def _adamw_step(self, recipe: Recipe, learning_rate: float, *, grad_scale: float) -> AdamWStep:
+        beta1, beta2 = recipe.betas
         return AdamWStep(
             step=self._num_updates + 1,
             learning_rate=learning_rate,
             beta1=beta1,
             beta2=beta2,
-            eps=self._recipe.eps,
-            weight_decay=self._recipe.weight_decay,
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
             grad_scale=grad_scale,
         )

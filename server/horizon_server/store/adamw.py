@@ -1,5 +1,5 @@
-"""The AdamW update of one unit of the host store, or of some rows of a table, in place, and the squared norm that
-clipping needs.
+"""The AdamW update of one unit of the host store, or of some rows of a table, in place; the sum of several gradients,
+and the squared norm that clipping needs.
 
 The compiled kernel and the NumPy reference give the same bits for any number of threads.
 
@@ -155,6 +155,23 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
         total = kernel.hz_sum_squares(values.data_ptr(), is_bf16, values.numel(), partials.ctypes.data, num_threads)
     # No fp32 square overflows float64, so the sum is finite exactly when every element is.
     return SquaredSum(value=total, is_finite=math.isfinite(total))
+
+
+def add_gradient(total: torch.Tensor, values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
+    """Add `values` to `total`, in place; returns what `sum_squares` says of the result.
+
+    Shapes: both [N], fp32, contiguous, on the CPU.
+    """
+    assert total.shape == values.shape and total.dim() == 1, "a gradient and the sum that it is added to are alike"
+    assert total.is_contiguous() and values.is_contiguous() and total.device.type == values.device.type == "cpu"
+    assert total.dtype == values.dtype == torch.float32, "gradients add up in fp32"
+    kernel = native.library()
+    if kernel is None:
+        result = reference.add(total.numpy(), values.numpy())
+    else:
+        partials = np.empty(-(-total.numel() // reference.NORM_BLOCK_ELEMENTS))
+        result = kernel.hz_add(total.data_ptr(), values.data_ptr(), total.numel(), partials.ctypes.data, num_threads)
+    return SquaredSum(value=result, is_finite=math.isfinite(result))
 
 
 def square_blocks(values: torch.Tensor, block_elements: int, *, num_threads: int = 1) -> torch.Tensor:

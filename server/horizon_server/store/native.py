@@ -100,11 +100,12 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
+    lib.hz_add.argtypes = (pointer, pointer, size, pointer, number)
     lib.hz_square_blocks.argtypes = (pointer, number, size, size, pointer, number)
     lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
     for function in (lib.hz_adamw, lib.hz_adamw_rows, lib.hz_merge, lib.hz_split, lib.hz_square_blocks, lib.hz_triad):
         function.restype = None
-    lib.hz_sum_squares.restype = ctypes.c_double
+    lib.hz_sum_squares.restype = lib.hz_add.restype = ctypes.c_double
     lib.hz_norm_block.restype = size
     lib.hz_isa.restype = ctypes.c_char_p
     return lib

@@ -86,6 +86,14 @@ def sum_squares(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> flo
     return in_order(square_blocks(values, NORM_BLOCK_ELEMENTS))
 
 
+def add(total: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> float:
+    """Add `values` to `total`, in place; returns the sum of squares of the result."""
+    # The kernel reports no overflow or NaN either.
+    with np.errstate(all="ignore"):
+        total += values
+    return sum_squares(total)
+
+
 def square_blocks(
     values: npt.NDArray[np.float32] | npt.NDArray[np.uint16], block_elements: int
 ) -> npt.NDArray[np.float64]:

@@ -11,7 +11,7 @@ per token: it knows no model, no chunk and no device, and its derivative comes f
     trainer.train_step(rows, StepObjective(objective=DPO(beta=0.1), documents=documents, references_S=references_S))
 
 Plain cross-entropy is none of them: it needs no second look at the logits and has a pass of its own, which
-`WeightedSFT` shares.
+`WeightedSFT` and `SumCrossEntropy` share.
 """
 
 from collections.abc import Callable

@@ -88,12 +88,13 @@ class Objective(ABC):
     """The fields of `Documents` and `StepObjective` that must be given."""
 
     is_cross_entropy: ClassVar[bool] = False
-    """Whether the loss is the mean cross-entropy weighted by `weights_S`. Its derivatives are known before any
-    log-probability is, so a training step computes it in the head's single pass, with label smoothing where that is
-    on."""
+    """Whether the loss is the cross-entropy weighted by `weights_S`: their mean, or their sum (`is_sum`). Its
+    derivatives are known before any log-probability is, so a training step computes it in the head's single pass, a
+    mean with label smoothing where that is on."""
 
-    weighs_freely: ClassVar[bool] = False
-    """Whether weights of tokens may be negative, or all 0."""
+    is_sum: ClassVar[bool] = False
+    """Whether the loss is a sum over tokens, divided neither by their number nor by their weights. So weights may be
+    negative, or all 0."""
 
     def __call__(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
@@ -183,7 +184,7 @@ class StepObjective:
             raise refused(
                 "objective.documents.pairs_P2", f"must be pairs of document numbers from 0 to {num_documents - 1}"
             )
-        bounded_S = None if self.objective.weighs_freely else self.weights_S
+        bounded_S = None if self.objective.is_sum else self.weights_S
         if bounded_S is not None and (bool((bounded_S < 0).any()) or not bool((bounded_S > 0).any())):
             raise refused("objective.weights_S", "must not be negative, and at least one must be above 0")
         self.objective.check(self)

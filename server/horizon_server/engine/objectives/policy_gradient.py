@@ -69,7 +69,7 @@ class PolicyGradient(Objective):
         losses_S = -gains_S
         if self.kl_coefficient:
             assert references_S is not None, "checked before the step"
-            losses_S = losses_S + self.kl_coefficient * _divergences(references_S - logprobs_S)
+            losses_S = losses_S + self.kl_coefficient * divergences(references_S - logprobs_S)
         if weights_S is not None:
             losses_S = losses_S * weights_S.double()
         sizes_K = documents.sizes(weights_S)
@@ -87,7 +87,7 @@ class PolicyGradient(Objective):
         assert documents.recorded_S is not None and documents.advantages_S is not None, "checked before the step"
         old_S, advantages_S = documents.recorded_S.double(), documents.advantages_S.double()
         ratios_S = torch.exp(logprobs_S - old_S)
-        found = {"ratio": ratios_S.mean(), "kl_recorded": _divergences(old_S - logprobs_S).mean()}
+        found = {"ratio": ratios_S.mean(), "kl_recorded": divergences(old_S - logprobs_S).mean()}
         if self.clip:
             is_low_S = (ratios_S < 1 - self.clip_low) & (advantages_S < 0)
             is_high_S = (ratios_S > 1 + self.clip_high) & (advantages_S > 0)
@@ -95,11 +95,11 @@ class PolicyGradient(Objective):
             found["clip_ratio/high_mean"] = is_high_S.double().mean()
             found["clip_ratio/region_mean"] = (is_low_S | is_high_S).double().mean()
         if references_S is not None:
-            found["kl"] = _divergences(references_S - logprobs_S).mean()
+            found["kl"] = divergences(references_S - logprobs_S).mean()
         return found
 
 
-def _divergences(differences_S: Tensor) -> Tensor:
+def divergences(differences_S: Tensor) -> Tensor:
     """The estimate exp(d) - d - 1 of the KL divergence at each token."""
     # expm1, because exp(d) - 1 loses its digits where the policies are still alike.
     return torch.expm1(differences_S) - differences_S

@@ -1,5 +1,5 @@
-// The host side of an optimizer step: AdamW on the split master, its merge and split, a sum of squares, and a STREAM
-// triad to measure them against. C ABI, no dependency but the C++ standard library.
+// The host side of an optimizer step: AdamW on the split master, its merge and split, sums of gradients and of squares,
+// and a STREAM triad to measure them against. C ABI, no dependency but the C++ standard library.
 //
 // Bits: every element goes through the same sequence of single IEEE operations (no contraction, no reassociation, default
 // rounding, subnormals kept), so results depend neither on the instruction set nor on the vector width nor on the number of
@@ -286,6 +286,10 @@ HZ_INLINE double sum_squares_body(const Value* __restrict values, int64_t n) {
 HZ_CLONES double sum_squares_fp32(const float* values, int64_t n) { return sum_squares_body<float>(values, n); }
 HZ_CLONES double sum_squares_bf16(const uint16_t* values, int64_t n) { return sum_squares_body<uint16_t>(values, n); }
 
+HZ_CLONES void add_range(float* __restrict total, const float* __restrict values, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) total[i] += values[i];
+}
+
 HZ_CLONES void triad_range(double* __restrict a, const double* __restrict b, const double* __restrict c, double scale,
                            int64_t n) {
     for (int64_t i = 0; i < n; ++i) a[i] = b[i] + scale * c[i];
@@ -313,6 +317,12 @@ static const float no_gradient[kChunk] = {};
 static Scalars with_step_scale(Scalars scalars, float step_scale) {
     scalars.scaled_step_size *= step_scale;
     return scalars;
+}
+
+static double in_order(const double* partials, int64_t n) {
+    double total = 0;
+    for (int64_t block = 0; block * kNormBlock < n; ++block) total += partials[block];
+    return total;
 }
 
 static int64_t chunks_of(const Segment& segment) { return (segment.num_elements + kChunk - 1) / kChunk; }
@@ -385,9 +395,16 @@ HZ_API double hz_sum_squares(const void* values, int values_are_bf16, int64_t n,
                                             ? hz::sum_squares_bf16(static_cast<const uint16_t*>(values) + at, count)
                                             : hz::sum_squares_fp32(static_cast<const float*>(values) + at, count);
     });
-    double total = 0;
-    for (int64_t block = 0; block * hz::kNormBlock < n; ++block) total += partials[block];
-    return total;
+    return hz::in_order(partials, n);
+}
+
+// As hz_sum_squares, of what `total` is after `values` were added to it.
+HZ_API double hz_add(float* total, const float* values, int64_t n, double* partials, int num_threads) {
+    hz::for_each_range(n, hz::kNormBlock, num_threads, [&](int64_t at, int64_t count) {
+        hz::add_range(total + at, values + at, count);
+        partials[at / hz::kNormBlock] = hz::sum_squares_fp32(total + at, count);
+    });
+    return hz::in_order(partials, n);
 }
 
 // `out` holds one double per started block of `block` elements: the sum of its squares, as hz_sum_squares adds a block.
