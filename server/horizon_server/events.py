@@ -176,7 +176,8 @@ class SampledText:
     Only on the pipe of the child that answers prompts.
 
     `tokens` are those since the last piece, which may be more than the text shows. Where they were asked for,
-    `logprobs` are theirs, and `top` the likeliest tokens in the place of each with their log-probabilities.
+    `logprobs` are theirs, and `top` the likeliest tokens in the place of each with their log-probabilities, whose texts
+    `top_texts` has in the same order.
     """
 
     prompt: int
@@ -188,12 +189,14 @@ class SampledText:
     texts: tuple[str, ...] = ()
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_texts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledPrompt:
     """The tokens of a prompt with their texts, and where they were asked for, the log-probabilities of all but the
-    first, and the likeliest tokens in the place of each of these. Only on the pipe of the child that answers prompts.
+    first, and the likeliest tokens in the place of each of these with their texts. Only on the pipe of the child that
+    answers prompts.
     """
 
     prompt: int
@@ -201,6 +204,7 @@ class SampledPrompt:
     texts: tuple[str, ...]
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_texts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

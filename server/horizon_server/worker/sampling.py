@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +250,15 @@ class Answering:
         for _, new in self._generator.step():
             if isinstance(new, ScoredPrompt):
                 ids = tuple(self._prompts[new.prompt])
-                texts = tuple(self._codec.tokenizer.decode([token]) for token in ids)
                 self._send(
-                    SampledPrompt(prompt=new.prompt, tokens=ids, texts=texts, logprobs=new.logprobs, top=new.top)
+                    SampledPrompt(
+                        prompt=new.prompt,
+                        tokens=ids,
+                        texts=_texts(self._codec, ids),
+                        logprobs=new.logprobs,
+                        top=new.top,
+                        top_texts=tuple(_texts(self._codec, [token for token, _ in top]) for top in new.top),
+                    )
                 )
             elif self._writers[new.prompt, new.sample].add(new):
                 self._generator.end(self._ticket, new.prompt, new.sample)
@@ -303,7 +309,7 @@ class _AnswerWriter:
 
     def _send_piece(self, text: str, ended: str) -> None:
         news, self._news = self._news, []
-        has_logprobs = any(new.logprob is not None for new in news)
+        has_logprobs, has_top = any(new.logprob is not None for new in news), any(new.top for new in news)
         self._send(
             SampledText(
                 prompt=self._prompt,
@@ -312,11 +318,19 @@ class _AnswerWriter:
                 num_tokens=self.num_tokens,
                 ended=ended,
                 tokens=tuple(new.token for new in news),
-                texts=tuple(self._codec.tokenizer.decode([new.token]) for new in news),
+                texts=_texts(self._codec, [new.token for new in news]),
                 logprobs=tuple(new.logprob or 0.0 for new in news) if has_logprobs else (),
-                top=tuple(new.top for new in news) if any(new.top for new in news) else (),
+                top=tuple(new.top for new in news) if has_top else (),
+                top_texts=tuple(_texts(self._codec, [token for token, _ in new.top]) for new in news)
+                if has_top
+                else (),
             )
         )
+
+
+def _texts(codec: TextCodec, tokens: Iterable[int]) -> tuple[str, ...]:
+    """The text of each token by itself, also of those that are no text of an answer."""
+    return tuple(codec.tokenizer.decode([token], skip_special_tokens=False) for token in tokens)
 
 
 def _refused(name: str, what: str) -> InvalidData:
