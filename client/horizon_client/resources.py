@@ -744,7 +744,7 @@ class SampleMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """A text to continue, or a chat to answer. One of the four is set."""
+    """A text or tokens to continue, or a chat to answer. One of the four is set."""
 
     text: str
     """Continued as it is."""
@@ -754,7 +754,43 @@ class SamplePrompt:
     """A chat with what else a template prints, as JSON: an object with messages, and tools where it has them, as a row
     of the dataset format messages. Rendered as that row is for training, with the cue for an answer."""
     ids: tuple[int, ...]
-    """Tokens to continue."""
+    """Tokens to continue, at most 4096."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelyToken:
+    """One of the likeliest tokens in a place."""
+
+    token: int
+    """Its number in the vocabulary."""
+    logprob: float
+    """Its log-probability."""
+    text: str
+    """Its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelyTokens:
+    """The likeliest tokens in a place, the likeliest first."""
+
+    tokens: tuple[LikelyToken, ...]
+    """As many as were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledPrompt:
+    """The tokens of a prompt, where its log-probabilities were asked for."""
+
+    prompt: int
+    """Which prompt, from 0."""
+    tokens: tuple[int, ...]
+    """Its tokens."""
+    texts: tuple[str, ...]
+    """The text of each."""
+    logprobs: tuple[float, ...]
+    """Of each but the first."""
+    top: tuple[LikelyTokens, ...]
+    """In the place of each but the first, where they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -775,6 +811,11 @@ class SampledText:
     """The tokens since the last piece; of one that ends with stop, the token that ended it is among them."""
     logprobs: tuple[float, ...]
     """Of each of these tokens, where they were asked for."""
+    texts: tuple[str, ...]
+    """The text of each of these tokens alone. It may be part of a character, and is not always part of the answer's
+    text."""
+    top: tuple[LikelyTokens, ...]
+    """In the place of each of these tokens, where they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ from horizon_client.resources import (
     Project,
     ProjectMember,
     QueueEntry,
+    SampledPrompt,
     SampledText,
     SampleFigures,
     SimulatedJob,
@@ -634,7 +635,7 @@ class Checkpoints:
     def sample(
         self,
         job: str,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt | Sequence[int]],
         *,
         at: int | str = "last",
         max_tokens: int = 256,
@@ -644,17 +645,24 @@ class Checkpoints:
         top_k: int = 0,
         stop: Sequence[str] = (),
         num_samples: int = 1,
-        logprobs: bool = False,
-    ) -> Iterator[SampledText | SampleFigures]:
+        stop_ids: Sequence[int] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> Iterator[SampledText | SampledPrompt | SampleFigures]:
         """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes,
         then the figures.
 
         A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template
         renders; or a row with one of them, `{"prompt": ...}` or `{"messages": [...]}`. A chat's row may have `tools`,
-        and messages `tool_calls` and `tool_call_id`, as rows of a dataset. A single prompt needs no list around it.
-        `job` may name the checkpoint itself, as JOB@STEP. With `temperature` 0 the answers are the likeliest tokens;
-        above it they are drawn, of the `top_k` likeliest where that is above 0. An answer ends before one of the texts
-        `stop`. `num_samples` are the answers to each prompt; `logprobs` has the log-probability of each token.
+        and messages `tool_calls` and `tool_call_id`, as rows of a dataset. A list of tokens is continued as it is. A
+        single prompt needs no list around it, unless it is tokens. `job` may name the checkpoint itself, as JOB@STEP.
+
+        With `temperature` 0 the answers are the likeliest tokens; above it they are drawn, of the `top_k` likeliest
+        where that is above 0. `num_samples` are the answers to each prompt. An answer ends before one of the texts
+        `stop`, or with one of the tokens `stop_ids`. `logprobs` asks for the log-probability of each token of an
+        answer, and of as many of the likeliest tokens in its place, so 0 for none of these; `prompt_logprobs` for the
+        same of the prompts, which come as SampledPrompt before the answers. With it, `max_tokens` may be 0.
+
         The node answers one call at a time; others wait for their turn.
 
         Raises:
@@ -675,7 +683,9 @@ class Checkpoints:
                 top_k=top_k,
                 stop=stop,
                 num_samples=num_samples,
+                stop_ids=stop_ids,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 

@@ -28,11 +28,17 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, sample_memory
 from horizon_server.records.account import Principal
 from horizon_server.records.sample import (
+    MAX_ANSWERS,
     MAX_MESSAGES,
     MAX_NEW_TOKENS,
     MAX_PROMPT_CHARACTERS,
+    MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
+    MAX_SAMPLES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
     MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
     SampleFigures,
     SampleMessage,
     SampleOptions,
@@ -421,6 +427,22 @@ def test_weights_take_no_memory_for_training(folder: Path) -> None:
         ([HELLO], {"temperature": float("nan")}, "temperature"),
         ([HELLO], {"top_p": 0.0}, "top_p"),
         ([HELLO], {"top_p": float("nan")}, "top_p"),
+        ([SamplePrompt(ids=(1,) * (MAX_PROMPT_TOKENS + 1))], {}, "prompts[0]"),
+        ([SamplePrompt(ids=(4, -1))], {}, "prompts[0]"),
+        ([SamplePrompt(text="a", ids=(4,))], {}, "prompts[0]"),
+        ([HELLO], {"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens"),
+        ([HELLO], {"top_k": -1}, "top_k"),
+        ([HELLO], {"num_samples": 0}, "num_samples"),
+        ([HELLO], {"num_samples": MAX_SAMPLES + 1}, "num_samples"),
+        ([HELLO] * 3, {"num_samples": MAX_ANSWERS // 3 + 1}, "num_samples"),
+        ([HELLO], {"stop": ("a",) * (MAX_STOPS + 1)}, "stop"),
+        ([HELLO], {"stop": ("a" * (MAX_STOP_CHARACTERS + 1),)}, "stop"),
+        ([HELLO], {"stop": ("",)}, "stop"),
+        ([HELLO], {"stop_ids": (1,) * (MAX_STOPS + 1)}, "stop_ids"),
+        ([HELLO], {"stop_ids": (-1,)}, "stop_ids"),
+        ([HELLO], {"logprobs": MAX_TOP_LOGPROBS + 1}, "logprobs"),
+        ([HELLO], {"logprobs": -1}, "logprobs"),
+        ([HELLO], {"prompt_logprobs": MAX_TOP_LOGPROBS + 1}, "prompt_logprobs"),
     ],
 )
 def test_what_is_out_of_range_is_named(prompts: list[SamplePrompt], options: dict[str, Any], field: str) -> None:
@@ -432,7 +454,19 @@ def test_what_is_out_of_range_is_named(prompts: list[SamplePrompt], options: dic
 def test_the_largest_that_may_be_asked_is_accepted() -> None:
     chat = SamplePrompt(messages=(SampleMessage(role="user", content="b"),) * MAX_MESSAGES)
     prompts = [chat, *[SamplePrompt(text="a" * MAX_PROMPT_CHARACTERS)] * (MAX_PROMPTS - 1)]
-    check_sample(prompts, SampleOptions(max_tokens=MAX_NEW_TOKENS, temperature=MAX_TEMPERATURE, top_p=1.0))
+    most = SampleOptions(
+        max_tokens=MAX_NEW_TOKENS,
+        temperature=MAX_TEMPERATURE,
+        top_p=1.0,
+        num_samples=MAX_ANSWERS // MAX_PROMPTS,
+        stop=("a" * MAX_STOP_CHARACTERS,) * MAX_STOPS,
+        stop_ids=(0,) * MAX_STOPS,
+        logprobs=MAX_TOP_LOGPROBS,
+        prompt_logprobs=MAX_TOP_LOGPROBS,
+    )
+    check_sample(prompts, most)
+    ids = SamplePrompt(ids=(0,) * MAX_PROMPT_TOKENS)
+    check_sample([ids], SampleOptions(max_tokens=0, prompt_logprobs=0, num_samples=MAX_SAMPLES))
 
 
 def test_a_request_reaches_the_child_whole() -> None:

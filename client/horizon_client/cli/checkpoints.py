@@ -28,7 +28,7 @@ from horizon_client.cli.pushed import field_map_of
 from horizon_client.cli.root import Commands
 from horizon_client.cli.sampling import Prompt, answer_text, answers, printable, read_prompts, with_system
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
-from horizon_client.resources import SampledText
+from horizon_client.resources import SampledText, SampleFigures
 
 if TYPE_CHECKING:
     from horizon_client.resources import Checkpoint
@@ -304,6 +304,7 @@ Example:
   horizon checkpoint sample JOB --prompt "Who wrote Faust?" --system "Be brief."
   horizon checkpoint sample JOB --prompts gsm8k.jsonl --map prompt=question
   horizon checkpoint sample JOB@best --prompts prompts.jsonl --temperature 0.7 --out answers.jsonl
+  horizon checkpoint sample JOB --prompt "The lab" --temperature 1 --num-samples 4 --stop "." --logprobs 5
 
 \b
 A line of the file is {"prompt": "a text to continue"} or
@@ -332,6 +333,13 @@ trained on, as in the job's evaluations."""
     help="Column that holds a field (prompt, messages, tools) of the file; repeatable.",
 )
 @_sampling_options
+@click.option("--num-samples", type=int, default=1, show_default=True, help="Answers to each prompt.")
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="K",
+    help="Log-probability of each token, and of the K likeliest tokens in its place; 0: of none of these.",
+)
 @click.option("--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write the answers as JSON lines.")
 @connected
 def sample(
@@ -342,6 +350,8 @@ def sample(
     system: str | None,
     field_map: tuple[str, ...],
     out: str | None,
+    num_samples: int,
+    logprobs: int | None,
     **options: Any,
 ) -> None:
     """Have a checkpoint answer prompts on the node."""
@@ -352,8 +362,12 @@ def sample(
     if system:
         given = [with_system(prompt, system) for prompt in given]
     found = find_job(client, job)
+    pieces = client.checkpoints.sample(
+        found.job_id, given, at=at, num_samples=num_samples, logprobs=logprobs, **options
+    )
+    found_answers = answers(pieces, given, Notices(), num_samples=num_samples, has_logprobs=logprobs is not None)
     with Path(out).open("w", encoding="utf-8") if out else contextlib.nullcontext() as file:
-        for answer in answers(client.checkpoints.sample(found.job_id, given, at=at, **options), given, Notices()):
+        for answer in found_answers:
             if file is not None:
                 file.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 file.flush()
@@ -390,7 +404,7 @@ def chat(client: Client, checkpoint: str, system: str | None, **options: Any) ->
             if isinstance(piece, SampledText):
                 said += piece.text
                 click.echo(printable(piece.text), nl=False)
-            elif piece.weights != answered_with:
+            elif isinstance(piece, SampleFigures) and piece.weights != answered_with:
                 answered_with = piece.weights
                 Notices().notice(f"answered with {answered_with}")
         click.echo()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import time
 import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horizon_client.errors import BadFile
 from horizon_client.prompts import is_plain_chat
-from horizon_client.resources import SampledText
+from horizon_client.resources import SampledText, SampleFigures
 from horizon_formats.formats import text_of
 from horizon_formats.problems import listed
 from horizon_formats.row_checks import check_prompt_row
 
 if TYPE_CHECKING:
     from horizon_client.reporter import Reporter
-    from horizon_client.resources import SampleFigures
+    from horizon_client.resources import SampledPrompt
 
 Prompt = str | list[dict[str, Any]] | dict[str, Any]
 
@@ -90,16 +91,21 @@ def _is_message(value: object) -> bool:
 
 
 def answers(
-    pieces: Iterable[SampledText | SampleFigures],
+    pieces: Iterable[SampledText | SampledPrompt | SampleFigures],
     prompts: Sequence[Prompt],
     reporter: Reporter,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    num_samples: int = 1,
+    has_logprobs: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield each answer with its prompt once it is complete; the figures go to `reporter`."""
-    texts: dict[int, str] = {}
+    """Yield each answer with its prompt once it is complete, with its number where there are several, and with its
+    tokens where their log-probabilities were asked for; the figures go to `reporter`."""
+    texts: defaultdict[tuple[int, int], str] = defaultdict(str)
+    tokens: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     start_s = clock()
     for piece in pieces:
-        if not isinstance(piece, SampledText):
+        if isinstance(piece, SampleFigures):
             # Other users' calls come first, and the connection has to be made.
             waited_s = clock() - start_s - piece.duration_s - piece.load_s
             before = [f"{piece.load_s:.1f} s to load"] if piece.load_s else []
@@ -110,16 +116,33 @@ def answers(
             )
             reporter.notice(f"answered with {piece.weights}")
             continue
-        texts[piece.prompt] = texts.get(piece.prompt, "") + piece.text
+        if not isinstance(piece, SampledText):
+            continue
+        which = piece.prompt, piece.sample
+        texts[which] += piece.text
+        if has_logprobs:
+            tokens[which] += _tokens(piece)
         if piece.ended:
-            prompt = prompts[piece.prompt]
             yield {
                 "index": piece.prompt,
-                **_row(prompt),
-                "answer": texts.pop(piece.prompt),
+                **({"sample": piece.sample} if num_samples > 1 else {}),
+                **_row(prompts[piece.prompt]),
+                "answer": texts.pop(which),
                 "num_tokens": piece.num_tokens,
                 "ended": piece.ended,
+                **({"tokens": tokens.pop(which, [])} if has_logprobs else {}),
             }
+
+
+def _tokens(piece: SampledText) -> list[dict[str, Any]]:
+    """The tokens of a piece, each with the likeliest in its place where they were asked for."""
+    rows: list[dict[str, Any]] = [
+        {"token": token, "text": text, "logprob": logprob}
+        for token, text, logprob in zip(piece.tokens, piece.texts, piece.logprobs, strict=True)
+    ]
+    for row, likely in zip(rows, piece.top, strict=False):
+        row["top"] = [{"token": one.token, "text": one.text, "logprob": one.logprob} for one in likely.tokens]
+    return rows
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
@@ -131,7 +154,9 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 def answer_text(answer: dict[str, Any]) -> str:
     """Return an answer for people, with the last of what it answers."""
     asked = answer["prompt"] if "prompt" in answer else text_of(answer["messages"][-1].get("content"))
-    return printable(f"[{answer['index']}] {asked}\n--> {answer['answer']}\n")
+    which = f"{answer['index']}.{answer['sample']}" if "sample" in answer else answer["index"]
+    scores = "".join(f"    {token['logprob']:9.4f} {token['text']!r}\n" for token in answer.get("tokens", ()))
+    return printable(f"[{which}] {asked}\n--> {answer['answer']}\n{scores}")
 
 
 def printable(text: str) -> str:

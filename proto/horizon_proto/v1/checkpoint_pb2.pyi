@@ -294,7 +294,7 @@ global___SampleMessage = SampleMessage
 
 @typing.final
 class SamplePrompt(google.protobuf.message.Message):
-    """SamplePrompt is a text to continue, or a chat to answer. One of the four is set."""
+    """SamplePrompt is a text or tokens to continue, or a chat to answer. One of the four is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -314,7 +314,7 @@ class SamplePrompt(google.protobuf.message.Message):
 
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens to continue."""
+        """Tokens to continue, at most 4096."""
 
     def __init__(
         self,
@@ -345,12 +345,14 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
     NUM_SAMPLES_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    STOP_IDS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job's id or name."""
     step: builtins.int
     """The checkpoint's step."""
     max_tokens: builtins.int
-    """Maximum number of tokens of an answer, up to 4096; unset means 256."""
+    """Maximum number of tokens of an answer, up to 4096; unset means 256. It may be 0 where prompt_logprobs is set."""
     temperature: builtins.float
     """0 takes the likeliest token; above it, tokens are drawn, up to 100."""
     top_p: builtins.float
@@ -360,9 +362,13 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
     top_k: builtins.int
     """Draw among as many of the likeliest tokens; 0 draws among all."""
     num_samples: builtins.int
-    """Answers to each prompt, up to 128; unset means 1."""
+    """Answers to each prompt, up to 128, and up to 256 to all prompts together; unset means 1."""
     logprobs: builtins.int
-    """Set: send the tokens with their log-probabilities; only 0."""
+    """Set: send the log-probability of each token of an answer, and of as many of the likeliest tokens in its place, at most 20. They are
+    those of the model, whatever temperature, top_p and top_k are.
+    """
+    prompt_logprobs: builtins.int
+    """Set: the same of each token of the prompts but the first."""
     @property
     def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplePrompt]:
         """1 to 64 of them."""
@@ -370,6 +376,10 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts that end an answer, which does not contain them; at most 16."""
+
+    @property
+    def stop_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens that end an answer besides those of the model; at most 16."""
 
     def __init__(
         self,
@@ -385,9 +395,11 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
         num_samples: builtins.int | None = ...,
         stop: collections.abc.Iterable[builtins.str] | None = ...,
         logprobs: builtins.int | None = ...,
+        stop_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_top_p", b"_top_p", "job_id", b"job_id", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "prompts", b"prompts", "seed", b"seed", "step", b"step", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_prompt_logprobs", b"_prompt_logprobs", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "prompt_logprobs", b"prompt_logprobs", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_prompt_logprobs", b"_prompt_logprobs", "_top_p", b"_top_p", "job_id", b"job_id", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "seed", b"seed", "step", b"step", "stop", b"stop", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -395,9 +407,99 @@ class SampleCheckpointRequest(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_num_samples", b"_num_samples"]) -> typing.Literal["num_samples"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 global___SampleCheckpointRequest = SampleCheckpointRequest
+
+@typing.final
+class LikelyToken(google.protobuf.message.Message):
+    """LikelyToken is one of the likeliest tokens in a place."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    token: builtins.int
+    """Its number in the vocabulary."""
+    logprob: builtins.float
+    """Its log-probability."""
+    text: builtins.str
+    """Its text."""
+    def __init__(
+        self,
+        *,
+        token: builtins.int = ...,
+        logprob: builtins.float = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "text", b"text", "token", b"token"]) -> None: ...
+
+global___LikelyToken = LikelyToken
+
+@typing.final
+class LikelyTokens(google.protobuf.message.Message):
+    """LikelyTokens are the likeliest tokens in a place, the likeliest first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LikelyToken]:
+        """As many as were asked for."""
+
+    def __init__(
+        self,
+        *,
+        tokens: collections.abc.Iterable[global___LikelyToken] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tokens", b"tokens"]) -> None: ...
+
+global___LikelyTokens = LikelyTokens
+
+@typing.final
+class SampledPrompt(google.protobuf.message.Message):
+    """SampledPrompt is the tokens of a prompt, where its log-probabilities were asked for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    TEXTS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    TOP_FIELD_NUMBER: builtins.int
+    prompt: builtins.int
+    """Which prompt, from 0."""
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its tokens."""
+
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The text of each."""
+
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Of each but the first."""
+
+    @property
+    def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LikelyTokens]:
+        """In the place of each but the first, where they were asked for."""
+
+    def __init__(
+        self,
+        *,
+        prompt: builtins.int = ...,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        top: collections.abc.Iterable[global___LikelyTokens] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "prompt", b"prompt", "texts", b"texts", "tokens", b"tokens", "top", b"top"]) -> None: ...
+
+global___SampledPrompt = SampledPrompt
 
 @typing.final
 class SampledText(google.protobuf.message.Message):
@@ -412,6 +514,8 @@ class SampledText(google.protobuf.message.Message):
     SAMPLE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    TEXTS_FIELD_NUMBER: builtins.int
+    TOP_FIELD_NUMBER: builtins.int
     prompt: builtins.int
     """Which prompt it answers, from 0."""
     text: builtins.str
@@ -430,6 +534,14 @@ class SampledText(google.protobuf.message.Message):
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Of each of these tokens, where they were asked for."""
 
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The text of each of these tokens alone. It may be part of a character, and is not always part of the answer's text."""
+
+    @property
+    def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LikelyTokens]:
+        """In the place of each of these tokens, where they were asked for."""
+
     def __init__(
         self,
         *,
@@ -440,8 +552,10 @@ class SampledText(google.protobuf.message.Message):
         sample: builtins.int = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+        top: collections.abc.Iterable[global___LikelyTokens] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt", b"prompt", "sample", b"sample", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt", b"prompt", "sample", b"sample", "text", b"text", "texts", b"texts", "tokens", b"tokens", "top", b"top"]) -> None: ...
 
 global___SampledText = SampledText
 
@@ -485,12 +599,13 @@ global___SampleFigures = SampleFigures
 
 @typing.final
 class SampleCheckpointResponse(google.protobuf.message.Message):
-    """SampleCheckpointResponse is a piece of an answer, or what came after all of them."""
+    """SampleCheckpointResponse is a piece of an answer, the tokens of a prompt, or what came after all of them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
     FIGURES_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     @property
     def text(self) -> global___SampledText:
         """Pieces of all answers, in any order of the prompts."""
@@ -499,14 +614,19 @@ class SampleCheckpointResponse(google.protobuf.message.Message):
     def figures(self) -> global___SampleFigures:
         """The last message."""
 
+    @property
+    def prompt(self) -> global___SampledPrompt:
+        """A prompt's own tokens, before the answers to it."""
+
     def __init__(
         self,
         *,
         text: global___SampledText | None = ...,
         figures: global___SampleFigures | None = ...,
+        prompt: global___SampledPrompt | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["figures", b"figures", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["figures", b"figures", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["figures", b"figures", "prompt", b"prompt", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["figures", b"figures", "prompt", b"prompt", "text", b"text"]) -> None: ...
 
 global___SampleCheckpointResponse = SampleCheckpointResponse
 

@@ -147,8 +147,8 @@ def check_sample(prompts: Sequence[SamplePrompt], options: SampleOptions) -> Non
         )
     if len(options.stop) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in options.stop):
         found["stop"] = f"must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
-    if len(options.stop_ids) > MAX_STOPS:
-        found["stop_ids"] = f"has {len(options.stop_ids)} tokens; at most {MAX_STOPS} are allowed"
+    if len(options.stop_ids) > MAX_STOPS or not all(token >= 0 for token in options.stop_ids):
+        found["stop_ids"] = f"must be at most {MAX_STOPS} tokens, each 0 or more"
     for name, most in (("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)):
         if most is not None and not 0 <= most <= MAX_TOP_LOGPROBS:
             found[name] = f"is {most}; it must be 0 to {MAX_TOP_LOGPROBS}"
@@ -163,6 +163,8 @@ def _problem(prompt: SamplePrompt) -> str:
         return "must have either text or messages or chat_json or ids"
     if len(prompt.ids) > MAX_PROMPT_TOKENS:
         return f"has {len(prompt.ids)} tokens; at most {MAX_PROMPT_TOKENS} are allowed"
+    if prompt.ids and min(prompt.ids) < 0:
+        return f"has the token {min(prompt.ids)}; tokens are 0 or more"
     if len(prompt.messages) > MAX_MESSAGES:
         return f"has {len(prompt.messages)} messages; at most {MAX_MESSAGES} are allowed"
     if not all(message.role for message in prompt.messages):

@@ -14,7 +14,7 @@ from horizon_client.prompts import _prompt as sample_prompt
 from horizon_client.reporter import Reporter
 from horizon_client.resources import SampledText, SampleFigures
 
-NO_TOKENS: dict[str, Any] = {"sample": 0, "tokens": (), "logprobs": ()}
+NO_TOKENS: dict[str, Any] = {"sample": 0, "tokens": (), "texts": (), "logprobs": (), "top": ()}
 
 
 class Noted(Reporter):

@@ -28,19 +28,19 @@ from horizon_proto.v1 import (
 from horizon_server.api.audited import about_to_change
 from horizon_server.api.grpc.convert import choice, enum_text, from_message, seconds_of, set_fields
 from horizon_server.api.grpc.metric_rows import MetricRows, metric_rows
+from horizon_server.api.grpc.sampling_calls import sample, sampled_fields
 from horizon_server.api.grpc.session_calls import session_call, session_result_fields
 from horizon_server.api.grpc.transfers import uploader, write_blob
 from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
 from horizon_server.errors import InvalidSpec
-from horizon_server.events import EvaluationProgress, MergeProgress, SampledText
+from horizon_server.events import EvaluationProgress, MergeProgress
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, BlobRef, PushedRecord, WholeBlob
 from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobFilter, JobState
 from horizon_server.records.plan import PlannedMachine
-from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
 from horizon_server.records.session import Result
 from horizon_server.records.sharing import NodeCondition
 from horizon_server.services.checkpoint_files import read_checkpoint_file
@@ -131,13 +131,6 @@ async def _metrics(
     job = await services.jobs.get(caller, request.job_id)
     async for rows in metric_rows(services.jobs, job, _natural(request, "after_sequence")):
         yield tuple(getattr(rows, name) for name in _FIELDS_OF_METRICS)
-
-
-def _sample(services: Services, caller: Principal, request: checkpoint_pb2.SampleCheckpointRequest) -> Any:
-    # Before they are converted: one by one that takes far longer than to count them.
-    require_few(request.prompts)
-    prompts = [from_message(prompt, SamplePrompt) for prompt in request.prompts]
-    return services.samples.sample(caller, request.job_id, request.step, prompts, from_message(request, SampleOptions))
 
 
 async def _call_session(services: Services, caller: Principal, request: session_pb2.CallSessionRequest) -> int:
@@ -308,9 +301,7 @@ CALLS: Mapping[str, Call] = {
         ),
         ("offset", "data"),
     ),
-    "CheckpointService/SampleCheckpoint": Call(
-        _sample, lambda piece: {"text" if isinstance(piece, SampledText) else "figures": piece}
-    ),
+    "CheckpointService/SampleCheckpoint": Call(sample, sampled_fields),
     "CheckpointService/EvaluateCheckpoint": Call(
         lambda on, caller, r: on.evaluations.evaluate(caller, r.job_id, r.step, dict(r.sets)),
         lambda line: {"progress" if isinstance(line, EvaluationProgress) else "evaluation": line},
