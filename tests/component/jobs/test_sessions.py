@@ -223,7 +223,7 @@ def sample_with(**options: Any) -> Sample:
         (sample_with(top_k=-1), "top_k is -1"),
         (sample_with(stop=("a",) * (MAX_STOPS + 1)), f"stop must be at most {MAX_STOPS} texts"),
         (sample_with(stop=("a" * (MAX_STOP_CHARACTERS + 1),)), f"1 to {MAX_STOP_CHARACTERS} characters"),
-        (sample_with(stop_ids=(1,) * (MAX_STOPS + 1)), "stop_ids has 17 tokens"),
+        (sample_with(stop_ids=(1,) * (MAX_STOPS + 1)), "stop_ids must be at most 16 tokens"),
         (sample_with(logprobs=MAX_TOP_LOGPROBS + 1), "logprobs is 21; it must be 0 to 20"),
         (sample_with(prompt_logprobs=-1), "prompt_logprobs is -1; it must be 0 to 20"),
     ],
