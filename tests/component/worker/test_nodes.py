@@ -118,7 +118,7 @@ def test_two_nodes_give_the_bits_of_one_rank(inputs: Inputs, other: Other) -> No
 def test_a_rank_that_dies_elsewhere_ends_the_worker_and_another_continues_in_the_same_memory(
     inputs: Inputs, other: Other
 ) -> None:
-    spec = spec_of(6, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
+    spec = spec_of(12, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
     alone, folder = inputs("alone"), inputs("killed")
     attempt(alone, spec, Daemon(always), lanes=4)
     killed_s = 0.0
@@ -140,8 +140,8 @@ def test_a_rank_that_dies_elsewhere_ends_the_worker_and_another_continues_in_the
         lines = continue_in_memory(request, folder)
     # A kill in the middle of an update is told, and starts from the model again.
     refused = any("weights of one step" in text or "middle of an update" in text for text in warnings_of(lines))
-    assert ready_at(lines) in (3, 4) or refused, lines
-    assert_same(result(folder, 6), result(alone, 6))
+    assert 3 <= ready_at(lines) < 12 or refused, lines
+    assert_same(result(folder, 12), result(alone, 12))
 
 
 def test_a_node_that_is_gone_ends_the_worker_by_what_may_pass(inputs: Inputs, other: Other) -> None:

@@ -148,7 +148,7 @@ def test_an_order_to_stop_ends_all_ranks_with_a_checkpoint(inputs: Inputs) -> No
 def test_a_rank_that_dies_takes_all_with_it_and_new_ones_continue_in_the_same_memory(
     which: str, inputs: Inputs
 ) -> None:
-    spec = spec_of(6, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
+    spec = spec_of(12, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
     alone, folder = inputs("alone"), inputs("killed")
     attempt(alone, spec, Daemon(always), lanes=4)
     with worker_request(folder, spec, turns=True, num_ranks=2, lanes=4) as request:
@@ -177,8 +177,8 @@ def test_a_rank_that_dies_takes_all_with_it_and_new_ones_continue_in_the_same_me
     ready = next(line for line in lines if isinstance(line, AttemptReady))
     warnings = [line.text for line in lines if isinstance(line, Message) and line.level == "warning"]
     # A kill in the middle of an update is told, and starts from the model again.
-    assert ready.step in (3, 4) or any("in the middle of an update" in text for text in warnings), (ready, warnings)
-    assert_same(result(folder, 6), result(alone, 6))
+    assert 3 <= ready.step < 12 or any("in the middle of an update" in text for text in warnings), (ready, warnings)
+    assert_same(result(folder, 12), result(alone, 12))
 
 
 def test_an_error_of_another_rank_is_the_job_s(inputs: Inputs) -> None:
