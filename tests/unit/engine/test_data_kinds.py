@@ -134,7 +134,7 @@ def test_the_key_of_prepared_text_stays_and_methods_share_a_preference() -> None
     assert len(keys) == 1
     assert [kind_of(name) for name in DatasetFormat if name is not DatasetFormat.AUTO] == [
         *["text"] * 6,
-        "preference",
+        *["preference"] * 2,
         "kto",
         "samples",
     ]
