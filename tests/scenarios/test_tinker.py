@@ -50,13 +50,10 @@ def losses_by_the_sdk(client: TrainingClient) -> list[float]:
     """All calls are sent before the first is awaited."""
     futures = []
     for step in range(STEPS):
-        batch = [
-            types.Datum(
-                model_input=types.ModelInput.from_ints(tokens[:-1]),
-                loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights_of(tokens)},
-            )
-            for tokens in texts_of(step)
-        ]
+        batch = []
+        for tokens in texts_of(step):
+            inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": weights_of(tokens)}
+            batch.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
         futures.append(client.forward_backward(batch, "cross_entropy"))
         client.optim_step(types.AdamParams(**ADAM))
     return [future.result(240).metrics["loss:sum"] for future in futures]

@@ -76,13 +76,10 @@ def adapter(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client(MODEL, rank=4, seed=1, user_metadata={"team": "blue"}).result(240)
 
 
-def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
+def datum(tokens: list[int], **inputs: Any) -> types.Datum:
     """A text of which each token is to be predicted from those before it; `inputs` are by default weights of 1."""
-    given: dict[str, Any] = inputs or {"weights": [1.0] * (len(tokens) - 1)}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], **given},
-    )
+    given = {"target_tokens": tokens[1:], **(inputs or {"weights": [1.0] * (len(tokens) - 1)})}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
 
 
 def data() -> list[types.Datum]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from typing import Any
 
 import pytest
 from tests.component.tinker.conftest import data, datum, logprobs_of
@@ -19,7 +20,7 @@ def base(service: ServiceClient) -> SamplingClient:
 
 
 def sampled(
-    client: SamplingClient, prompt: types.ModelInput = PROMPT, num_samples: int = 1, **params: object
+    client: SamplingClient, prompt: types.ModelInput = PROMPT, num_samples: int = 1, **params: Any
 ) -> types.SampleResponse:
     given = types.SamplingParams(**{"max_tokens": 6, "seed": 1, **params})
     return client.sample(prompt, num_samples, given).result(240)
@@ -81,7 +82,8 @@ def test_the_alternatives_of_an_answer_are_scored(base: SamplingClient) -> None:
     assert found.topk_logprobs is not None and found.logprobs is not None
     for token, logprob, best in zip(found.tokens, found.logprobs, found.topk_logprobs, strict=True):
         assert best is not None and len(best) == 2
-        assert best[0] == (token, pytest.approx(logprob, abs=1e-6))
+        assert best[0][0] == token
+        assert best[0][1] == pytest.approx(logprob, abs=1e-6)
 
 
 def test_answers_have_the_log_probabilities_of_training(service: ServiceClient) -> None:
