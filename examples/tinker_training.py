@@ -3,8 +3,8 @@
     TINKER_BASE_URL=https://gpubox.lab.edu:7172 TINKER_API_KEY=tml-hzn_... \
         python examples/tinker_training.py --model tiny-base --tokenizer ./tiny-base
 
-The model is a pushed one, or one of the hub that the node has; `--rank 0` trains all of its parameters. The tokenizer is
-a folder here, or a name on the hub. Needs `pip install tinker`.
+The model is a pushed one, or one of the hub that the node has; `--rank 0` trains all of its parameters. The tokenizer
+is a folder here, or a name on the hub. Needs `pip install tinker`.
 """
 
 from __future__ import annotations
