@@ -4,7 +4,7 @@ arithmetic, and DPO. Nothing is asked of a hub.
 tinker-cookbook needs other versions of transformers and of the hub's package than the server has, so it lives in an
 environment of its own, whose Python `HORIZON_COOKBOOK_PYTHON` names:
 
-    python -m venv .venv-cookbook     python -m venv .venv-cookbook && .venv-cookbook/bin/pip install tinker-cookbook==0.5.8 torch    python -m venv .venv-cookbook && .venv-cookbook/bin/pip install tinker-cookbook==0.5.8 torch .venv-cookbook/bin/pip install 'tinker-cookbook[math-rl]==0.5.8' torch
+    python -m venv .venv-cookbook && .venv-cookbook/bin/pip install 'tinker-cookbook[math-rl]==0.5.8' torch
     HORIZON_COOKBOOK_PYTHON=$PWD/.venv-cookbook/bin/python make test ARGS=tests/scenarios/test_tinker_recipes.py
 """
 
