@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
+from tests.support.tinker_sdk import service_client
 from tinker import ServiceClient, TrainingClient, types
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +32,7 @@ def daemon(tmp_path: Path, pushed: PushedState) -> Iterator[DaemonProcess]:
 @pytest.fixture
 def service(daemon: DaemonProcess) -> Iterator[ServiceClient]:
     url = f"http://{daemon.endpoints['http']}"
-    with ServiceClient(base_url=url, api_key=f"tml-{daemon.user('ada')}") as client:
+    with service_client(url, f"tml-{daemon.user('ada')}") as client:
         yield client
 
 

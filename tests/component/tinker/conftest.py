@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
+from tests.support.tinker_sdk import rest_client, service_client
 from tinker import RestClient, ServiceClient, TrainingClient, types
 
 Connect = Callable[..., ServiceClient]
@@ -51,7 +52,7 @@ def connect(url: str, key_of: Callable[..., str]) -> Iterator[Connect]:
     with ExitStack() as stack:
 
         def make(user: str = "ada", role: str = "user", api_key: str = "", **options: Any) -> ServiceClient:
-            service = ServiceClient(base_url=url, api_key=api_key or key_of(user, role), **options)
+            service = service_client(url, api_key or key_of(user, role), **options)
             stack.callback(lambda: service.close("success").result(60))
             return service
 
@@ -67,7 +68,7 @@ def service(connect: Connect) -> ServiceClient:
 @pytest.fixture(scope="session")
 def rest(url: str, key_of: Callable[..., str]) -> RestClient:
     """Ada's."""
-    return RestClient(base_url=url, api_key=key_of())
+    return rest_client(url, key_of())
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 from tests.component.tinker.conftest import Connect, data
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL
+from tests.support.tinker_sdk import service_client
 from tinker import RestClient, ServiceClient, types
 
 CHANGES = (
@@ -112,7 +113,7 @@ def test_what_is_sent_again_is_done_once(
 ) -> None:
     wanted = done_by(service)
     before = rest.list_training_runs(limit=1).result(60).cursor.total_count
-    with ServiceClient(base_url=losing.url, api_key=key_of()) as client:
+    with service_client(losing.url, key_of()) as client:
         assert done_by(client) == wanted
     assert rest.list_training_runs(limit=1).result(60).cursor.total_count == before + 2
     assert set(losing.lost) == set(CHANGES) - {"create_sampling_session"}
