@@ -98,7 +98,7 @@ class FinishBody(Body):
 
 
 @router.get("/healthz")
-async def healthz() -> dict[str, str]:
+async def healthz(_change: Calling) -> dict[str, str]:
     """Say that the server answers."""
     return {"status": "ok"}
 
