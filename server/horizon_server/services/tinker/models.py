@@ -150,6 +150,7 @@ class TinkerModels:
         made for sampling clients go."""
         for job in await self.runs(principal, session):
             if job.job_state not in ENDED:
+                require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
                 await self._drop_unnamed(job, 0)
                 with contextlib.suppress(WrongJobState):  # closed before, or paused by its user
                     await self._sessions.call(principal, job.job_id, Close())
