@@ -101,6 +101,7 @@ class Parts:
     async def drain(self, timeout_s: float, *, leave_workers: bool = False) -> None:
         """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then
         end every watch."""
+        await self.services.tinker_samples.close()
         await self.services.samples.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)

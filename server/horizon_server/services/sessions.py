@@ -24,7 +24,7 @@ from horizon_server.errors import (
 from horizon_server.jobs.scheduler import RESUMED
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobRecord, JobState, StopRequest
-from horizon_server.records.session import Call, Close, Closed, LoadState, Result
+from horizon_server.records.session import Call, Close, Closed, LoadState, OptimStep, Result
 from horizon_server.services.access import require_change
 from horizon_server.services.jobs import JobService
 from horizon_server.services.session_checks import check_call
@@ -62,6 +62,8 @@ class _Open:
     """Callers that wait for a result now."""
     sequences: dict[int, int] = field(default_factory=dict)
     """Numbers of calls, by those that their caller counts with."""
+    changed: int = 0
+    """The newest call that changes the weights, of those that this daemon has kept."""
     has_stale: bool = False
     """Whether the file of these may tell of a call that was never kept."""
 
@@ -99,8 +101,6 @@ class Sessions:
         """
         job = await self._session(principal, key, changes=True)
         check_call(call, job.spec)
-        if isinstance(call, LoadState):
-            await self._require_checkpoint(principal, call)
         files, session = self._files(job), await self._known(job)
         async with session.lock:
             if number is not None and number <= session.last:
@@ -124,11 +124,15 @@ class Sessions:
                 )
             if number is not None and number != session.last + 1:
                 raise InvalidSpec.of("number", f"number is {number}; the session's next call has {session.last + 1}")
+            if isinstance(call, LoadState):
+                await self._require_checkpoint(principal, call)
             await self._require_room(job, files, session)
             session.num_bytes += await self._keep(files, session, call, sequence)
             session.last, session.is_closed = session.last + 1, isinstance(call, Close)
             session.called_s = time.monotonic()
             number = session.last
+            if isinstance(call, OptimStep | LoadState):
+                session.changed = number
         await self._wake(job)
         return number
 
@@ -174,6 +178,13 @@ class Sessions:
     async def last_number(self, principal: Principal, key: str) -> int:
         """Return the number of the newest call, 0 where there was none. Raises NotFound."""
         return (await self._known(await self._session(principal, key, changes=False))).last
+
+    async def will_change(self, job: JobRecord) -> bool:
+        """Whether a call that changes the weights waits in a session, or is being done."""
+        session = await self._known(job)
+        if session.done < session.last:
+            await self._count_done(self._files(job), session)
+        return session.changed > session.done
 
     async def run(self) -> None:
         """Write home sessions that are not called for long, and bring back those that are. Until it is cancelled."""

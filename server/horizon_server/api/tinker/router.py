@@ -9,3 +9,4 @@ from horizon_server.api.tinker import futures, runs, sampling, service, training
 router = APIRouter()
 for part in (service, training, futures, sampling, runs):
     router.include_router(part.router, include_in_schema=False)
+router.include_router(service.unserved, include_in_schema=False)

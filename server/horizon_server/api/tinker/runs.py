@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from horizon_server.api.audited import Asked
-from horizon_server.api.http.middleware import Services
+from horizon_server.api.http.middleware import Services, until_answered
 from horizon_server.api.openai.bodies import read_body
 from horizon_server.api.tinker.calls import Body, Calling, Changing, short
 from horizon_server.api.tinker.training import ADAM
@@ -27,7 +27,6 @@ from horizon_server.services.tinker.models import TinkerModels
 from horizon_server.services.tinker.names import CheckpointName, ModelName, require_own
 from horizon_server.spec.training import LORA
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
-from horizon_server.store.manifest import TRAINER_FOLDER
 
 router = APIRouter(prefix="/api/v1")
 
@@ -221,12 +220,9 @@ async def external_weights_urls(change: Calling, request: Request, model_id: str
         manifest = await in_thread(lambda: services.jobs.folders.checkpoints(job.job_id).manifest(step))
         part = adapter_part(manifest.files)
         part = model_part(manifest.files) or "" if part is None else part
-        others = "" if part.startswith(TRAINER_FOLDER) else f"{TRAINER_FOLDER}/"
-        files = frozenset(
-            path.removeprefix(part)
-            for path in manifest.files
-            if path.startswith(part) and not (others and path.startswith(others)) and "/" not in path.removeprefix(part)
-        )
+        names = [path.removeprefix(part) for path in manifest.files if path.startswith(part)]
+        # Folders hold other parts: a merged model, and what only training needs.
+        files = frozenset(name for name in names if "/" not in name)
         ends_s = time.time() + MAX_DOWNLOAD_S
         return _Download(principal=caller, job_id=job.job_id, step=step, part=part, files=files, ends_s=ends_s)
 
@@ -246,17 +242,17 @@ async def download_file(services: Services, request: Request, secret: str, file:
     accepted = await services.accounts.still_accepted({download.principal.token_id})
     if (principal := accepted.get(download.principal.token_id)) is None:
         raise Unauthenticated("the token that this address was made with is not accepted any more")
-    opened = services.jobs.checkpoint_file(principal, download.job_id, download.step, download.part + file)
-    path = await opened.__aenter__()
+    opened = until_answered(request)
+    await opened.enter_async_context(services.limits.of_user(principal.name))
+    path = await opened.enter_async_context(
+        services.jobs.checkpoint_file(principal, download.job_id, download.step, download.part + file)
+    )
     size = await in_thread(lambda: path.stat().st_size)
 
     async def pieces() -> AsyncIterator[bytes]:
-        try:
-            with path.open("rb") as stream:
-                while piece := await in_thread(lambda: stream.read(_PIECE_BYTES)):
-                    yield piece
-        finally:
-            await opened.__aexit__(None, None, None)
+        with path.open("rb") as stream:
+            while piece := await in_thread(lambda: stream.read(_PIECE_BYTES)):
+                yield piece
 
     headers = {"Content-Length": str(size)}
     return StreamingResponse(pieces(), media_type="application/octet-stream", headers=headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from horizon_server.services.tinker.names import new_session, require_own
 from horizon_server.store.adapter_files import PEFT_LORA
 
 router = APIRouter(prefix="/api/v1")
+unserved = APIRouter(prefix="/api/v1")
+"""After all others."""
 
 MAX_MODELS = 200
 """Bases that get_server_capabilities lists, the newest."""
@@ -56,8 +59,8 @@ _UNSERVED = {
     "join_sampling_session": "copies of a sampling client number their samples themselves",
     "retrieve_futures": "each sample is fetched with retrieve_future",
     "sessions/search": "see: GET /api/v1/sessions",
-    "sessions/{session_id}/project": "a session belongs to no project; its models do: user_metadata horizon.project",
-    "sessions/{session_id}/trace_export": "there are no traces of sessions",
+    "sessions/*/project": "a session belongs to no project; its models do: user_metadata horizon.project",
+    "sessions/*/trace_export": "there are no traces of sessions",
     "unload_model": "a model gives its memory back when it is not called; finish its session to end it",
 }
 
@@ -98,7 +101,7 @@ class FinishBody(Body):
 
 
 @router.get("/healthz")
-async def healthz() -> dict[str, str]:
+async def healthz(_change: Calling) -> dict[str, str]:
     """Say that the server answers."""
     return {"status": "ok"}
 
@@ -170,12 +173,8 @@ async def finish_session(change: Changing, request: Request, session_id: str) ->
     await change.carry_out("SessionService/CallSession", asked, work, lambda _: "")
 
 
-def _refuse(path: str, why: str) -> None:
-    async def refuse(_change: Calling) -> None:
-        raise NotFound(f"/api/v1/{path} is not served here: {why}")
-
-    router.add_api_route(f"/{path}", refuse, methods=["GET", "POST", "PUT", "DELETE"])
-
-
-for _path, _why in _UNSERVED.items():
-    _refuse(_path, _why)
+@unserved.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+async def refuse(_change: Calling, path: str) -> None:
+    """Say of a path of Tinker's that nothing here is meant by it, and what there is instead."""
+    whys = (why for pattern, why in _UNSERVED.items() if fnmatchcase(path, pattern))
+    raise NotFound(f"/api/v1/{path:.200} is not served here{': ' if (why := next(whys, '')) else ''}{why}")

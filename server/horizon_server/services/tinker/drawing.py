@@ -7,7 +7,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from horizon_server.errors import FieldViolation, HorizonError, InvalidData, InvalidModel, InvalidSpec, NotFound
+from horizon_server.errors import (
+    FieldViolation,
+    HorizonError,
+    InvalidData,
+    InvalidModel,
+    InvalidSpec,
+    NotFound,
+    WrongJobState,
+)
 from horizon_server.events import SampledPrompt, SampledText
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
@@ -94,18 +102,23 @@ class Drawing:
         job, step = await self._models.find(principal, target.model), target.step
         if step is not None:
             self._models.asked(job, step)
-        if step is None or (job.job_state is JobState.RUNNING and job.step == step and not _wants_top(options)):
+        if step is None or (not _wants_top(options) and await self._is_at(job, step)):
             try:
                 return await self._from_session(
                     principal, job, Sample(prompts=tuple(prompts), options=options, at_step=step)
                 )
-            except NotFound:
-                # There was a change meanwhile.
+            except (NotFound, WrongJobState):
+                # There was a change meanwhile, or its end.
                 if step is None:
                     raise
         return await _gathered(
             self._samples.sample(principal, job.job_id, step, prompts, options), len(prompts), options.num_samples
         )
+
+    async def _is_at(self, job: JobRecord, step: int) -> bool:
+        """Whether a session has the weights of a step in memory, and will have them for a while."""
+        is_now = job.job_state is JobState.RUNNING and job.step == step
+        return is_now and not await self._sessions.will_change(job)
 
     async def _from_session(self, principal: Principal, job: JobRecord, call: Sample) -> list[Drawn]:
         """Have the session answer with the very weights that it trains. Raises NotFound where they are others now."""

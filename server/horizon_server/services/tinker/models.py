@@ -26,6 +26,7 @@ from horizon_server.services.tinker.names import (
     UNNAMED,
     CheckpointName,
     ModelName,
+    is_of,
     job_prefix,
     no_checkpoint,
     no_model,
@@ -134,7 +135,7 @@ class TinkerModels:
             job = await self._jobs.get(principal, name.job_name)
         except NotFound as error:
             raise no_model(model_id) from error
-        if not job.spec.is_session or job.spec.name != name.job_name:
+        if not job.spec.is_session or job.spec.name != name.job_name or not is_of(job.owner, name.session):
             raise no_model(model_id)
         return job
 
@@ -145,9 +146,12 @@ class TinkerModels:
         return [job for job in found if job.spec.is_session and ModelName.of_job(job.spec.name) is not None]
 
     async def finish(self, principal: Principal, session: str) -> None:
-        """Close the models of a session that have not ended: each writes its last checkpoint first."""
+        """Close the models of a session that have not ended: each writes its last checkpoint first. Those that were
+        made for sampling clients go."""
         for job in await self.runs(principal, session):
             if job.job_state not in ENDED:
+                require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
+                await self._drop_unnamed(job, 0)
                 with contextlib.suppress(WrongJobState):  # closed before, or paused by its user
                     await self._sessions.call(principal, job.job_id, Close())
 
@@ -155,17 +159,17 @@ class TinkerModels:
         """Have a model write a checkpoint for one sampling client; returns the number of the call."""
         call = SaveState(name=f"{UNNAMED}{sequence}")
         number = await self._sessions.call(principal, job.job_id, call, sequence=sequence)
-        await self._drop_unnamed(job)
+        await self._drop_unnamed(job, MAX_UNNAMED)
         return number
 
-    async def _drop_unnamed(self, job: JobRecord) -> None:
+    async def _drop_unnamed(self, job: JobRecord, most: int) -> None:
         checkpoints = self._jobs.folders.checkpoints(job.job_id)
         unnamed = [
             (self._asked.get((job.job_id, one.step), 0), one.step, one.names)
             for one in await asyncio.to_thread(checkpoints.newest_named, MAX_CHECKPOINTS)
             if any(name.startswith(UNNAMED) for name in one.names)
         ]
-        for _, step, names in sorted(unnamed)[: max(0, len(unnamed) - MAX_UNNAMED)]:
+        for _, step, names in sorted(unnamed)[: max(0, len(unnamed) - most)]:
             self._asked.pop((job.job_id, step), None)
             for name in names:
                 if name.startswith(UNNAMED):

@@ -122,7 +122,7 @@ class Target:
 def new_session(principal: Principal) -> str:
     """Return the id of a new session of the caller."""
     random = secrets.token_hex(_RANDOM_CHARS // 2)
-    return random + _owner_digits(principal, random)
+    return random + _owner_digits(principal.name, random)
 
 
 def require_own(principal: Principal, session: str) -> None:
@@ -130,9 +130,14 @@ def require_own(principal: Principal, session: str) -> None:
 
     It keeps programs apart and protects nothing: who may do what with a job is decided by its owner.
     """
-    random = session[:_RANDOM_CHARS]
-    if re.fullmatch(r"[0-9a-f]{24}", session) is None or session != random + _owner_digits(principal, random):
+    if re.fullmatch(r"[0-9a-f]{24}", session) is None or not is_of(principal.name, session):
         raise NotFound(f"session {session!r:.80} does not exist, or is not yours; create_session makes one")
+
+
+def is_of(owner: str, session: str) -> bool:
+    """Whether a session is one of that user's."""
+    random, digits = session[:_RANDOM_CHARS], session[_RANDOM_CHARS:]
+    return digits == _owner_digits(owner, random)
 
 
 def job_prefix(session: str) -> str:
@@ -192,5 +197,5 @@ def no_checkpoint(text: str) -> NotFound:
     return NotFound(f"checkpoint {text!r:.200} does not exist, or is not yours")
 
 
-def _owner_digits(principal: Principal, random: str) -> str:
-    return hashlib.sha256(f"{random}/{principal.name}".encode()).hexdigest()[:_OWNER_CHARS]
+def _owner_digits(owner: str, random: str) -> str:
+    return hashlib.sha256(f"{random}/{owner}".encode()).hexdigest()[:_OWNER_CHARS]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,8 @@ Draw = Callable[[Sequence[Any]], Awaitable[Sequence[bytes]]]
 
 @dataclass(kw_only=True, eq=False)
 class _Asked:
+    user: str
+    key: str
     request: Any
     num_bytes: int
     num_answers: int
@@ -53,6 +55,7 @@ class _Asked:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: bytes = b""
     error: HorizonError | None = None
+    is_wanted: bool = True
 
 
 class WaitingSamples:
@@ -87,15 +90,16 @@ class WaitingSamples:
                 f"{len(waiting)} samples of {user} wait; at most {MAX_WAITING}, and {MAX_WAITING_BYTES} bytes, may",
                 retry_after_s=1.0,
             )
-        asked = _Asked(request=request, num_bytes=num_bytes, num_answers=num_answers, draw=draw)
+        asked = _Asked(user=user, key=key, request=request, num_bytes=num_bytes, num_answers=num_answers, draw=draw)
         own[key] = asked
         place: Hashable = object() if group is None else group
         if (queue := self._groups.get(place)) is not None:
             queue.append(asked)
         else:
             self._groups[place] = deque([asked])
-            self._start(self._draw_group(place, gathers=group is not None))
-        self._start(self._keep(user, key, asked))
+            task = asyncio.create_task(self._draw_group(place, gathers=group is not None), name="tinker-samples")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def result(self, user: str, key: str, wait_s: float) -> bytes | None:
         """Return what was drawn; None where it is not within this time.
@@ -111,14 +115,17 @@ class WaitingSamples:
         return asked.result if asked.done.is_set() else None
 
     def cancel(self, user: str, key: str) -> None:
-        """Forget a sample. One that is being drawn is drawn to its end, with the others."""
-        asked = self._of_user.get(user, {}).pop(key, None)
+        """Forget a sample. One that is being drawn is drawn to its end, and counts until then."""
+        asked = self._of_user.get(user, {}).get(key)
         if asked is None:
             return
-        for queue in self._groups.values():
-            with suppress(ValueError):
-                queue.remove(asked)
-        asked.done.set()
+        asked.is_wanted = False
+        queue = next((queue for queue in self._groups.values() if asked in queue), None)
+        if queue is not None:
+            queue.remove(asked)
+            self._finish(asked, b"")
+        elif asked.done.is_set():
+            self._forget(user, key, asked)
 
     async def close(self) -> None:
         """End what is being drawn."""
@@ -126,11 +133,6 @@ class WaitingSamples:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.create_task(work, name="tinker-samples")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _draw_group(self, place: Hashable, *, gathers: bool) -> None:
         queue = self._groups[place]
@@ -147,56 +149,62 @@ class WaitingSamples:
                     await self._draw([queue.popleft()])
         finally:
             del self._groups[place]
-            for left in queue:
-                _failed([left], Draining("the daemon is shutting down"))
+            self._fail(queue, Draining("the daemon is shutting down"))
 
     async def _draw(self, batch: Sequence[_Asked]) -> None:
         try:
             results = await batch[0].draw([one.request for one in batch])
         except _OF_ONE as error:
             if len(batch) == 1:
-                _failed(batch, error)
+                self._fail(batch, error)
                 return
             for half in (batch[: len(batch) // 2], batch[len(batch) // 2 :]):
                 await self._draw(half)
         except HorizonError as error:
-            _failed(batch, error)
+            self._fail(batch, error)
         except asyncio.CancelledError:
-            _failed(batch, Draining("the daemon is shutting down"))
+            self._fail(batch, Draining("the daemon is shutting down"))
             raise
         except Exception:  # noqa: BLE001  # a bug must not leave the others waiting
             _log.exception("samples could not be drawn")
-            _failed(batch, HorizonError("something went wrong inside the daemon; its log says what"))
+            self._fail(batch, HorizonError("something went wrong inside the daemon; its log says what"))
         else:
             for one, result in zip(batch, results, strict=True):
-                one.result = result
-                one.done.set()
+                self._finish(one, result)
 
-    async def _keep(self, user: str, key: str, asked: _Asked) -> None:
-        """Remove a sample when it was kept for long enough, and older ones where there are too many."""
-        await asked.done.wait()
-        own = self._of_user[user]
-        if not isinstance(asked.error, Draining):
-            finished = [(name, one) for name, one in own.items() if one.done.is_set() and one is not asked]
-            num_bytes = len(asked.result) + sum(len(one.result) for _, one in finished)
-            num = len(finished) + 1
-            for name, one in finished:
-                if num_bytes <= MAX_FINISHED_BYTES and num <= MAX_FINISHED:
-                    break
-                del own[name]
-                num_bytes, num = num_bytes - len(one.result), num - 1
-            await asyncio.sleep(MAX_KEPT_S)
+    def _forget(self, user: str, key: str, asked: _Asked) -> None:
+        own = self._of_user.get(user, {})
         if own.get(key) is asked:
             del own[key]
         if not own:
             self._of_user.pop(user, None)
 
+    def _drop_oldest(self, user: str) -> None:
+        """Keep no more drawn samples of a user than may be."""
+        finished = [(key, one) for key, one in self._of_user.get(user, {}).items() if one.done.is_set()]
+        num_bytes, num = sum(len(one.result) for _, one in finished), len(finished)
+        for key, one in finished:
+            if num_bytes <= MAX_FINISHED_BYTES and num <= MAX_FINISHED:
+                break
+            self._forget(user, key, one)
+            num_bytes, num = num_bytes - len(one.result), num - 1
+
+    def _finish(self, one: _Asked, result: bytes | HorizonError) -> None:
+        if isinstance(result, HorizonError):
+            one.error = result
+        else:
+            one.result = result
+        one.done.set()
+        if isinstance(result, Draining) or not one.is_wanted:
+            self._forget(one.user, one.key, one)  # asked again, it is drawn
+            return
+        self._drop_oldest(one.user)
+        asyncio.get_running_loop().call_later(MAX_KEPT_S, self._forget, one.user, one.key, one)
+
+    def _fail(self, batch: Iterable[_Asked], error: HorizonError) -> None:
+        for one in batch:
+            self._finish(one, error)
+
 
 def _num_answers(batch: Sequence[_Asked]) -> int:
     return sum(one.num_answers for one in batch)
-
-
-def _failed(batch: Sequence[_Asked], error: HorizonError) -> None:
-    for one in batch:
-        one.error = error
-        one.done.set()
