@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -62,7 +63,7 @@ def make_app(
     app.state.series = SeriesOfJobs()
     app.state.live = LivePages(services, app.state.streams)
     app.state.dialects = (OPENAI, TINKER)
-    app.state.tinker_downloads = {}
+    app.state.tinker_downloads, app.state.tinker_waiting = {}, Counter()
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     add_web_page(app)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,7 @@ from horizon_server.api.services import Services
 from horizon_server.api.tinker.calls import Body, Calling, short
 from horizon_server.api.tinker.errors import body_of
 from horizon_server.api.tinker.messages import forward_backward_output
-from horizon_server.errors import Draining, HorizonError, NotFound, WrongJobState
+from horizon_server.errors import Draining, HorizonError, NotFound, TooManyCalls, WrongJobState
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobState
 from horizon_server.records.session import CallFailed, Computed, Loaded, Result, Saved, Stepped
@@ -26,6 +29,9 @@ router = APIRouter(prefix="/api/v1")
 
 MAX_WAIT_S = 40.0
 """Of one question; the SDK asks again, and gives up the connection after 45."""
+MAX_WAITING = 40
+"""Questions of a user that wait at the same time, each on a connection: the SDK asks again after a while where there
+are more."""
 _PROTOBUF = "application/x-protobuf"
 _GONE = 410
 """The SDK sends a sample anew after it."""
@@ -90,10 +96,13 @@ async def retrieve_future(change: Calling, request: Request) -> Response | dict[
     """Return the result, after a wait, or that it is not there yet."""
     body = await read_body(request, RetrieveBody)
     request_id = short(body.request_id, "request_id")
-    if request_id.startswith("sample/"):
-        return await unless_gone(request, _sample(change.services, change.caller, request_id))
-    future = Future.parse(request_id)
-    return await unless_gone(request, _retrieved(change.services, change.caller, future))
+    work = (
+        _sample(change.services, change.caller, request_id)
+        if request_id.startswith("sample/")
+        else _retrieved(change.services, change.caller, Future.parse(request_id))
+    )
+    with _waiting(request.app.state.tinker_waiting, change.caller.name):
+        return await unless_gone(request, work)
 
 
 @router.post("/cancel_future")
@@ -101,6 +110,20 @@ async def cancel_future(change: Calling, request: Request) -> None:
     """Forget a sample."""
     body = await read_body(request, CancelBody)
     change.services.tinker_samples.cancel(change.caller.name, short(body.request_id, "request_id"))
+
+
+@contextmanager
+def _waiting(num_of_user: Counter[str], name: str) -> Iterator[None]:
+    """Count the block as a question that waits. Raises TooManyCalls."""
+    if num_of_user[name] >= MAX_WAITING:
+        raise TooManyCalls(f"{name} waits for {MAX_WAITING} results, the maximum; ask again later", retry_after_s=1.0)
+    num_of_user[name] += 1
+    try:
+        yield
+    finally:
+        num_of_user[name] -= 1
+        if not num_of_user[name]:
+            del num_of_user[name]
 
 
 async def _sample(services: Services, caller: Principal, request_id: str) -> Response | dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from horizon_proto.tinker.v1 import tinker_pb2 as pb
-from horizon_server.errors import InvalidData, InvalidSpec
+from horizon_server.errors import FieldViolation, InvalidData, InvalidSpec
 from horizon_server.records.session import Computed, Datum, Forward, ForwardBackward
 from horizon_server.services.session_checks import LOSSES
 from horizon_server.services.tinker.drawing import Drawn, Top
@@ -96,6 +97,24 @@ def _require_known(message: Any, name: str) -> None:
 
 def _refused(name: str, problem: str) -> InvalidData:
     return InvalidData.of(name, f"{name} {problem}")
+
+
+def with_names_of_tinker(error: InvalidData) -> InvalidData:
+    """Return the error of a call with its fields under the names that they have in a request."""
+
+    def named(text: str) -> str:
+        text = re.sub(r"^options\.", "loss_fn_config.", text)
+        text = re.sub(r"^(data\[\d+\])\.tokens", r"\1.model_input", text)
+        return re.sub(r"^(data\[\d+\])\.(targets|weights|logprobs|advantages)", _input_name, text)
+
+    violations = [
+        FieldViolation(field=named(one.field), description=named(one.description)) for one in error.violations
+    ]
+    return InvalidData(named(error.message), violations=violations)
+
+
+def _input_name(found: re.Match[str]) -> str:
+    return f"{found[1]}.loss_fn_inputs.{'target_tokens' if found[2] == 'targets' else found[2]}"
 
 
 def forward_backward_output(computed: Computed) -> bytes:

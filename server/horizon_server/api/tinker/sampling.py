@@ -25,8 +25,6 @@ from horizon_server.services.tinker.names import Target, require_own, sampler_id
 
 router = APIRouter(prefix="/api/v1")
 
-_MAX_SEQUENCE = 2**63
-
 
 class CreateSamplerBody(Body):
     """Makes a sampling client."""
@@ -79,7 +77,7 @@ class SampleBody(Body):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = Field(default=None, ge=0, lt=_MAX_SEQUENCE)
+    seq_id: int | None = Field(default=None, ge=0, lt=2**63)
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     topk_sample_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -88,8 +86,9 @@ class SampleBody(Body):
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
 
-    def options(self) -> SampleOptions:
-        """Return how to answer, without a seed of its own as seed 0. Raises InvalidSpec."""
+    def options(self, longest: int) -> SampleOptions:
+        """Return how to answer, without a seed of its own as seed 0. An answer without a bound has as many tokens as
+        the model takes. Raises InvalidSpec."""
         if self.target_prompt_logprobs is not None or self.prompt_alt_tokens_k or self.record_stability_info:
             raise InvalidSpec.of(
                 "target_prompt_logprobs",
@@ -102,7 +101,7 @@ class SampleBody(Body):
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
         scored = self.prompt_logprobs or self.topk_prompt_logprobs
         return SampleOptions(
-            max_tokens=MAX_NEW_TOKENS if params.max_tokens is None else params.max_tokens,
+            max_tokens=max(1, min(MAX_NEW_TOKENS, longest)) if params.max_tokens is None else params.max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=0 if params.top_k == -1 else params.top_k,
@@ -137,8 +136,7 @@ async def get_sampler(change: Calling, sampler: str) -> dict[str, Any]:
 async def asample(change: Calling, request: Request) -> dict[str, Any]:
     """Have a prompt answered. Without a seed, prompts that come at nearly the same time are answered together."""
     body = await read_body(request, SampleBody)
-    prompt, options = SamplePrompt(ids=body.prompt.ids()), body.options()
-    check_sample([prompt], options)
+    prompt = SamplePrompt(ids=body.prompt.ids())
     if body.sampling_session_id is not None:
         if body.seq_id is None or body.base_model is not None or body.model_path is not None:
             raise InvalidSpec.of("seq_id", "seq_id is required with sampling_session_id, and no model beside it")
@@ -147,7 +145,11 @@ async def asample(change: Calling, request: Request) -> dict[str, Any]:
     else:
         target = await _target(change, body.base_model, body.model_path)
         asked = secrets.token_hex(12)
-    await change.services.tinker_drawing.check(change.caller, target, options)
+    drawing = change.services.tinker_drawing
+    longest = await drawing.longest(change.caller, target) if body.sampling_params.max_tokens is None else 0
+    options = body.options(longest - len(prompt.ids))
+    check_sample([prompt], options)
+    await drawing.check(change.caller, target, options)
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not (1 <= last_n < len(prompt.ids) and options.prompt_logprobs is not None):
         raise InvalidSpec.of(

@@ -13,6 +13,7 @@ from horizon_server.api.audited import Asked
 from horizon_server.api.openai.bodies import read_body
 from horizon_server.api.services import Services
 from horizon_server.api.tinker.calls import Body, Calling, Changing, notes_of
+from horizon_server.api.tinker.futures import MAX_WAITING
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound
 from horizon_server.records.account import Principal
 from horizon_server.services.tinker.models import TOKENS_PER_CALL
@@ -30,7 +31,8 @@ _BYTES_PER_TOKEN = 12
 _CONFIG = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
-    "sample_dispatch_bytes_semaphore_size": 2 * 2**20,
+    # Few are sent at the same time, as each would be on a connection of its own too.
+    "sample_dispatch_bytes_semaphore_size": 512,
     "inflight_response_bytes_semaphore_size": 50 * 2**20,
     # The calls of a model are done in the order in which they come.
     "parallel_fwdbwd_chunks": False,
@@ -41,8 +43,8 @@ _CONFIG = {
     "billing_exception_max_pause_duration_sec": 0,
     "sample_no_retries": False,
     "sample_enable_stuck_detection": True,
-    # Each waits with a call that is open, of which a user may have 256.
-    "sample_max_concurrent_requests": 128,
+    # Each waits on a connection of its own, of which a user may have 64 (`api.connections`).
+    "sample_max_concurrent_requests": MAX_WAITING,
     "use_pyqwest_transport": True,
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,

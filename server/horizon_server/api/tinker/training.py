@@ -15,8 +15,8 @@ from horizon_server.api.http.changes import Change
 from horizon_server.api.openai.bodies import read_body
 from horizon_server.api.tinker.calls import Body, Calling, Changing, SequencedBody, notes_of, require_sequence, short
 from horizon_server.api.tinker.futures import Future
-from horizon_server.api.tinker.messages import read_forward_backward
-from horizon_server.errors import InvalidSpec
+from horizon_server.api.tinker.messages import read_forward_backward, with_names_of_tinker
+from horizon_server.errors import InvalidData, InvalidSpec
 from horizon_server.records.session import Call, OptimStep, SaveState
 from horizon_server.services.tinker.models import Adapters
 from horizon_server.services.tinker.names import (
@@ -207,7 +207,10 @@ async def forward_backward(change: Calling, request: Request) -> dict[str, Any]:
         raise InvalidSpec.of("Content-Type", f"Content-Type must be {_PROTOBUF}, without a Content-Encoding")
     content = await request.body()
     model_id, seq_id, call = await asyncio.to_thread(read_forward_backward, content)
-    return await _called(change, model_id, require_sequence(seq_id), call, "computed")
+    try:
+        return await _called(change, model_id, require_sequence(seq_id), call, "computed")
+    except InvalidData as error:
+        raise with_names_of_tinker(error) from error
 
 
 @router.post("/optim_step")

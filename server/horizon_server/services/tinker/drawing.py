@@ -77,6 +77,12 @@ class Drawing:
         """Return the name of the base of what answers. Raises NotFound."""
         return target.base or (await self._models.find(principal, target.model)).spec.model
 
+    async def longest(self, principal: Principal, target: Target) -> int:
+        """Return how many tokens a prompt and its answer may have together. Raises NotFound."""
+        if target.base:
+            return await self._models.longest(principal, target.base)
+        return (await self._models.find(principal, target.model)).spec.train.sequence_length
+
     async def check(self, principal: Principal, target: Target, options: SampleOptions) -> None:
         """Let what can be asked pass. Raises NotFound, NotAllowed, InvalidSpec."""
         if target.base:
