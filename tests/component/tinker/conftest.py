@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,8 @@ from tinker import RestClient, ServiceClient, TrainingClient, types
 
 Connect = Callable[..., ServiceClient]
 
+PATIENCE_S = 400.0
+"""For what a busy machine takes to start a model."""
 TEXTS = ([5, 17, 42, 7, 99, 23, 4, 61], [12, 8, 131, 77, 6], [101, 3, 3, 54, 88, 9, 40, 29, 63, 150])
 
 
@@ -46,9 +49,9 @@ def url(daemon: DaemonProcess) -> str:
     return f"http://{daemon.endpoints['http']}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def connect(url: str, key_of: Callable[..., str]) -> Iterator[Connect]:
-    """Make clients of users; each has a session of its own, which ends with the tests."""
+    """Make clients of users. Each has a session of its own, which ends with the test, and its models with it."""
     with ExitStack() as stack:
 
         def make(user: str = "ada", role: str = "user", api_key: str = "", **options: Any) -> ServiceClient:
@@ -59,7 +62,7 @@ def connect(url: str, key_of: Callable[..., str]) -> Iterator[Connect]:
         yield make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def service(connect: Connect) -> ServiceClient:
     """Ada's."""
     return connect()
@@ -71,10 +74,33 @@ def rest(url: str, key_of: Callable[..., str]) -> RestClient:
     return rest_client(url, key_of())
 
 
-@pytest.fixture(scope="session")
-def adapter(service: ServiceClient) -> TrainingClient:
-    """A model with adapters, which all tests of a process train."""
-    return service.create_lora_training_client(MODEL, rank=4, seed=1, user_metadata={"team": "blue"}).result(240)
+@pytest.fixture(scope="module")
+def kept(url: str, key_of: Callable[..., str]) -> Iterator[ServiceClient]:
+    """Ada's, for all tests of a file."""
+    with service_client(url, key_of()) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def model(kept: ServiceClient) -> TrainingClient:
+    """A model with adapters, which the tests of a file share: each starts a process."""
+    client = kept.create_lora_training_client(MODEL, rank=4, seed=1, user_metadata={"team": "blue"}).result(PATIENCE_S)
+    client.save_state("start").result(PATIENCE_S)
+    return client
+
+
+@pytest.fixture
+def adapter(model: TrainingClient) -> TrainingClient:
+    """The model, as it was in the beginning."""
+    return as_at_first(model)
+
+
+def as_at_first(client: TrainingClient) -> TrainingClient:
+    """Have a model take the weights and moments that it began with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        client.load_state_with_optimizer(f"tinker://{client.model_id}/weights/start").result(PATIENCE_S)
+    return client
 
 
 def datum(tokens: list[int], **inputs: Any) -> types.Datum:
