@@ -96,13 +96,11 @@ async def retrieve_future(change: Calling, request: Request) -> Response | dict[
     """Return the result, after a wait, or that it is not there yet."""
     body = await read_body(request, RetrieveBody)
     request_id = short(body.request_id, "request_id")
-    work = (
-        _sample(change.services, change.caller, request_id)
-        if request_id.startswith("sample/")
-        else _retrieved(change.services, change.caller, Future.parse(request_id))
-    )
+    future = None if request_id.startswith("sample/") else Future.parse(request_id)
     with _waiting(request.app.state.tinker_waiting, change.caller.name):
-        return await unless_gone(request, work)
+        if future is None:
+            return await unless_gone(request, _sample(change.services, change.caller, request_id))
+        return await unless_gone(request, _retrieved(change.services, change.caller, future))
 
 
 @router.post("/cancel_future")
