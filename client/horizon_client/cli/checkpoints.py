@@ -44,7 +44,7 @@ def _marks(checkpoint: Checkpoint) -> str:
     return " ".join(mark for mark, is_set in marks if is_set)
 
 
-_VIEW: View[Checkpoint] = View(
+CHECKPOINT_VIEW: View[Checkpoint] = View(
     columns=[
         ("STEP", lambda c: str(c.step)),
         ("EVAL LOSS", _loss),
@@ -75,7 +75,7 @@ def checkpoint() -> None:
 @connected
 def list_checkpoints(client: Client, job: str, output: str) -> None:
     """List the checkpoints of a job, oldest first."""
-    print_list(client.checkpoints.list(find_job(client, job).job_id), _VIEW, output)
+    print_list(client.checkpoints.list(find_job(client, job).job_id), CHECKPOINT_VIEW, output)
 
 
 @checkpoint.command(
@@ -431,7 +431,7 @@ def keep(client: Client, checkpoint: str, undo: bool, output: str) -> None:
     job, at = _job_and_place(checkpoint, default="last")
     found = client.checkpoints.keep(find_job(client, job).job_id, at=at, kept=not undo)
     told = "may be deleted automatically again" if undo else "is kept until you delete it"
-    print_one(found, _VIEW, output, message=f"step {found.step} of {found.job_id} {told}")
+    print_one(found, CHECKPOINT_VIEW, output, message=f"step {found.step} of {found.job_id} {told}")
 
 
 add_delete(checkpoint, "checkpoint", job_names, "JOB@500")
