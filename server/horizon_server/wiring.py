@@ -72,6 +72,7 @@ from horizon_server.services.sampling import Samples
 from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
+from horizon_server.services.task_results import TaskResults
 from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.deliveries import Deliveries
 from horizon_server.services.webhooks.hooks import Webhooks
@@ -246,6 +247,7 @@ async def wire(
             make_preparation=lambda: Preparation(folders.prepared, preparing, space),
             environment=environment,
         ),
+        task_results=TaskResults(jobs),
         merges=Merges(jobs, quotas=quotas, environment=environment),
         models=models,
         blobs=uploads,

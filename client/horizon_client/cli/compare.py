@@ -85,7 +85,8 @@ def job_figures(job: Job) -> dict[str, Any]:
     for which, event in (("first", job.first_eval), ("last", job.last_eval), ("best", job.best_eval)):
         if event is not None:
             figures |= {f"{which} {name}": value for name, value in _of_evaluation(event).items()}
-    return figures
+    # Of several checkpoints, what was recorded last
+    return figures | {f"{one.task}/{one.metric}": one.value for one in job.task_results}
 
 
 def _of_evaluation(event: EvalEvent) -> dict[str, Any]:

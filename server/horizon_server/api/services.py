@@ -27,6 +27,7 @@ from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.sampling import Samples
 from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
+from horizon_server.services.task_results import TaskResults
 from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.hooks import Webhooks
 
@@ -44,6 +45,7 @@ class Services:
     samples: Samples
     sessions: Sessions
     evaluations: Evaluations
+    task_results: TaskResults
     merges: Merges
     models: ModelService
     blobs: Uploads
