@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tests.support.daemon_process import DaemonProcess, wait_for
 from tests.support.pages import ROOT
 from tests.support.pushed_state import MODEL, PushedState
@@ -48,10 +49,13 @@ def rows_of(step: int, *, vocabulary: int = 200) -> list[dict[str, Any]]:
     return found
 
 
-def plain_losses(folder: Path, *, num_steps: int, lr: float) -> list[float]:
-    """The same steps by torch alone."""
+def plain_losses(folder: Path, *, num_steps: int, lr: float, adapter: Path | None = None) -> list[float]:
+    """The same steps by torch alone; of an adapter, by PEFT."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
     losses = []
     for step in range(num_steps):
         total = 0.0
@@ -82,6 +86,26 @@ def test_twenty_steps_are_those_of_a_plain_loop(daemon: DaemonProcess, pushed: P
         assert client.jobs.get(session.job.job_id).state == "SUCCEEDED"
     wanted = plain_losses(pushed.model, num_steps=20, lr=1e-4)
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_twenty_steps_of_an_adapter_are_those_of_peft(daemon: DaemonProcess, pushed: PushedState) -> None:
+    lora = {"rank": 4, "alpha": 8}
+    with (
+        daemon.client(daemon.user("ada")) as client,
+        client.session(MODEL, lora=lora, max_tokens=64, max_tokens_per_call=256, spec=FLOAT32) as session,
+    ):
+        job_id, _, step = session.save_state("drawn").result().rpartition("@")
+        losses = []
+        for number in range(20):
+            computed = session.forward_backward(rows_of(number))
+            session.optim_step(1e-3)
+            losses.append(computed.result().loss)
+    drawn = daemon.state_dir / "jobs" / job_id / "checkpoints" / f"step-{int(step):08}"
+    wanted = plain_losses(pushed.model, num_steps=20, lr=1e-3, adapter=drawn)
+    untrained = plain_losses(pushed.model, num_steps=20, lr=0.0)
+    assert wanted[-1] != pytest.approx(untrained[-1], rel=1e-4), "the adapter changes what comes out"
+    assert losses == pytest.approx(wanted, rel=1e-6)
 
 
 def run_of(client: Client, *, name: str, before: Callable[[int], None] = lambda _: None) -> tuple[list[Any], str]:

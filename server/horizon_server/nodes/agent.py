@@ -34,6 +34,7 @@ from horizon_server.nodes.processes import RANK_MODULE, RankProcesses
 from horizon_server.nodes.protocol import (
     CALL_S,
     HEARTBEAT_S,
+    LOG_FOLLOWS,
     LOST_S,
     NodeCall,
     NodeReport,
@@ -293,7 +294,7 @@ class NodeAgent:
             log.error("a rank has ended", job_id=order.job_id, why=failures[0].error.message)
             tail = log_tail(log_file)
             error = failures[0].error
-            raise type(error)(f"{error.message}; the last lines of its log:\n{tail}" if tail else error.message)
+            raise type(error)(f"{error.message}{LOG_FOLLOWS}{tail}" if tail else error.message)
 
     def _watch(self, ranks: RankProcesses, failures: Sequence[Failure], connection: socket.socket) -> None:
         """Say every second that all is well, until a rank has failed, all have ended, or the caller has."""

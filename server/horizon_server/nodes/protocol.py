@@ -22,6 +22,9 @@ LOST_S = 6.0
 """A node that says nothing for longer is lost."""
 CALL_S = 20.0
 """How long a node may take to answer anything else. To touch memory is not a part of it."""
+LOG_FOLLOWS = "; the last lines of its log:\n"
+"""What stands between an error of a rank and the end of the log of its node's ranks, which is theirs together: it has
+the errors that followed from this one too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from horizon_server.codec import to_plain
 from horizon_server.errors import HorizonError, WorkerDied
 from horizon_server.network import Address, bound_socket
 from horizon_server.nodes.processes import RANK_MODULE, End, RankProcesses
-from horizon_server.nodes.protocol import LOST_S, RankOrder
+from horizon_server.nodes.protocol import LOG_FOLLOWS, LOST_S, RankOrder
 from horizon_server.nodes.remote import RemoteRanks
 from horizon_server.records.execution import Execution
 from horizon_server.store.model_files import CONFIG_FILE
@@ -203,5 +203,6 @@ class OtherRanks:
 
 
 def _follows_from_another(text: str) -> bool:
-    """Whether an error of a rank says that another one is gone."""
-    return any(words in text for words in _GONE)
+    """Whether an error of a rank says that another one is gone. What its log says may be of any rank of its node."""
+    error, _, _ = text.partition(LOG_FOLLOWS)
+    return any(words in error for words in _GONE)

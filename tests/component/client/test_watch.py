@@ -173,7 +173,7 @@ async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: Daemo
     assert repr(checkpoint) == (
         f"Checkpoint(job_id='{job.job_id}', step=10, size_bytes=50, create_time={checkpoint.create_time!r}, "
         "eval_loss=None, last=True, "
-        "best=False, kept=False)"
+        "best=False, kept=False, names=())"
     )
     shown = repr(client.jobs.get(job.job_id))
     assert shown.startswith(f"Job(job_id='{job.job_id}', name=") and "state='QUEUED'" in shown and len(shown) < 400

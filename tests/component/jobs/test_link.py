@@ -304,7 +304,8 @@ def test_what_is_in_no_journal_is_known_by_its_beginning() -> None:
     from horizon_server.worker_link.daemon_end import _UNKEPT_LINES
 
     # Answers to prompts, merged models and evaluations are other children's.
-    assert PIPE_KINDS - {"ready", "references", "sampled", "merge", "evaluation"} == {
+    assert PIPE_KINDS - {"ready", "references", "sampled", "sampled_prompt", "merge", "evaluation"} == {
+        "call_done",
         "turn_wanted",
         "turn_ended",
         "memory_released",

@@ -21,10 +21,11 @@ from tests.support.worker_attempts import Daemon, always, assert_same, attempt, 
 
 from horizon_server.children.entry import Answer, Failure, Line
 from horizon_server.codec import to_plain
-from horizon_server.events import AttemptReady, EvalDone, Message, StepDone
+from horizon_server.events import AttemptReady, EvalDone, Message, StepDone, TurnWanted
 from horizon_server.nodes.agent import NodeAgent
 from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.nodes.key import make_key
+from horizon_server.worker_link.orders import TURN, YIELD
 from horizon_server.worker_link.request import Fleet
 
 WAIT_S = 60.0
@@ -116,8 +117,11 @@ def test_two_nodes_give_the_bits_of_one_rank(inputs: Inputs, other: Other) -> No
 
 
 def test_a_rank_that_dies_elsewhere_ends_the_worker_and_another_continues_in_the_same_memory(
-    inputs: Inputs, other: Other
+    inputs: Inputs, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Ranks of a node write to one log: it has errors of those that lost the connection to the one that died.
+    tail = "RuntimeError: gloo/transport/tcp/pair.cc: Connection closed by peer"
+    monkeypatch.setattr("horizon_server.nodes.agent.log_tail", lambda _: tail)
     spec = spec_of(12, train={"tokens_per_step": 64}, checkpoint={"every_steps": 0})
     alone, folder = inputs("alone"), inputs("killed")
     attempt(alone, spec, Daemon(always), lanes=4)
@@ -133,7 +137,7 @@ def test_a_rank_that_dies_elsewhere_ends_the_worker_and_another_continues_in_the
         with started(request, folder) as worker:
             lines = until_step(worker, 3, kill)
             worker.wait()
-            assert time.monotonic() - killed_s < 20.0
+            assert time.monotonic() - killed_s < 60.0
         assert isinstance(lines[-1], Failure) and lines[-1].error.reason == "WORKER_DIED", lines[-1]
         assert "rank 3 was killed by SIGKILL" in lines[-1].error.message
         assert other.agent.address in lines[-1].error.message
@@ -186,13 +190,16 @@ def test_without_its_memory_on_one_node_a_job_continues_from_the_checkpoint(inpu
 
 def test_an_order_to_stop_ends_all_ranks_with_a_checkpoint(inputs: Inputs, other: Other) -> None:
     folder, ranks = inputs("job"), list[psutil.Process]()
-
-    def stop() -> None:
-        ranks.extend(other.ranks().values())
-        worker.order(STOP)
-
     with worker_request(folder, spec_of(50), **ONE_EACH) as request, started(other.reserve(request), folder) as worker:
-        lines = until_step(worker, 2, stop)
+        lines, steps = list[Line](), 0
+        for line in worker.lines():
+            lines.append(line)
+            steps += isinstance(line, StepDone)
+            if isinstance(line, TurnWanted) and steps == 2:
+                ranks.extend(other.ranks().values())
+                worker.order(STOP)
+            elif isinstance(line, TurnWanted):
+                worker.order(TURN + YIELD)
         assert worker.wait() == 0
         assert lines[-1] == Answer({"outcome": "stopped", "reason": "", "message": ""})
         gone, _ = psutil.wait_procs(ranks, timeout=WAIT_S)
