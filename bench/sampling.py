@@ -84,11 +84,18 @@ def main() -> None:
             start_s = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - start_s)
-    alone, together, theirs = (median(found) for found in seconds.values())
     print("| what | tokens/s |\n| --- | --- |")
     for name, found in seconds.items():
         print(f"| {name} | {_NUM_PROMPTS * _NUM_NEW / median(found):,.0f} |")
-    print(f"\nall at once over one after the other: {alone / together:.1f}; over transformers: {theirs / together:.2f}")
+    alone, together, theirs = seconds.values()
+    print(f"\nall at once over one after the other: {_ratio(alone, together)}")
+    print(f"all at once over transformers: {_ratio(theirs, together)}")
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> str:
+    """Of runs that stand beside each other, so that both see the same machine."""
+    found = sorted(one / other for one, other in zip(theirs, ours, strict=True))
+    return f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
 
 def _generator(folder: Path, *, resident_layers: int) -> TokenGenerator:

@@ -7,8 +7,11 @@ python -m bench.sessions              # about a minute on two cores
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,10 +47,17 @@ def main() -> None:
         model = _write_model(folder)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(3, 250, (_NUM_ROWS, _LENGTH), generator=generator).tolist()
-        own_s = _of_engine(model, rows, arguments.runs)
-        called_s = _of_session(folder, model, rows, arguments.runs)
+        # In turns, so that both see the same machine.
+        with _engine(model, rows) as own, _session(folder, model, rows) as called:
+            pairs = [(own(), called()) for _ in range(arguments.runs + 2)][2:]
+    own_s, called_s = (median(pair[place] for pair in pairs) for place in (0, 1))
+    ratios = sorted(called / own for own, called in pairs)
     print(f"the engine alone: {own_s * 1000:.0f} ms; a call of a session: {called_s * 1000:.0f} ms")
-    print(f"the call over the engine: {called_s / own_s:.2f}")
+    quarter = len(ratios) // 4
+    print(
+        f"the call over the engine, median of {len(ratios)} pairs: {median(ratios):.2f} "
+        f"(middle half {ratios[quarter]:.2f} to {ratios[-quarter - 1]:.2f})"
+    )
 
 
 def _write_model(folder: Path) -> Path:
@@ -69,7 +79,9 @@ def _write_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def _of_engine(model: Path, rows: list[list[int]], runs: int) -> float:
+@contextmanager
+def _engine(model: Path, rows: list[list[int]]) -> Iterator[Callable[[], float]]:
+    """The seconds of one pass over the rows, in this process."""
     train = TrainSpec(sequence_length=_LENGTH, tokens_per_step=_NUM_ROWS * _LENGTH)
     found = open_for_training(model, train)
     store = HostStore.allocate(found.layout)
@@ -83,17 +95,15 @@ def _of_engine(model: Path, rows: list[list[int]], runs: int) -> float:
     device = HostDevice(num_threads=available_cpus())
     trainer = CalledTrainer(template, store, device, train.recipe, execution, num_steps=1)
     call = ForwardBackward(data=tuple(Datum(tokens=tuple(row), targets=(*row[1:], -100)) for row in rows))
-    seconds = []
-    for number in range(runs + 2):
-        start_s = time.perf_counter()
-        trainer.accumulate(*rows_of(call), key=number)
-        seconds.append(time.perf_counter() - start_s)
+    keys = itertools.count()
+    yield lambda: _seconds(lambda: trainer.accumulate(*rows_of(call), key=next(keys)))
     trainer.close()
     device.close()
-    return median(seconds[2:])
 
 
-def _of_session(folder: Path, model: Path, rows: list[list[int]], runs: int) -> float:
+@contextmanager
+def _session(folder: Path, model: Path, rows: list[list[int]]) -> Iterator[Callable[[], float]]:
+    """The seconds of the same from a client."""
     daemon = DaemonProcess(folder / "state")
     try:
         daemon.start()
@@ -101,14 +111,15 @@ def _of_session(folder: Path, model: Path, rows: list[list[int]], runs: int) -> 
             client.models.push(model, name="bench")
             with client.session("bench", max_tokens=_LENGTH, max_tokens_per_call=_NUM_ROWS * _LENGTH) as session:
                 data = [{"tokens": row} for row in rows]
-                seconds = []
-                for _ in range(runs + 2):
-                    start_s = time.perf_counter()
-                    session.forward_backward(data).result()
-                    seconds.append(time.perf_counter() - start_s)
-                return median(seconds[2:])
+                yield lambda: _seconds(lambda: session.forward_backward(data).result())
     finally:
         daemon.close()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

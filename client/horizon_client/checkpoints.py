@@ -101,6 +101,7 @@ class AsyncCheckpoints:
         *,
         at: int | str = "last",
         with_trainer: bool = False,
+        with_weights: bool = True,
         force: bool = False,
         reporter: Reporter = SILENT,
     ) -> CheckpointPull:
@@ -108,8 +109,8 @@ class AsyncCheckpoints:
         folder.
 
         `job` may name the checkpoint itself, as JOB@STEP. A pull that was interrupted continues. `with_trainer`
-        downloads the trainer state as well. Of a job that trains adapters the folder is one that PEFT loads; `merge`
-        downloads the merged model.
+        downloads the trainer state as well; without `with_weights` the folder has config and tokenizer only. Of a job
+        that trains adapters the folder is one that PEFT loads; `merge` downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -120,7 +121,9 @@ class AsyncCheckpoints:
         checkpoint = await self._chosen(job, at)
         left_out = (_MERGED_PREFIX,) if with_trainer else (_MERGED_PREFIX, _TRAINER_PREFIX)
         files = [f for f in checkpoint.files if not f.path.startswith(left_out)]
-        if any(f.path.startswith(_MERGED_PREFIX) for f in checkpoint.files):
+        if not with_weights:
+            files = [f for f in files if not f.path.endswith(".safetensors")]
+        elif any(f.path.startswith(_MERGED_PREFIX) for f in checkpoint.files):
             place = f"{checkpoint.job_id}@{checkpoint.step}"
             reporter.notice(f"this is the adapter; for the merged model: horizon checkpoint merge {place} --out DIR")
         download = _Download(self._connection, checkpoint, to, reporter)

@@ -33,6 +33,7 @@ __all__ = [
     "Draining",
     "FieldViolation",
     "FileConflict",
+    "HarnessFailed",
     "HorizonClientError",
     "InUse",
     "InvalidData",
@@ -139,6 +140,12 @@ class TrackerFailed(HorizonClientError):
     """A tracker, such as an MLflow server, did not take a job's figures. The job is not affected."""
 
     reason = "TRACKER_FAILED"
+
+
+class HarnessFailed(HorizonClientError):
+    """lm-evaluation-harness has ended without results."""
+
+    reason = "HARNESS_FAILED"
 
 
 class BadConfig(InvalidRequest):

@@ -31,11 +31,11 @@ from horizon_client.metrics import JobMetrics, MetricsTable
 from horizon_client.notebook import Listing
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent
+from horizon_client.resources import Job, JobEvent, PlannedJob, QueueEntry, SimulatedJob, StateEvent, TaskResult
 from horizon_client.rpc_errors import BY_REASON
 from horizon_client.waiting import timeout
 from horizon_formats.model_files import is_hub_id
-from horizon_proto.v1 import housekeeping_pb2, job_pb2, sharing_pb2
+from horizon_proto.v1 import checkpoint_pb2, housekeeping_pb2, job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
 # In a spec that is planned without its data
@@ -211,6 +211,22 @@ class AsyncJobs:
         """
         request = job_pb2.UpdateJobRequest(job_id=job, priority=priority)
         return await self._answered(self._connection.calls.jobs.UpdateJob, request)
+
+    async def record_task_results(self, job: str, step: int, results: Sequence[TaskResult]) -> Job:
+        """Add to the job's record what an evaluation program has measured of its checkpoint of a step; `task_results`
+        of the job has it. Step and time of each result are set by the daemon, and results of the same step, task and
+        metric are replaced. Without any, it says only whether you may.
+
+        Raises:
+            NotFound: when there is no such job.
+            NotAllowed: for the job of another user.
+            InvalidRequest: when there are more than 200, or one is not a finite number.
+        """
+        rows = [{name: value for name, value in vars(one).items() if name != "recorded_time"} for one in results]
+        request = checkpoint_pb2.RecordTaskResultsRequest(
+            job_id=job, step=step, results=[job_pb2.TaskResult(**row) for row in rows]
+        )
+        return await self._answered(self._connection.calls.checkpoints.RecordTaskResults, request)
 
     async def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> AsyncIterator[JobEvent]:
         """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a

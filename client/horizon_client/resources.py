@@ -174,6 +174,8 @@ class Job:
     """The last evaluation, without its answers."""
     box: str
     """The machine of the fleet that it was sent to, which has its files; empty for the daemon's own."""
+    task_results: tuple[TaskResult, ...]
+    """What evaluation programs have measured of its checkpoints, as their callers have recorded it; the last 200."""
 
     @property
     def name(self) -> str:
@@ -202,6 +204,32 @@ class Job:
 
     def _repr_html_(self) -> str:
         return notebook.job_html(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """One metric of a task of an evaluation program such as lm-evaluation-harness, of one checkpoint."""
+
+    step: int
+    """The checkpoint's step."""
+    task: str
+    """The task, as the program names it."""
+    metric: str
+    """The metric, such as acc, or exact_match,strict-match where the program filters answers first."""
+    value: float
+    """Its value."""
+    stderr: float | None
+    """Standard error of the value; None where the program computes none."""
+    num_samples: int
+    """How many documents of the task were used."""
+    num_documents: int
+    """How many documents the task has."""
+    version: str
+    """Version of the task."""
+    program: str
+    """The program that has measured it, with its version."""
+    recorded_time: datetime | None
+    """When it was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

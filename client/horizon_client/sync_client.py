@@ -44,6 +44,7 @@ from horizon_client.resources import (
     SampledText,
     SampleFigures,
     SimulatedJob,
+    TaskResult,
     Token,
     Usage,
     Webhook,
@@ -417,6 +418,18 @@ class Jobs:
         """
         return self._loop.run(lambda: self._inner.set_priority(job, priority))
 
+    def record_task_results(self, job: str, step: int, results: Sequence[TaskResult]) -> Job:
+        """Add to the job's record what an evaluation program has measured of its checkpoint of a step; `task_results`
+        of the job has it. Step and time of each result are set by the daemon, and results of the same step, task and
+        metric are replaced. Without any, it says only whether you may.
+
+        Raises:
+            NotFound: when there is no such job.
+            NotAllowed: for the job of another user.
+            InvalidRequest: when there are more than 200, or one is not a finite number.
+        """
+        return self._loop.run(lambda: self._inner.record_task_results(job, step, results))
+
     def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> Iterator[JobEvent]:
         """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a
         reconnect.
@@ -533,6 +546,7 @@ class Checkpoints:
         *,
         at: int | str = "last",
         with_trainer: bool = False,
+        with_weights: bool = True,
         force: bool = False,
         reporter: Reporter = SILENT,
     ) -> CheckpointPull:
@@ -540,8 +554,8 @@ class Checkpoints:
         folder.
 
         `job` may name the checkpoint itself, as JOB@STEP. A pull that was interrupted continues. `with_trainer`
-        downloads the trainer state as well. Of a job that trains adapters the folder is one that PEFT loads; `merge`
-        downloads the merged model.
+        downloads the trainer state as well; without `with_weights` the folder has config and tokenizer only. Of a job
+        that trains adapters the folder is one that PEFT loads; `merge` downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -550,7 +564,9 @@ class Checkpoints:
             CorruptDownload: when a file does not have the listed sha256.
         """
         return self._loop.run(
-            lambda: self._inner.pull(job, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter)
+            lambda: self._inner.pull(
+                job, to, at=at, with_trainer=with_trainer, with_weights=with_weights, force=force, reporter=reporter
+            )
         )
 
     def merge(

@@ -72,6 +72,7 @@ from horizon_server.services.sampling import Samples
 from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
+from horizon_server.services.task_results import TaskResults
 from horizon_server.services.tinker.drawing import Drawing
 from horizon_server.services.tinker.models import TinkerModels
 from horizon_server.services.tinker.samples import WaitingSamples
@@ -256,6 +257,7 @@ async def wire(
             make_preparation=lambda: Preparation(folders.prepared, preparing, space),
             environment=environment,
         ),
+        task_results=TaskResults(jobs),
         merges=Merges(jobs, quotas=quotas, environment=environment),
         models=models,
         blobs=uploads,

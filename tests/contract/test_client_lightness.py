@@ -41,7 +41,13 @@ def test_client_loads_nothing_of_the_server() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["horizon", "--help"], ["horizon", "job", "--help"], ["horizon", "job", "submit", "--help"]]
+    "argv",
+    [
+        ["horizon", "--help"],
+        ["horizon", "job", "--help"],
+        ["horizon", "job", "submit", "--help"],
+        ["horizon", "mcp", "--help"],
+    ],
 )
 def test_help_loads_no_grpc(argv: list[str]) -> None:
     loaded = _loaded_by(_RUN.format(argv=argv))

@@ -13,6 +13,7 @@ from horizon_client.choices import CHECKPOINT_DTYPES, MERGE_BASES
 from horizon_client.cli.completion import job_names
 from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.evaluation_views import EvaluationReporter, checkpoint_evaluation_text
+from horizon_client.cli.harness import harness_of, harness_options, results_text
 from horizon_client.cli.output import (
     CommandT,
     View,
@@ -27,7 +28,7 @@ from horizon_client.cli.output import (
 from horizon_client.cli.pushed import field_map_of
 from horizon_client.cli.root import Commands
 from horizon_client.cli.sampling import Prompt, answer_text, answers, printable, read_prompts, with_system
-from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
+from horizon_client.cli.session import Notices, TransferReporter, connected, endpoint_of, find_job
 from horizon_client.resources import SampledText, SampleFigures
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _marks(checkpoint: Checkpoint) -> str:
     return " ".join(mark for mark, is_set in marks if is_set)
 
 
-_VIEW: View[Checkpoint] = View(
+CHECKPOINT_VIEW: View[Checkpoint] = View(
     columns=[
         ("STEP", lambda c: str(c.step)),
         ("EVAL LOSS", _loss),
@@ -75,7 +76,7 @@ def checkpoint() -> None:
 @connected
 def list_checkpoints(client: Client, job: str, output: str) -> None:
     """List the checkpoints of a job, oldest first."""
-    print_list(client.checkpoints.list(find_job(client, job).job_id), _VIEW, output)
+    print_list(client.checkpoints.list(find_job(client, job).job_id), CHECKPOINT_VIEW, output)
 
 
 @checkpoint.command(
@@ -245,12 +246,19 @@ Example:
   horizon checkpoint eval JOB
   horizon checkpoint eval JOB@best --set gsm8k=gsm8k-test --set general=chats
   horizon checkpoint eval JOB@500 -o json
+  horizon checkpoint eval JOB@best --tasks gsm8k,hellaswag --limit 200
+  horizon checkpoint eval JOB@best --tasks ours --include-path ./tasks
 
 \b
 Without --set it is on the eval sets of the job, and gives the figures of the
 job's own evaluation of that step; a note says what may differ in the last
 digits. It uses the node's processors and memory besides its jobs. Ctrl-C ends
-it on the node too.""",
+it on the node too.
+
+\b
+--tasks runs lm-evaluation-harness here instead, and the node answers its
+questions. The results are kept in the job's record: 'job get' and 'job compare'
+show them. Needs: pip install 'horizon-train[eval]'""",
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
 @click.option(
@@ -260,11 +268,16 @@ it on the node too.""",
     metavar="NAME=DATASET",
     help="A pushed dataset to evaluate on, by the name that its figures have. Repeatable; default: the job's sets.",
 )
+@harness_options
 @output_option
 @connected
-def evaluate(client: Client, checkpoint: str, sets: tuple[str, ...], output: str) -> None:
-    """Evaluate a checkpoint on the node."""
+def evaluate(client: Client, checkpoint: str, sets: tuple[str, ...], output: str, **of_harness: Any) -> None:
+    """Evaluate a checkpoint on the node, or with lm-evaluation-harness."""
     job, at = _job_and_place(checkpoint, default="last")
+    if harness := harness_of(of_harness, with_sets=bool(sets)):
+        done = harness.evaluate(client, find_job(client, job), at, endpoint_of(click.get_current_context()))
+        print_result(done, output, names=[f"{done.job_id}@{done.step}"], page=lambda: results_text(done.results))
+        return
     given = _sets_of(sets)
     job_id = find_job(client, job).job_id
     with EvaluationReporter() as reporter:
@@ -431,7 +444,7 @@ def keep(client: Client, checkpoint: str, undo: bool, output: str) -> None:
     job, at = _job_and_place(checkpoint, default="last")
     found = client.checkpoints.keep(find_job(client, job).job_id, at=at, kept=not undo)
     told = "may be deleted automatically again" if undo else "is kept until you delete it"
-    print_one(found, _VIEW, output, message=f"step {found.step} of {found.job_id} {told}")
+    print_one(found, CHECKPOINT_VIEW, output, message=f"step {found.step} of {found.job_id} {told}")
 
 
 add_delete(checkpoint, "checkpoint", job_names, "JOB@500")

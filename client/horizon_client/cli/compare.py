@@ -38,10 +38,15 @@ def compare(client: Client, job_ids: tuple[str, ...], every: bool, output: str) 
     if len(job_ids) < 2:
         raise click.UsageError("name two jobs or more: horizon job compare JOB OTHER")
     jobs = [find_job(client, text) for text in job_ids]
+    found = compared(jobs, every=every)
+    print_result(found, output, names=found["jobs"], page=lambda: _page(jobs, found["spec"], found["figures"]))
+
+
+def compared(jobs: Sequence[Job], *, every: bool = False) -> dict[str, Any]:
+    """Return the ids of jobs, the fields of their specs that differ, and their figures, each as a list of one value a
+    job."""
     spec = differences([job.spec for job in jobs], every=every)
-    figures = _beside([_figures(job) for job in jobs])
-    found = {"jobs": [job.job_id for job in jobs], "spec": spec, "figures": figures}
-    print_result(found, output, names=[job.job_id for job in jobs], page=lambda: _page(jobs, spec, figures))
+    return {"jobs": [job.job_id for job in jobs], "spec": spec, "figures": _beside([job_figures(job) for job in jobs])}
 
 
 def differences(specs: Sequence[Mapping[str, Any]], *, every: bool = False) -> dict[str, list[Any]]:
@@ -64,7 +69,7 @@ def _beside(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [of_job.get(name) for of_job in facts] for name in names}
 
 
-def _figures(job: Job) -> dict[str, Any]:
+def job_figures(job: Job) -> dict[str, Any]:
     """Return what a job has come to."""
     figures: dict[str, Any] = {
         "state": job.state,
@@ -80,7 +85,8 @@ def _figures(job: Job) -> dict[str, Any]:
     for which, event in (("first", job.first_eval), ("last", job.last_eval), ("best", job.best_eval)):
         if event is not None:
             figures |= {f"{which} {name}": value for name, value in _of_evaluation(event).items()}
-    return figures
+    # Of several checkpoints, what was recorded last
+    return figures | {f"{one.task}/{one.metric}": one.value for one in job.task_results}
 
 
 def _of_evaluation(event: EvalEvent) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from horizon_client.cli.harness import samples_text
 from horizon_client.cli.output import clean
 from horizon_client.cli.root import Interrupted
 from horizon_client.reporter import Reporter
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
         EvalSetFigures,
         EvaluationProgress,
         Job,
+        TaskResult,
     )
 
 # Those of a step that fit into a line; the rest is in `horizon job get` and in the events
 _METHOD_FIGURES = ("rewards/accuracies", "rewards/margins", "kl", "clip_ratio/region_mean")
 _SHOWN_ANSWERS = 3
 _SHOWN_CHARACTERS = 160
+_SHOWN_TASKS = 20
 _MAIN_SET = "eval"
 _PROGRESS_EVERY_S = 5.0
 
@@ -93,7 +96,26 @@ def method_figures_text(figures: Mapping[str, float]) -> str:
 
 
 def evaluation_facts(job: Job) -> list[tuple[str, str]]:
-    """Return the figures of each set before training and now, and which evaluation is the best."""
+    """Return the figures of each set before training and now, which evaluation is the best, and the results of
+    evaluation programs."""
+    return [*_eval_facts(job), *_task_facts(job)]
+
+
+def _task_facts(job: Job) -> list[tuple[str, str]]:
+    """Return what evaluation programs have measured, the newest of each task and metric."""
+    newest = {(one.task, one.metric): one for one in job.task_results}
+    facts = [(f"task {clean(one.task)}", _task_text(one)) for one in newest.values()]
+    more = [("tasks", f"{len(facts)} figures in all: -o json")] if len(facts) > _SHOWN_TASKS else []
+    return [*facts[-_SHOWN_TASKS:], *more]
+
+
+def _task_text(one: TaskResult) -> str:
+    error = "" if one.stderr is None else f" +- {one.stderr:.4f}"
+    where = f"step {one.step}, {samples_text(one)} documents, {clean(one.program)}"
+    return f"{clean(one.metric)} {one.value:.4f}{error} ({where})"
+
+
+def _eval_facts(job: Job) -> list[tuple[str, str]]:
     first, best, last = job.first_eval, job.best_eval, job.last_eval
     if first is None or last is None:
         return []

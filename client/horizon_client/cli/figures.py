@@ -27,7 +27,7 @@ _HEIGHT = 20
 _WIDTH_WITHOUT_TERMINAL = 100
 # Curves look alike without colours, so each has dots of its own.
 _DOTS = ("braille", "+", "x", "o", "*")
-_USUAL = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second")
+USUAL_FIGURES = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second")
 
 
 @click.command(
@@ -59,7 +59,7 @@ def metrics(client: Client, job_id: str, figures: tuple[str, ...], output: str) 
     for name in figures:
         found.curve(name)  # refuses an unknown one, with the names that there are
     if output == "table":
-        shown = figures or [name for name in _USUAL if name in found.names]
+        shown = figures or [name for name in USUAL_FIGURES if name in found.names]
         click.echo(_table(found, shown))
         return
     rows = [{name: row[name] for name in ("step", "time", *(figures or found.names))} for row in found.to_rows()]
@@ -73,12 +73,17 @@ def metrics(client: Client, job_id: str, figures: tuple[str, ...], output: str) 
 
 def _table(found: JobMetrics, names: Sequence[str]) -> str:
     """Return at most 30 rows, evenly spaced; the last is always there."""
-    every = -(-len(found) // _MOST_ROWS) or 1
-    shown = found[(len(found) - 1) % every :: every]
+    shown, every = evenly(found, _MOST_ROWS)
     if len(shown) < len(found):
         Notices().notice(f"{len(shown)} of {len(found):,} rows, every {every:,}th; for all: -o csv")
     cells = [[str(row.step), *(_cell(row.figures.get(name)) for name in names)] for row in shown]
     return table(["STEP", *(name.upper() for name in names)], cells)
+
+
+def evenly(found: JobMetrics, most: int) -> tuple[JobMetrics, int]:
+    """Return at most so many rows, the last one among them, and how many steps of the list are between two."""
+    every = -(-len(found) // most) or 1
+    return found[(len(found) - 1) % every :: every], every
 
 
 def _cell(value: float | None) -> str:

@@ -117,7 +117,7 @@ def _out_text(device: DeviceStatus) -> str:
     return f"is out of service: {clean(device.out_of_service)}"
 
 
-_VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
+NODE_VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
 
 
 @click.group(cls=Commands)
@@ -133,7 +133,7 @@ def status(client: Client, output: str) -> None:
 
     Memory, devices, disk and jobs of the node, whether jobs start, and whose turn it is on each device.
     """
-    print_one(client.node.status(), _VIEW, output)
+    print_one(client.node.status(), NODE_VIEW, output)
 
 
 @node.command("list", epilog="\b\nExample:\n  horizon node list")
@@ -273,7 +273,7 @@ def _print_set(changed: Node, output: str) -> None:
     window = _maintenance_text(changed.condition)
     message = f"{clean(changed.hostname)}: {_state_text(changed)}{f'; maintenance from {window}' if window else ''}"
     message += "".join(f"; {device.name} {_out_text(device)}" for device in changed.devices if device.out_of_service)
-    print_one(changed, _VIEW, output, message=message)
+    print_one(changed, NODE_VIEW, output, message=message)
 
 
 @click.command(epilog="\b\nExample:\n  horizon version")

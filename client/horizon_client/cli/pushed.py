@@ -79,7 +79,7 @@ def _count(item: Any, number: int) -> str:
     return f"{number:,}" if item.state == "READY" else "-"
 
 
-_DATASET_VIEW = _view(
+DATASET_VIEW = _view(
     "dataset",
     [("FORMAT", lambda d: d.format or "-"), ("ROWS", lambda d: _count(d, d.num_rows))],
     lambda d: [
@@ -89,7 +89,7 @@ _DATASET_VIEW = _view(
         ("rows", _count(d, d.num_rows)),
     ],
 )
-_MODEL_VIEW = _view(
+MODEL_VIEW = _view(
     "model",
     [("ARCHITECTURE", lambda m: m.architecture or "-"), ("PARAMETERS", lambda m: _count(m, m.num_parameters))],
     lambda m: [("architecture", m.architecture or "-"), ("parameters", _count(m, m.num_parameters))],
@@ -122,8 +122,8 @@ def _add_commands(group: click.Group, view: View[Any], complete: Completer, exam
     add_delete(group, kind, complete, examples["delete"])
 
 
-_add_commands(dataset, _DATASET_VIEW, dataset_names, {"list": " -o json", "get": " notes", "delete": "notes"})
-_add_commands(model, _MODEL_VIEW, model_names, {"list": "", "get": " qwen3-8b -o yaml", "delete": "qwen3-8b"})
+_add_commands(dataset, DATASET_VIEW, dataset_names, {"list": " -o json", "get": " notes", "delete": "notes"})
+_add_commands(model, MODEL_VIEW, model_names, {"list": "", "get": " qwen3-8b -o yaml", "delete": "qwen3-8b"})
 add_share_commands(dataset, dataset_names)
 add_share_commands(model, model_names)
 
@@ -153,7 +153,7 @@ def push_model(client: Client, folder: str, name: str | None, request_id: str | 
     name = name or valid_name(Path(folder).expanduser())
     with TransferReporter(_PUSH_INTERRUPTED) as reporter:
         result = client.models.push(folder, name=name, request_id=request_id, reporter=reporter)
-    _print_push(result, result.model, _MODEL_VIEW, output)
+    _print_push(result, result.model, MODEL_VIEW, output)
 
 
 @dataset.command(
@@ -217,7 +217,7 @@ def push_dataset(
             request_id=request_id,
             reporter=reporter,
         )
-    _print_push(result, result.dataset, _DATASET_VIEW, output)
+    _print_push(result, result.dataset, DATASET_VIEW, output)
 
 
 def field_map_of(mappings: Iterable[str]) -> dict[str, str]:

@@ -42,6 +42,7 @@ _COMMANDS = {
     ),
     "webhook": ("webhooks:webhook", "Tell another program, or a chat, when the state of a job changes."),
     "node": ("node:node", "Show the machine that the daemon runs on, and drain it for maintenance."),
+    "mcp": ("mcp.command:mcp", "Let an AI assistant look at your jobs, over the Model Context Protocol."),
     "version": ("node:version", "Print the versions of client and server."),
     "completion": ("completion:completion", "Print the completion script for your shell."),
 }
@@ -130,14 +131,16 @@ class RootGroup(Commands):
 
 def show_error(error: HorizonClientError) -> None:
     """Print the message, then the violations that it does not contain, one per line."""
+    click.echo(f"Error: {error_text(error)}", err=True)
+
+
+def error_text(error: HorizonClientError) -> str:
+    """Return the message, then the violations that it does not contain, one per line."""
     message = clean(error.message)
-    click.echo(f"Error: {message}", err=True)
     # A single violation is usually the message itself, and of several it has the first
-    more = [violation for violation in error.violations if clean(violation.description) not in message]
-    for violation in more[:MAX_VIOLATIONS]:
-        click.echo(f"  {clean(violation.description)}", err=True)
-    if len(more) > MAX_VIOLATIONS:
-        click.echo(f"  ... and {len(more) - MAX_VIOLATIONS} more", err=True)
+    more = [text for violation in error.violations if (text := clean(violation.description)) not in message]
+    cut = [f"... and {len(more) - MAX_VIOLATIONS} more"] if len(more) > MAX_VIOLATIONS else []
+    return "\n  ".join([message, *more[:MAX_VIOLATIONS], *cut])
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import click
 
 from horizon_client.cli.output import bytes_text, clean, duration_text
 from horizon_client.cli.root import Interrupted, connection_options
-from horizon_client.profiles import SYSTEM_CA, is_open_to_others, read_token_file
+from horizon_client.profiles import SYSTEM_CA, Endpoint, is_open_to_others, read_token_file, resolve_endpoint
 from horizon_client.reporter import Progress, Reporter
 
 if TYPE_CHECKING:
@@ -87,6 +87,12 @@ def client_arguments(ctx: click.Context) -> dict[str, Any]:
         "ca_file": ca if ca in (None, SYSTEM_CA) else str(Path(ca).expanduser()),
         "profile": chosen["profile_name"],
     }
+
+
+def endpoint_of(ctx: click.Context) -> Endpoint:
+    """Return where the client of a command connects to, for a program that speaks with the same daemon."""
+    given = client_arguments(ctx)
+    return resolve_endpoint(given["server"], token=given["token"], ca_file=given["ca_file"], profile=given["profile"])
 
 
 def token_of(path: Path, *, quiet: bool = False) -> str:

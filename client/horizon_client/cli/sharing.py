@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _OUTCOMES = ("SUCCEEDED", "FAILED", "CANCELLED")
 
-_QUEUE_VIEW: View[QueueEntry] = View(
+QUEUE_VIEW: View[QueueEntry] = View(
     columns=[
         # First, as the first column is not shortened in a narrow terminal
         ("JOB", lambda e: e.name or e.job_id),
@@ -82,7 +82,7 @@ def queue(ctx: click.Context, /, output: str, **options: str | None) -> None:
     """
     if ctx.invoked_subcommand is None:
         with open_client(ctx) as client:
-            print_list(client.jobs.queue(), _QUEUE_VIEW, output)
+            print_list(client.jobs.queue(), QUEUE_VIEW, output)
 
 
 @queue.command(

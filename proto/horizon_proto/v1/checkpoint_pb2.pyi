@@ -806,3 +806,52 @@ class KeepCheckpointResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
 
 global___KeepCheckpointResponse = KeepCheckpointResponse
+
+@typing.final
+class RecordTaskResultsRequest(google.protobuf.message.Message):
+    """RecordTaskResultsRequest names a checkpoint and has its results."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    RESULTS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    step: builtins.int
+    """The checkpoint's step."""
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.job_pb2.TaskResult]:
+        """At most 200; step and recorded_time of each are set by the daemon."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        step: builtins.int = ...,
+        results: collections.abc.Iterable[horizon_proto.v1.job_pb2.TaskResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "results", b"results", "step", b"step"]) -> None: ...
+
+global___RecordTaskResultsRequest = RecordTaskResultsRequest
+
+@typing.final
+class RecordTaskResultsResponse(google.protobuf.message.Message):
+    """RecordTaskResultsResponse is the job with its results."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    @property
+    def job(self) -> horizon_proto.v1.job_pb2.Job:
+        """As it is now."""
+
+    def __init__(
+        self,
+        *,
+        job: horizon_proto.v1.job_pb2.Job | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
+
+global___RecordTaskResultsResponse = RecordTaskResultsResponse

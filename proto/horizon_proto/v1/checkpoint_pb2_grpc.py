@@ -70,6 +70,11 @@ class CheckpointServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointResponse.FromString,
                 _registered_method=True)
+        self.RecordTaskResults = channel.unary_unary(
+                '/horizon_proto.v1.CheckpointService/RecordTaskResults',
+                request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.RecordTaskResultsRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.RecordTaskResultsResponse.FromString,
+                _registered_method=True)
 
 
 class CheckpointServiceServicer(object):
@@ -128,6 +133,14 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordTaskResults(self, request, context):
+        """RecordTaskResults adds to a job's record what an evaluation program has measured of one of its checkpoints. Results of the same
+        step, task and metric are replaced; without any, it says only whether the caller may.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CheckpointServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +178,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.KeepCheckpoint,
                     request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointResponse.SerializeToString,
+            ),
+            'RecordTaskResults': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordTaskResults,
+                    request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.RecordTaskResultsRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.RecordTaskResultsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +375,33 @@ class CheckpointService(object):
             '/horizon_proto.v1.CheckpointService/KeepCheckpoint',
             horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointRequest.SerializeToString,
             horizon__proto_dot_v1_dot_checkpoint__pb2.KeepCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTaskResults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/horizon_proto.v1.CheckpointService/RecordTaskResults',
+            horizon__proto_dot_v1_dot_checkpoint__pb2.RecordTaskResultsRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_checkpoint__pb2.RecordTaskResultsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,14 @@ class CheckpointServiceStub:
     ]
     """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that."""
 
+    RecordTaskResults: grpc.UnaryUnaryMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.RecordTaskResultsRequest,
+        horizon_proto.v1.checkpoint_pb2.RecordTaskResultsResponse,
+    ]
+    """RecordTaskResults adds to a job's record what an evaluation program has measured of one of its checkpoints. Results of the same
+    step, task and metric are replaced; without any, it says only whether the caller may.
+    """
+
 class CheckpointServiceAsyncStub:
     """CheckpointService hands out what a job has written."""
 
@@ -119,6 +127,14 @@ class CheckpointServiceAsyncStub:
         horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse,
     ]
     """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that."""
+
+    RecordTaskResults: grpc.aio.UnaryUnaryMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.RecordTaskResultsRequest,
+        horizon_proto.v1.checkpoint_pb2.RecordTaskResultsResponse,
+    ]
+    """RecordTaskResults adds to a job's record what an evaluation program has measured of one of its checkpoints. Results of the same
+    step, task and metric are replaced; without any, it says only whether the caller may.
+    """
 
 class CheckpointServiceServicer(metaclass=abc.ABCMeta):
     """CheckpointService hands out what a job has written."""
@@ -184,5 +200,15 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse, collections.abc.Awaitable[horizon_proto.v1.checkpoint_pb2.KeepCheckpointResponse]]:
         """KeepCheckpoint keeps one checkpoint from being deleted automatically, or ends that."""
+
+    @abc.abstractmethod
+    def RecordTaskResults(
+        self,
+        request: horizon_proto.v1.checkpoint_pb2.RecordTaskResultsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.checkpoint_pb2.RecordTaskResultsResponse, collections.abc.Awaitable[horizon_proto.v1.checkpoint_pb2.RecordTaskResultsResponse]]:
+        """RecordTaskResults adds to a job's record what an evaluation program has measured of one of its checkpoints. Results of the same
+        step, task and metric are replaced; without any, it says only whether the caller may.
+        """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

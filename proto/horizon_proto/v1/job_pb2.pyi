@@ -1498,6 +1498,7 @@ class Job(google.protobuf.message.Message):
     BEST_EVAL_FIELD_NUMBER: builtins.int
     LAST_EVAL_FIELD_NUMBER: builtins.int
     BOX_FIELD_NUMBER: builtins.int
+    TASK_RESULTS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -1592,6 +1593,10 @@ class Job(google.protobuf.message.Message):
     def last_eval(self) -> global___EvalEvent:
         """The last evaluation, without its answers."""
 
+    @property
+    def task_results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TaskResult]:
+        """What evaluation programs have measured of its checkpoints, as their callers have recorded it; the last 200."""
+
     def __init__(
         self,
         *,
@@ -1626,11 +1631,70 @@ class Job(google.protobuf.message.Message):
         best_eval: global___EvalEvent | None = ...,
         last_eval: global___EvalEvent | None = ...,
         box: builtins.str = ...,
+        task_results: collections.abc.Iterable[global___TaskResult] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["best_eval", b"best_eval", "create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "last_eval", b"last_eval", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "best_eval", b"best_eval", "box", b"box", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "job_id", b"job_id", "keep_files", b"keep_files", "last_eval", b"last_eval", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "best_eval", b"best_eval", "box", b"box", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "job_id", b"job_id", "keep_files", b"keep_files", "last_eval", b"last_eval", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "task_results", b"task_results", "wanted", b"wanted"]) -> None: ...
 
 global___Job = Job
+
+@typing.final
+class TaskResult(google.protobuf.message.Message):
+    """TaskResult is one metric of a task of an evaluation program such as lm-evaluation-harness, of one checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    TASK_FIELD_NUMBER: builtins.int
+    METRIC_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    STDERR_FIELD_NUMBER: builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: builtins.int
+    NUM_DOCUMENTS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    PROGRAM_FIELD_NUMBER: builtins.int
+    RECORDED_TIME_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The checkpoint's step."""
+    task: builtins.str
+    """The task, as the program names it."""
+    metric: builtins.str
+    """The metric, such as acc, or exact_match,strict-match where the program filters answers first."""
+    value: builtins.float
+    """Its value."""
+    stderr: builtins.float
+    """Standard error of the value; unset where the program computes none."""
+    num_samples: builtins.int
+    """How many documents of the task were used."""
+    num_documents: builtins.int
+    """How many documents the task has."""
+    version: builtins.str
+    """Version of the task."""
+    program: builtins.str
+    """The program that has measured it, with its version."""
+    @property
+    def recorded_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was recorded."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        task: builtins.str = ...,
+        metric: builtins.str = ...,
+        value: builtins.float = ...,
+        stderr: builtins.float | None = ...,
+        num_samples: builtins.int = ...,
+        num_documents: builtins.int = ...,
+        version: builtins.str = ...,
+        program: builtins.str = ...,
+        recorded_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_stderr", b"_stderr", "recorded_time", b"recorded_time", "stderr", b"stderr"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_stderr", b"_stderr", "metric", b"metric", "num_documents", b"num_documents", "num_samples", b"num_samples", "program", b"program", "recorded_time", b"recorded_time", "stderr", b"stderr", "step", b"step", "task", b"task", "value", b"value", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_stderr", b"_stderr"]) -> typing.Literal["stderr"] | None: ...
+
+global___TaskResult = TaskResult
 
 @typing.final
 class Outlook(google.protobuf.message.Message):

@@ -99,6 +99,7 @@ EFFECTS: Mapping[str, Effect] = {
             "CheckpointService/MergeCheckpoint",
             "CheckpointService/DeleteCheckpoint",
             "CheckpointService/KeepCheckpoint",
+            "CheckpointService/RecordTaskResults",
             "NodeService/SetNode",
             "HousekeepingService/KeepJob",
             "AccountService/CreateToken",

@@ -27,6 +27,7 @@ from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.sampling import Samples
 from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
+from horizon_server.services.task_results import TaskResults
 from horizon_server.services.tinker.drawing import Drawing
 from horizon_server.services.tinker.models import TinkerModels
 from horizon_server.services.tinker.samples import WaitingSamples
@@ -50,6 +51,7 @@ class Services:
     tinker_drawing: Drawing
     tinker_samples: WaitingSamples
     evaluations: Evaluations
+    task_results: TaskResults
     merges: Merges
     models: ModelService
     blobs: Uploads

@@ -16,6 +16,7 @@ from horizon_server.db.tables import JobRow
 from horizon_server.events import EvalDone, decode, encode
 from horizon_server.records.job import ENDED, JobRecord, JobState, StopRequest
 from horizon_server.records.plan import Plan
+from horizon_server.records.task_result import TaskResult
 from horizon_server.spec import JobSpec, parse_job_spec
 
 _SET_BY_JOB_STORE = ("spec", "job_state")
@@ -25,9 +26,10 @@ STORED_FIELDS = tuple(
     if field.name in JobRow.__table__.columns and field.name not in _SET_BY_JOB_STORE
 )
 """Fields of a record that can be set: those that have a column."""
-_ENCODED = ("plan", "data_report", "last_step", "wanted", "eval_set_ids")
+_ENCODED = ("plan", "data_report", "last_step", "wanted", "eval_set_ids", "task_results")
 _PLAIN = tuple(name for name in STORED_FIELDS if name not in _ENCODED)
 _PLAN_OR_NONE: Any = Plan | None
+_TASK_RESULTS: Any = tuple[TaskResult, ...]
 # The largest page. A record takes some 20 kB with its row and its message (see `api.kept`).
 _KEPT_RECORDS = 1000
 # The first pages of twenty users.
@@ -47,6 +49,8 @@ def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
         columns["wanted"] = StopRequest(fields["wanted"]).value
     if "eval_set_ids" in fields:
         columns["eval_set_ids"] = json.dumps(fields["eval_set_ids"])
+    if "task_results" in fields:
+        columns["task_results"] = json.dumps(to_plain(fields["task_results"]))
     assert columns.keys() <= set(STORED_FIELDS), sorted(columns)
     return columns
 
@@ -139,5 +143,6 @@ def record_of(row: Row[Any]) -> JobRecord:
         plan=from_json(_PLAN_OR_NONE, row.plan or "null"),
         data_report=json.loads(row.data_report or "null") or {},
         eval_set_ids=json.loads(row.eval_set_ids),
+        task_results=from_json(_TASK_RESULTS, row.task_results),
         **{f"{which}_eval": decode(line) for which, line in evaluations.items()},
     )

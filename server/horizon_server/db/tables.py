@@ -253,6 +253,8 @@ class JobRow(Table):
     box: Mapped[str] = mapped_column(String(63), server_default="")
     # Its first, best and last evaluation, as a JSON object of events; empty before the first.
     evaluations: Mapped[str] = mapped_column(Text, server_default="")
+    # What evaluation programs have measured of its checkpoints, as a JSON list.
+    task_results: Mapped[str] = mapped_column(Text, server_default="[]")
 
 
 class StateFolderRow(Table):

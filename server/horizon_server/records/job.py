@@ -8,6 +8,7 @@ from enum import StrEnum
 from horizon_server.events import EvalDone, StepDone
 from horizon_server.records.plan import Plan
 from horizon_server.records.sharing import Outlook
+from horizon_server.records.task_result import TaskResult
 from horizon_server.records.times import UnixTime
 from horizon_server.spec import JobSpec
 
@@ -182,6 +183,8 @@ class JobRecord:
     """The first evaluation, the best so far by the spec's `eval.best_by`, and the last one; without their answers."""
     best_eval: EvalDone | None = None
     last_eval: EvalDone | None = None
+    task_results: tuple[TaskResult, ...] = ()
+    """What evaluation programs have measured of its checkpoints, in the order in which it was recorded."""
     plan: Plan | None = None
     data_report: dict[str, int] = field(default_factory=dict)
     """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from horizon_server.blobs.concurrency import in_thread
+from horizon_server.blobs.concurrency import to_the_end
 from horizon_server.blobs.space import Space
 from horizon_server.errors import (
     HorizonError,
@@ -75,11 +75,14 @@ class Sessions:
         self._jobs, self._space = jobs, space
         self._open: dict[str, _Open] = {}
 
-    async def open(self, principal: Principal, spec: JobSpec, *, request_id: str = "") -> JobRecord:
-        """Submit a session. Raises InvalidSpec for the spec of a job with data, and as `JobService.submit`."""
+    async def open(
+        self, principal: Principal, spec: JobSpec, *, request_id: str = "", notes: Sequence[str] = ()
+    ) -> JobRecord:
+        """Submit a session. `notes` are its first messages. Raises InvalidSpec for the spec of a job with data, and as
+        `JobService.submit`."""
         if not spec.is_session:
             raise InvalidSpec.of("method", f"method is {spec.method}; a session has method: session")
-        return await self._jobs.submit(principal, request_id=request_id or str(uuid.uuid4()), spec=spec)
+        return await self._jobs.submit(principal, request_id=request_id or str(uuid.uuid4()), spec=spec, notes=notes)
 
     async def call(
         self, principal: Principal, key: str, call: Call, *, number: int | None = None, sequence: int | None = None
@@ -127,12 +130,8 @@ class Sessions:
             if isinstance(call, LoadState):
                 await self._require_checkpoint(principal, call)
             await self._require_room(job, files, session)
-            session.num_bytes += await self._keep(files, session, call, sequence)
-            session.last, session.is_closed = session.last + 1, isinstance(call, Close)
-            session.called_s = time.monotonic()
-            number = session.last
-            if isinstance(call, OptimStep | LoadState):
-                session.changed = number
+            # Whole, also for a caller who hangs up: the next call must not take its number.
+            number = await to_the_end(self._keep(files, session, call, sequence))
         await self._wake(job)
         return number
 
@@ -225,7 +224,7 @@ class Sessions:
         self._space.require(0, f"a call of session {job.job_id}")
 
     async def _keep(self, files: CallFiles, session: _Open, call: Call, sequence: int | None) -> int:
-        """Write a call as the next one, and return its bytes."""
+        """Write a call as the next one, and return its number."""
         number = session.last + 1
         sequences = session.sequences
         if sequence is not None:
@@ -234,9 +233,13 @@ class Sessions:
         news = sequences if sequence is not None or session.has_stale else None
         # Until both are written: the sequences come first, and one without its call means nothing to the next daemon.
         session.has_stale = news is not None
-        num_bytes = await in_thread(lambda: _write(files, number, call, news))
+        session.num_bytes += await asyncio.to_thread(_write, files, number, call, news)
         session.sequences, session.has_stale = sequences, False
-        return num_bytes
+        session.last, session.is_closed = number, isinstance(call, Close)
+        session.called_s = time.monotonic()
+        if isinstance(call, OptimStep | LoadState):
+            session.changed = number
+        return number
 
     async def _wake(self, job: JobRecord) -> None:
         """Let the session do its calls: its worker looks for them, or it is brought back."""

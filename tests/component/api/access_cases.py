@@ -290,6 +290,12 @@ CASES: Mapping[str, tuple[Case, ...]] = {
             _of(lambda job_id: checkpoint_pb2.KeepCheckpointRequest(job_id=job_id, step=3, kept=True), job_id=_known),
         ),
     ),
+    "CheckpointService/RecordTaskResults": (
+        Case(
+            CHANGE_JOB,
+            _of(lambda job_id: checkpoint_pb2.RecordTaskResultsRequest(job_id=job_id), job_id=_known),
+        ),
+    ),
     "BlobService/FindMissingBlobs": (Case(CREATE, _is(blob_pb2.FindMissingBlobsRequest(blobs=[_REF]))),),
     "BlobService/WriteBlob": (
         Case(CREATE, _is(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=_REF, data=_CONTENT)))),

@@ -67,6 +67,7 @@ def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
     streams = {("job", "logs"), ("checkpoint", "sample"), ("checkpoint", "chat")}
     assert has_output or path in streams | {
         ("login",),
+        ("mcp",),
         ("completion",),
         ("job", "init"),
         ("job", "schema"),

@@ -11,6 +11,7 @@ from tests.daemon_parts import Script
 from horizon_server.errors import BoxLost, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import StepDone
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.task_result import TaskResult
 from horizon_server.services.checkpoint_files import read_checkpoint_file
 from horizon_server.services.fleet.boxes import NeededFiles
 
@@ -47,6 +48,9 @@ async def test_orders_are_carried_out_there(fleet: Fleet) -> None:
     retention = fleet.head.services.retention
     assert (await retention.keep(fleet.ada, job.job_id)).keep_files
     assert (await retention.keep_checkpoint(fleet.ada, job.job_id, 4, kept=True)).kept
+    figure = TaskResult(step=0, task="arc", metric="acc", value=0.5)
+    recorded = await fleet.head.services.task_results.record(fleet.ada, job.job_id, 4, [figure])
+    assert [(one.step, one.value) for one in recorded.task_results] == [(4, 0.5)]
     await jobs.delete_checkpoint(fleet.ada, job.job_id, 1)
     assert [one.step for one in await jobs.checkpoints(fleet.ada, job.job_id)] == [4]
     await jobs.delete(fleet.ada, job.job_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from typing import Any
 
 import pytest
@@ -111,6 +112,27 @@ def test_its_events_are_the_newest_first_in_pages(client: OpenAI, done: FineTuni
     with pytest.raises(BadRequestError) as caught:
         client.fine_tuning.jobs.list_events(done.id, after="ftevent-7")
     assert caught.value.param == "after"
+
+
+def test_the_losses_of_its_steps_are_a_file(client: OpenAI, connect: Connect, done: FineTuningJob) -> None:
+    (file_id,) = done.result_files
+    content = client.files.content(file_id).read()
+    about = client.files.retrieve(file_id)
+    assert (about.purpose, about.bytes, about.filename) == ("fine-tune-results", len(content), "step_metrics.csv")
+    rows = list(csv.DictReader(content.decode().splitlines()))
+    events = client.fine_tuning.jobs.list_events(done.id, limit=100).data
+    told: list[Any] = [event.data for event in events]
+    losses = {data["step"]: data["train_loss"] for data in told if data and "train_loss" in data}
+    assert {int(row["step"]): float(row["train_loss"]) for row in rows if row["train_loss"]} == losses
+    # The first row is of the evaluation before the first step.
+    assert [int(row["step"]) for row in rows] == [0, *sorted(losses)]
+    assert rows[0]["valid_loss"] and rows[-1]["valid_loss"]
+    with pytest.raises(BadRequestError, match="goes with the job"):
+        client.files.delete(file_id)
+    with pytest.raises(NotFoundError, match="No such File object"):
+        connect("eve").files.content(file_id)
+    with pytest.raises(NotFoundError, match="No such File object"):
+        client.files.retrieve("file-job_000000000000")
 
 
 def test_its_checkpoints_are_the_newest_first(client: OpenAI, done: FineTuningJob) -> None:

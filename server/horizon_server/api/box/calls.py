@@ -13,6 +13,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobRef
 from horizon_server.records.job import JobRecord
 from horizon_server.records.sample import SampleOptions, SamplePrompt
+from horizon_server.records.task_result import TaskResult
 from horizon_server.services.checkpoint_files import read_checkpoint_file
 from horizon_server.services.fleet.records import Asked, Needed, SentJob
 
@@ -41,6 +42,9 @@ ANSWERED: Mapping[str, Answered] = {
     ),
     "checkpoints": lambda on, caller, b: on.jobs.checkpoints(caller, b["key"]),
     "keep_checkpoint": lambda on, caller, b: on.retention.keep_checkpoint(caller, b["key"], b["step"], kept=b["kept"]),
+    "record_task_results": lambda on, caller, b: on.task_results.record(
+        caller, b["key"], b["step"], from_plain(list[TaskResult], b["results"])
+    ),
     "delete_checkpoint": lambda on, caller, b: on.jobs.delete_checkpoint(caller, b["key"], b["step"]),
     "require_checkpoint_deletable": lambda on, caller, b: _require_checkpoint_deletable(on, caller, b),
     "delete": lambda on, caller, b: on.jobs.delete(caller, b["key"]),

@@ -43,6 +43,7 @@ from horizon_server.records.job import JobFilter, JobState
 from horizon_server.records.plan import PlannedMachine
 from horizon_server.records.session import Result
 from horizon_server.records.sharing import NodeCondition
+from horizon_server.records.task_result import TaskResult
 from horizon_server.services.checkpoint_files import read_checkpoint_file
 from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -318,6 +319,12 @@ CALLS: Mapping[str, Call] = {
     "CheckpointService/KeepCheckpoint": Call(
         lambda on, caller, r: on.retention.keep_checkpoint(caller, r.job_id, r.step, kept=r.kept),
         "checkpoint",
+    ),
+    "CheckpointService/RecordTaskResults": Call(
+        lambda on, caller, r: on.task_results.record(
+            caller, r.job_id, r.step, [from_message(one, TaskResult) for one in r.results]
+        ),
+        "job",
     ),
     "NodeService/GetNode": Call(lambda on, caller, r: on.node.describe(caller), "node"),
     "NodeService/SetNode": Call(_set_node, "node"),

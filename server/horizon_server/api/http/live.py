@@ -310,6 +310,7 @@ _OF_EVALUATION = _OF_QUEUES | {"answers"}
 _NOT_IN_SUMMARY: Any = {
     "plan": True,
     "data_report": True,
+    "task_results": True,
     "first_eval": True,
     "last_step": _OF_STEP,
     "best_eval": _OF_EVALUATION,

@@ -1,6 +1,6 @@
-"""/v1/files: each file is a dataset of the caller's, checked before it is answered.
+"""/v1/files: each file is a dataset of the caller's, checked before it is answered, or the losses of a job of theirs.
 
-The id of a file is that of its dataset with another beginning; no record is kept besides the dataset's.
+The id of a file is that of its dataset or job with another beginning; no record is kept besides the dataset's.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from horizon_server.api.audited import Asked
 from horizon_server.api.http.middleware import Caller, Services
 from horizon_server.api.openai.calls import Changing, Cursor, Limit, page_of
 from horizon_server.api.openai.errors import BadParameter, unsupported
 from horizon_server.api.openai.forms import FileForm
+from horizon_server.api.openai.results import job_of_result, result_object, result_of
 from horizon_server.api.services import Services as AllServices
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.errors import FieldViolation, InvalidData, NotFound
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord
+from horizon_server.records.job import JobRecord
 from horizon_server.services.access import require_create
 
 _PURPOSE = "fine-tune"
@@ -110,12 +112,16 @@ async def list_files(
 @router.get("/{file_id}")
 async def retrieve_file(services: Services, caller: Caller, file_id: str) -> dict[str, Any]:
     """Show one file."""
+    if (job := await _job_of_result(services, caller, file_id)) is not None:
+        return result_object(job, await result_of(services, job))
     return file_object(await _file(services, caller, file_id))
 
 
 @router.get("/{file_id}/content")
-async def retrieve_content(services: Services, caller: Caller, file_id: str) -> StreamingResponse:
-    """Send what was uploaded, byte for byte."""
+async def retrieve_content(services: Services, caller: Caller, file_id: str) -> Response:
+    """Send what was uploaded, byte for byte, or the losses of a job's steps."""
+    if (job := await _job_of_result(services, caller, file_id)) is not None:
+        return Response(await result_of(services, job), media_type="application/octet-stream")
     record = await _file(services, caller, file_id)
     if len(record.files) != 1:
         raise BadParameter("file_id", f"{file_id} is {len(record.files)} files, which cannot be sent as one")
@@ -135,6 +141,8 @@ async def delete_file(change: Changing, file_id: str) -> dict[str, Any]:
     """Remove a file; what jobs have made of it stays."""
 
     async def delete() -> DatasetRecord:
+        if await _job_of_result(change.services, change.caller, file_id) is not None:
+            raise unsupported("file_id", "is the file of a job's losses, which goes with the job")
         record = await _file(change.services, change.caller, file_id)
         await change.services.datasets.delete(change.caller, record.dataset_id)
         return record
@@ -148,8 +156,19 @@ async def _file(services: AllServices, caller: Principal, key: str) -> DatasetRe
     try:
         return await services.datasets.get(caller, dataset_key(key))
     except NotFound as error:
-        message = f"No such File object: {key:.100}"
-        raise NotFound(message, violations=[FieldViolation(field="id", description=message)]) from error
+        raise _no_file(key) from error
+
+
+async def _job_of_result(services: AllServices, caller: Principal, key: str) -> JobRecord | None:
+    try:
+        return await job_of_result(services, caller, key)
+    except NotFound as error:
+        raise _no_file(key) from error
+
+
+def _no_file(key: str) -> NotFound:
+    message = f"No such File object: {key:.100}"
+    return NotFound(message, violations=[FieldViolation(field="id", description=message)])
 
 
 def _check_fields(fields: dict[str, str]) -> None:

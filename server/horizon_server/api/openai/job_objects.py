@@ -9,6 +9,7 @@ from typing import Any
 
 from horizon_server.api.openai.files import file_id
 from horizon_server.api.openai.model_names import tuned_name
+from horizon_server.api.openai.results import result_file_id
 from horizon_server.api.openai.tuning import METHOD_NAMES, hyperparameters_of
 from horizon_server.events import EvalDone
 from horizon_server.figures import EvalSetFigures
@@ -48,7 +49,7 @@ def job_object(job: JobRecord, training: DatasetRecord | None) -> dict[str, Any]
         "hyperparameters": {name: value for name, value in hyperparameters.items() if name != "beta"},
         "model": spec.model,
         "organization_id": job.project,
-        "result_files": [],
+        "result_files": [result_file_id(job)] if job.job_state is JobState.SUCCEEDED else [],
         "seed": spec.train.seed,
         "status": STATUSES[job.job_state],
         # Of a job, a node counts what steps that were done again have taken too.

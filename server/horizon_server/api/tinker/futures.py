@@ -155,7 +155,12 @@ async def _retrieved(services: Services, caller: Principal, future: Future) -> R
         why = now.outlook.why if waits and now.outlook is not None else now.message if waits else ""
         return _try_again(future.request_id, "paused_capacity" if waits else "active", why)
     if isinstance(result, CallFailed):
-        return body_of(error_of(result))
+        body = body_of(error_of(result))
+        if future.what == "saved":
+            # The program's own name, without its kind.
+            name = CheckpointName.parse(future.name)
+            body["error"] = body["error"].replace(name.stored, name.name)
+        return body
     if not isinstance(result, _RESULTS[future.what]):
         raise NotFound(f"future {future.request_id!r:.200} does not exist, or is not yours")
     return _answer(future, result)

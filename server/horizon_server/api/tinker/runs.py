@@ -172,16 +172,16 @@ async def weights_info(change: Calling, request: Request) -> dict[str, Any]:
     name = CheckpointName.parse(short(body.tinker_path, "tinker_path"))
     job, _ = await change.services.tinker_models.checkpoint(change.caller, name)
     lora, is_lora = job.spec.train.lora, job.spec.train.trainable == LORA
-    adapted = {"all-linear", *lora.targets} if is_lora else set()
-    both = tuple(lora.targets) == ("all-linear",)
+    targets = " ".join(lora.targets)
+    both = targets == "all-linear"
     return {
         "base_model": job.spec.model,
         "optimizer_config": ADAM,
         "is_lora": is_lora,
         "lora_rank": lora.rank if is_lora else None,
         "train_unembed": False if is_lora else None,
-        "train_mlp": both or any("mlp" in one for one in adapted) if is_lora else None,
-        "train_attn": both or any("attn" in one for one in adapted) if is_lora else None,
+        "train_mlp": both or "mlp" in targets if is_lora else None,
+        "train_attn": both or "attn" in targets if is_lora else None,
     }
 
 

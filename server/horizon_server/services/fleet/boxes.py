@@ -87,6 +87,7 @@ _MIRRORED = (
     "device_s",
     "num_tokens",
     "last_step",
+    "task_results",
     "plan",
     "data_report",
     "num_restarts",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ ALPHA = 32.0
 """Of every adapter, whatever its rank, as Tinker has it."""
 _ATTENTION, _MLP = "attn|attention", "mlp|feed_forward|ffn"
 _OPTION = "horizon."
+_RUNS_LOOKED_AT = 256
+"""For a list of all checkpoints, the newest."""
+_REMEMBERED = 4096
+"""Checkpoints of which is known when they were asked."""
+_UNADAPTED = "train_unembed has no effect: the output layer has no adapter here, as the layers have"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,8 @@ class TinkerModels:
             "session": session,
             **project,
         }
-        return await self._open(principal, name, parse_job_spec(spec))
+        has_note = adapters is not None and adapters.rank != 0 and adapters.train_unembed
+        return await self._open(principal, name, parse_job_spec(spec), notes=[_UNADAPTED] if has_note else ())
 
     async def create_from(
         self, principal: Principal, name: ModelName, path: str, *, optimizer: bool, base: str, notes: Mapping[str, str]
@@ -124,9 +130,9 @@ class TinkerModels:
         call = LoadState(checkpoint=f"{source.job_id}@{step}", optimizer=optimizer)
         return await self._sessions.call(principal, job.job_id, call, sequence=sequence)
 
-    async def _open(self, principal: Principal, name: ModelName, spec: JobSpec) -> JobRecord:
+    async def _open(self, principal: Principal, name: ModelName, spec: JobSpec, notes: Sequence[str] = ()) -> JobRecord:
         request_id = uuid.uuid5(uuid.NAMESPACE_URL, f"tinker:{principal.name}/{name.text}")
-        return await self._sessions.open(principal, spec, request_id=str(request_id))
+        return await self._sessions.open(principal, spec, request_id=str(request_id), notes=notes)
 
     async def find(self, principal: Principal, model_id: str) -> JobRecord:
         """Return the session of a model. Raises NotFound, also for models of others."""
@@ -180,7 +186,10 @@ class TinkerModels:
     def asked(self, job: JobRecord, step: int) -> None:
         """Note that a checkpoint answers now."""
         self._num_asked += 1
+        self._asked.pop((job.job_id, step), None)
         self._asked[job.job_id, step] = self._num_asked
+        if len(self._asked) > _REMEMBERED:
+            del self._asked[next(iter(self._asked))]
 
     async def loadable(self, principal: Principal, path: str) -> tuple[JobRecord, int]:
         """Return what a path of saved state means. Raises NotFound, InvalidSpec for a checkpoint of another kind."""
@@ -213,7 +222,7 @@ class TinkerModels:
     async def all_checkpoints(self, principal: Principal) -> list[tuple[CheckpointName, NamedCheckpoint]]:
         """Return the checkpoints of the caller's newest models, those of a newer model first."""
         found: list[tuple[CheckpointName, NamedCheckpoint]] = []
-        for job in await self.runs(principal):
+        for job in (await self.runs(principal))[:_RUNS_LOOKED_AT]:
             left = MAX_CHECKPOINTS - len(found)
             if left <= 0:
                 break
