@@ -9,19 +9,22 @@ import httpx
 import pytest
 import torch
 from peft import PeftModel
-from tests.component.tinker.conftest import PATIENCE_S, TEXTS, data, datum, logprobs_of
+from tests.component.tinker.conftest import PATIENCE_S, TEXTS, Connect, data, datum, logprobs_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
 from tinker import (
+    AuthenticationError,
     BadRequestError,
     NotFoundError,
     PermissionDeniedError,
+    RequestFailedError,
     RestClient,
     SamplingClient,
     ServiceClient,
     TrainingClient,
     types,
 )
+from tinker.types import RequestErrorCategory
 from transformers import AutoModelForCausalLM
 
 
@@ -145,3 +148,34 @@ def test_a_client_of_the_base_has_no_run(rest: RestClient, service: ServiceClien
     client: SamplingClient = service.create_sampling_client(base_model=MODEL).result(PATIENCE_S)
     with pytest.raises(NotFoundError):
         rest.get_training_run(client._sampling_session_id).result(60)
+
+
+def test_errors_are_classes_of_the_sdk(
+    rest: RestClient, training: TrainingClient, service: ServiceClient, connect: Connect, url: str
+) -> None:
+    with pytest.raises(AuthenticationError, match="token"):
+        connect(api_key="tml-hzn_wrong")
+    with pytest.raises(NotFoundError, match="does not exist"):
+        service.create_sampling_client(base_model="nobodys").result(60)
+    with pytest.raises(NotFoundError, match="not yours"):
+        connect("bob").create_training_client_from_state(f"tinker://{training.model_id}/weights/state").result(60)
+    with pytest.raises(PermissionDeniedError):
+        connect("vic", "viewer").create_lora_training_client(MODEL).result(60)
+    with pytest.raises(NotFoundError, match="is not served here"):
+        service.copy_weights(f"tinker://{training.model_id}/weights/state").result(60)
+    wrong: Any = {"target_tokens": types.TensorData(data=[6.0, 7.0], dtype="float32", shape=[2])}
+    batch = [types.Datum(model_input=types.ModelInput.from_ints([5, 6]), loss_fn_inputs=wrong)]
+    with pytest.raises(BadRequestError, match="must be int64"):
+        training.forward(batch, "cross_entropy").result(60)
+    with pytest.raises(BadRequestError, match="the losses here are"):
+        training.forward(data(), "gspo").result(60)
+    with pytest.raises(BadRequestError, match="clip_hihg"):
+        training.forward([datum(TEXTS[0], logprobs=[0.0] * 7, advantages=[1.0] * 7)], "ppo", {"clip_hihg": 1.0}).result(
+            60
+        )
+    # A token that no vocabulary has is found by who computes.
+    with pytest.raises(RequestFailedError, match="100000") as caught:
+        training.forward([datum([5, 100_000, 7])], "cross_entropy").result(PATIENCE_S)
+    assert caught.value.category is RequestErrorCategory.User
+    # None of them has changed anything, and the client goes on.
+    assert len(training.forward(data(), "cross_entropy").result(PATIENCE_S).loss_fn_outputs) == len(TEXTS)
