@@ -123,6 +123,7 @@ def test_what_a_checkpoint_cannot_be(rest: RestClient, training: TrainingClient)
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result(60)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_a_checkpoint_is_downloaded_by_addresses_that_need_no_key(
     rest: RestClient, training: TrainingClient, pushed: PushedState, tmp_path: Path
 ) -> None:
