@@ -134,14 +134,12 @@ class Harness:
         cannot read."""
         ca = endpoint.ca_file
         address = self.url or f"{'https' if ca else 'http'}://{endpoint.server.rpartition(':')[0]}:{HTTP_PORT}"
-        config = tokenizer / "config.json"
-        positions = json.loads(config.read_text("utf-8")).get("max_position_embeddings") if config.exists() else None
         of_model = {
             "model": model,
             "base_url": f"{address.rstrip('/')}/v1/completions",
             "tokenizer": tokenizer,
             "tokenizer_backend": "huggingface",
-            "max_length": min(positions or _MOST_TOKENS, _MOST_TOKENS),
+            "max_length": _most_tokens(tokenizer),
             **({"ca_cert_path": ca} if ca and str(ca) != SYSTEM_CA else {}),
         }
         options = {
@@ -222,6 +220,18 @@ def results_in(folder: Path, tasks: Sequence[str], *, before: Collection[Path] =
     if len(results) > _MOST_RESULTS:
         Notices().notice(f"the first {_MOST_RESULTS} of {len(results)} figures are recorded")
     return results[:_MOST_RESULTS]
+
+
+def _most_tokens(folder: Path) -> int:
+    """Return how many tokens a prompt may have: as many as the model has positions; of an adapter, whose folder has no
+    config of the model, as many as its tokenizer says."""
+    for file, name in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        if (folder / file).exists():
+            positions = json.loads((folder / file).read_text("utf-8")).get(name)
+            # Tokenizers say 10^30 where they know none
+            if isinstance(positions, int | float) and positions >= 1:
+                return int(min(positions, _MOST_TOKENS))
+    return _MOST_TOKENS
 
 
 def _written(folder: Path) -> list[Path]:

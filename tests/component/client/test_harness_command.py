@@ -146,6 +146,26 @@ def test_what_is_missing_or_does_not_belong_together(run: Run, said: Path, monke
 
 
 @pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"config.json": {"max_position_embeddings": 512}, "tokenizer_config.json": {"model_max_length": 64}}, "512"),
+        ({"config.json": {"max_position_embeddings": 131072}}, "4096"),
+        ({"adapter_config.json": {}, "tokenizer_config.json": {"model_max_length": 1024}}, "1024"),
+        ({"config.json": {}, "tokenizer_config.json": {"model_max_length": 10**30}}, "4096"),
+        ({}, "4096"),
+    ],
+)
+def test_prompts_are_as_long_as_the_model_takes(files: dict[str, Any], most: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    fields: dict[str, Any] = {"limit": None, "num_fewshot": None, "include_path": None, "results": None, "url": None}
+    command = Harness(tasks=["a"], batch_size=1, **fields).command(
+        "job@1", Endpoint(server="127.0.0.1:7171", token="a", ca_file=None), tmp_path, tmp_path
+    )
+    assert f"max_length={most}" in command[command.index("--model_args") + 1].split(",")
+
+
+@pytest.mark.parametrize(
     ("server", "ca", "url", "address"),
     [
         ("gpubox.lab.edu:7171", "/ca.pem", None, "https://gpubox.lab.edu:7172/v1/completions"),
@@ -160,7 +180,7 @@ def test_where_the_daemon_is_asked(server: str, ca: str | None, url: str | None,
     command = harness.command("job@1", endpoint, tmp_path, tmp_path)
     given = dict(zip(command[4::2], command[5::2], strict=True))
     model = dict(one.split("=", 1) for one in given["--model_args"].split(","))
-    assert model["base_url"] == address and model["max_length"] == "4096"
+    assert model["base_url"] == address
     assert model.get("ca_cert_path") == ("/ca.pem" if ca == "/ca.pem" else None)
     assert (given["--tasks"], given["--num_fewshot"], given["--batch_size"]) == ("a,b", "2", "8")
     assert not any("hzn_secret" in part for part in command)
