@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import Result
 
-from horizon_client.cli.harness import Harness
+from horizon_client.cli.harness import Harness, trusting
+from horizon_client.errors import BadFile
 from horizon_client.profiles import Endpoint
 from horizon_server.records.job import JobRecord
 
@@ -132,6 +133,21 @@ def test_who_may_not_record_is_refused_before_the_program_runs(
     assert not said.exists()
 
 
+def test_the_daemons_ca_is_trusted_besides_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca, bundle = tmp_path / "daemon.pem", tmp_path / "bundle.pem"
+    ca.write_text("the daemon's")
+    assert trusting(None, bundle) == trusting(Path("system"), bundle) == {}
+    variables = trusting(ca, bundle)
+    assert variables == {"REQUESTS_CA_BUNDLE": str(bundle), "SSL_CERT_FILE": str(bundle)}
+    assert "BEGIN CERTIFICATE" in bundle.read_text() and bundle.read_text().endswith("the daemon's")
+    (tmp_path / "proxy.pem").write_text("the proxy's")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "proxy.pem"))
+    trusting(ca, bundle)
+    assert bundle.read_text() == "the proxy's\nthe daemon's"
+    with pytest.raises(BadFile, match=r"nowhere\.pem"):
+        trusting(tmp_path / "nowhere.pem", bundle)
+
+
 def test_what_is_missing_or_does_not_belong_together(run: Run, said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = run("checkpoint", "eval", "first", "--tasks", "arc", "--set", "a=gsm8k")
     assert both.exit_code == 2 and "--tasks or --set" in both.stderr
@@ -181,6 +197,5 @@ def test_where_the_daemon_is_asked(server: str, ca: str | None, url: str | None,
     given = dict(zip(command[4::2], command[5::2], strict=True))
     model = dict(one.split("=", 1) for one in given["--model_args"].split(","))
     assert model["base_url"] == address
-    assert model.get("ca_cert_path") == ("/ca.pem" if ca == "/ca.pem" else None)
     assert (given["--tasks"], given["--num_fewshot"], given["--batch_size"]) == ("a,b", "2", "8")
     assert not any("hzn_secret" in part for part in command)
