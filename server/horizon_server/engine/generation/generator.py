@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -233,17 +233,33 @@ class TokenGenerator:
         if all(sequence.ticket != ticket for sequence in self._running):
             self.drop(ticket)
 
-    def step(self) -> list[tuple[int, New]]:
-        """The next token of every answer, with the ticket of each. A ticket ends with its last token."""
+    @property
+    def num_sequences(self) -> int:
+        """Answers that are not at their end."""
+        return sum(max(1, len(sequence.samples)) for sequence in self._running)
+
+    def kept_bytes(self, more: SequenceOf[int] = ()) -> int:
+        """What is kept of the prompts that are being answered, with further sequences of at most so many tokens."""
+        if not self._packs:
+            running = (len(sequence.samples) * self.cache_bytes(sequence.capacity) for sequence in self._running)
+            return sum(running) + sum(map(self.cache_bytes, more))
+        num_places = max(self._kept.num_places, self.num_sequences + len(more))
+        # All places have the room of the largest.
+        return num_places * self.cache_bytes(max(self._kept.capacity, *map(places_of, more), 0))
+
+    def step(self, *, held: Collection[int] = ()) -> list[tuple[int, New]]:
+        """The next token of every answer, with the ticket of each; none of the tickets that are `held`. A ticket ends
+        with its last token."""
         # The caller may have released it after the last token.
         self._take_device()
-        if not self._running:
+        running = [sequence for sequence in self._running if sequence.ticket not in held]
+        if not running:
             return []
-        found = self._pass(self._running)
+        found = self._pass(running)
         news: list[tuple[int, New]] = []
-        still: list[Sequence] = []
+        still = [sequence for sequence in self._running if sequence.ticket in held]
         first_scored = place = 0
-        for sequence in self._running:
+        for sequence in running:
             if sequence.scores_prompt:
                 scored = slice(first_scored, first_scored + sequence.num_new - 1)
                 first_scored = scored.stop
