@@ -112,7 +112,7 @@ class Answerer:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._unread) or any(not call.is_held for call in self._running)
+        return bool(self._unread or self._following()) or any(not call.is_held for call in self._running)
 
     def _obey(self, order: Order) -> None:
         match order:
@@ -196,16 +196,18 @@ class Answerer:
 
     def _let_in(self) -> None:
         """Have calls join while there is room for the next one."""
-        while self._waiting:
-            sequences: Counter[str] = Counter()
-            for call in self._running:
-                sequences[call.user] += call.num_sequences
-            following = min(self._waiting, key=lambda call: (sequences[call.user], call.number))
-            if self._running and not self._fits(following):
-                return
-            self._waiting.remove(following)
-            if self._tried(following, partial(self._begin, following)):
-                self._running.append(following)
+        while call := self._following():
+            self._waiting.remove(call)
+            if self._tried(call, partial(self._begin, call)):
+                self._running.append(call)
+
+    def _following(self) -> _Call | None:
+        """The next one of those that wait, where there is room for it."""
+        sequences: Counter[str] = Counter()
+        for call in self._running:
+            sequences[call.user] += call.num_sequences
+        following = min(self._waiting, key=lambda call: (sequences[call.user], call.number), default=None)
+        return following if following is not None and (not self._running or self._fits(following)) else None
 
     def _fits(self, call: _Call) -> bool:
         generator = self._generator

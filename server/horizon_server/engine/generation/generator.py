@@ -402,10 +402,11 @@ class TokenGenerator:
             for index, (prompt, capacity) in enumerate(zip(ids, longest, strict=True))
         ]
         if num_shared:
-            shared = self._sequence(ticket, 0, [], options, ids[0][:num_shared], num_shared)
+            # In the place of the first one, which has room for all of it.
+            shared = copy.copy(begun[0])
+            shared.samples, shared.new_ids = [], ids[0][:num_shared]
             self._pass([shared])
-            self._copy(shared, begun)
-            self._kept.give_back([shared.place])
+            self._copy(shared, begun[1:])
             for sequence in begun:
                 sequence.num_computed = num_shared
         return begun
