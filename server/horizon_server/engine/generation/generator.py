@@ -22,7 +22,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,6 +32,7 @@ from horizon_server.engine.cross_entropy import log_probabilities
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.generation.cache import LayerCacheSize, SequenceCache
 from horizon_server.engine.generation.choosing import Choice, choose
+from horizon_server.engine.generation.found import Found, new_token, scored_prompt, tensors, write_top
 from horizon_server.engine.generation.kept_trial import try_kept
 from horizon_server.engine.generation.passes import Pass, RowPass, SequencePass
 from horizon_server.engine.generation.sequences import (
@@ -43,7 +43,6 @@ from horizon_server.engine.generation.sequences import (
     NewToken,
     ScoredPrompt,
     Sequence,
-    Top,
     refused,
 )
 from horizon_server.engine.generation.trial import try_cache
@@ -59,17 +58,6 @@ from horizon_server.store.host_store import HostStore
 _UNITS_AHEAD = 2
 _LEAST_SHARED = 16
 """Tokens that prompts have in common at their beginning, from which on these are computed once."""
-
-
-@dataclass(eq=False, kw_only=True)
-class _Found:
-    """What a pass is to find, where compute writes it. Shapes: [C], [P], and with K likeliest tokens [C, K], [P, K]."""
-
-    tokens_C: Tensor
-    logprobs_C: Tensor
-    logprobs_P: Tensor
-    top_C: tuple[Tensor, Tensor] | None
-    top_P: tuple[Tensor, Tensor] | None
 
 
 def generation_template(make: Callable[[bool], Template]) -> Template:
@@ -263,7 +251,7 @@ class TokenGenerator:
             if sequence.scores_prompt:
                 scored = slice(first_scored, first_scored + sequence.num_new - 1)
                 first_scored = scored.stop
-                news.append((sequence.ticket, _scored(sequence, found, scored)))
+                news.append((sequence.ticket, scored_prompt(sequence, found, scored)))
             places = range(place, place + sequence.num_chosen)
             place = places.stop
             sequence.num_computed += sequence.num_new
@@ -282,7 +270,7 @@ class TokenGenerator:
                     still.append(one)
                 else:
                     ended_places.append(one.place)
-                news.append((sequence.ticket, _new_token(one, token, ended, found, at)))
+                news.append((sequence.ticket, new_token(one, token, ended, found, at)))
             self._give_back(ended_places)
         # Those that ended give their cache's memory back here.
         self._running = still
@@ -450,7 +438,7 @@ class TokenGenerator:
         work = partial(self._kept.copy, source.place, [one.place for one in targets])
         self._device.compute.submit(work, label="copy of what is kept")
 
-    def _pass(self, sequences: SequenceOf[Sequence]) -> _Found:
+    def _pass(self, sequences: SequenceOf[Sequence]) -> Found:
         """Compute the new tokens of all sequences, and what follows them. Returns it on the host."""
         template, device = self._template, self._device
         ids_N = torch.cat([sequence.new_ids for sequence in sequences])
@@ -477,14 +465,14 @@ class TokenGenerator:
                 done.popleft().wait()
         on_host = self._empty(sequences, lambda tensor: tensor)
         device.d2h.wait(device.compute.record())
-        for source, target in zip(_tensors(found), _tensors(on_host), strict=True):
+        for source, target in zip(tensors(found), tensors(on_host), strict=True):
             if target.numel():
                 device.read_back(source, target)
         device.d2h.record().wait()
         device.raise_failure()
         return on_host
 
-    def _empty(self, sequences: SequenceOf[Sequence], place: Callable[[Tensor], Tensor]) -> _Found:
+    def _empty(self, sequences: SequenceOf[Sequence], place: Callable[[Tensor], Tensor]) -> Found:
         num_chosen = sum(sequence.num_chosen for sequence in sequences)
         num_scored = sum(sequence.num_new - 1 for sequence in sequences if sequence.scores_prompt)
 
@@ -493,7 +481,7 @@ class TokenGenerator:
                 return None
             return place(torch.zeros(num, most, dtype=torch.int64)), place(torch.zeros(num, most))
 
-        return _Found(
+        return Found(
             tokens_C=place(torch.zeros(num_chosen, dtype=torch.int64)),
             logprobs_C=place(torch.zeros(num_chosen)),
             logprobs_P=place(torch.zeros(num_scored)),
@@ -501,7 +489,7 @@ class TokenGenerator:
             top_P=top(num_scored, max(sequence.options.prompt_logprobs or 0 for sequence in sequences)),
         )
 
-    def _enqueue_head(self, sequences: SequenceOf[Sequence], rows: Pass, flat: Tensor, found: _Found) -> None:
+    def _enqueue_head(self, sequences: SequenceOf[Sequence], rows: Pass, flat: Tensor, found: Found) -> None:
         """Choose the next tokens, and score the prompts that are to be."""
         place = scored = 0
         at: list[tuple[int, list[Choice]]] = []
@@ -528,7 +516,7 @@ class TokenGenerator:
         rows: Pass,
         chosen: SequenceOf[tuple[int, list[Choice]]],
         flat: Tensor,
-        found: _Found,
+        found: Found,
         into: slice,
     ) -> None:
         logits_SV = self._logits(rows.last_hidden([index for index, _ in chosen]), flat)
@@ -538,7 +526,7 @@ class TokenGenerator:
         tokens_C = choose(logits_SV, [choice for _, choices in chosen for choice in choices])
         found.tokens_C[into] = tokens_C
         found.logprobs_C[into] = log_probabilities(logits_SV, tokens_C)
-        _write_top(logits_SV, found.top_C, into)
+        write_top(logits_SV, found.top_C, into)
 
     def _score(
         self,
@@ -547,12 +535,12 @@ class TokenGenerator:
         part: slice,
         targets: Tensor,
         flat: Tensor,
-        found: _Found,
+        found: Found,
         into: slice,
     ) -> None:
         logits_PV = self._logits(rows.hidden(index)[:, part], flat)
         found.logprobs_P[into] = log_probabilities(logits_PV, targets)
-        _write_top(logits_PV, found.top_P, into)
+        write_top(logits_PV, found.top_P, into)
 
     def _logits(self, hidden_1CD: Tensor, flat: Tensor) -> Tensor:
         parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._head.unit_index]}
@@ -569,42 +557,3 @@ def _num_shared(prompts: SequenceOf[SequenceOf[int]]) -> int:
     first = prompts[0][:most]
     num = next((i for i in range(most) if any(prompt[i] != first[i] for prompt in prompts)), most)
     return num if num >= _LEAST_SHARED else 0
-
-
-def _tensors(found: _Found) -> list[Tensor]:
-    return [found.tokens_C, found.logprobs_C, found.logprobs_P, *(found.top_C or ()), *(found.top_P or ())]
-
-
-def _write_top(logits_CV: Tensor, top: tuple[Tensor, Tensor] | None, into: slice) -> None:
-    if top is not None:
-        tokens, logprobs = top
-        values, tokens[into] = torch.log_softmax(logits_CV.float(), -1).topk(tokens.shape[1], -1)
-        logprobs[into] = values
-
-
-def _top_at(top: tuple[Tensor, Tensor] | None, at: int, most: int | None) -> Top:
-    if top is None or not most:
-        return ()
-    tokens, logprobs = (part[at, :most].tolist() for part in top)
-    return tuple(zip(tokens, logprobs, strict=True))
-
-
-def _scored(sequence: Sequence, found: _Found, places: slice) -> ScoredPrompt:
-    most = sequence.options.prompt_logprobs
-    return ScoredPrompt(
-        prompt=sequence.prompt,
-        logprobs=tuple(found.logprobs_P[places].tolist()),
-        top=tuple(_top_at(found.top_P, at, most) for at in range(places.start, places.stop)),
-    )
-
-
-def _new_token(sequence: Sequence, token: int, ended: Ended | None, found: _Found, at: int) -> NewToken:
-    most = sequence.options.logprobs
-    return NewToken(
-        prompt=sequence.prompt,
-        sample=sequence.samples[0],
-        token=token,
-        ended=ended,
-        logprob=None if most is None else float(found.logprobs_C[at]),
-        top=_top_at(found.top_C, at, most),
-    )
