@@ -21,7 +21,7 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.cache import SequenceCache
 from horizon_server.engine.generation.choosing import Choice, choose, draw_for
 from horizon_server.engine.generation.generator import TokenGenerator, generation_template
-from horizon_server.engine.generation.sequences import GeneratedAnswer, GenerationOptions, NewToken
+from horizon_server.engine.generation.sequences import GeneratedAnswer, GenerationOptions, NewToken, ScoredPrompt
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, InvalidData, InvalidModel
 from horizon_server.store.host_store import HostStore
@@ -233,6 +233,62 @@ def test_prompts_that_join_between_tokens_and_are_held_have_the_answers_that_the
             which = (ticket, *divmod(place, how.num_samples))
             assert tuple(tokens[which]) == answer.tokens
             assert logprobs[which] == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+def test_prompts_in_pieces_have_the_answers_and_scores_that_they_have_at_once(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("gemma2"))
+    generator = begin(model, model.store())
+    common = [(7 * n) % 90 + 3 for n in range(40)]
+    prompts = [[*common, *prompt] for prompt in PROMPTS]
+    drawn = options(temperature=0.8, seed=3, num_samples=2, stop_tokens=frozenset(), logprobs=2)
+    for asked, how in ((prompts, drawn), (prompts, options(logprobs=0, prompt_logprobs=3)), (PROMPTS, options())):
+        scores: list[ScoredPrompt] = []
+        at_once = generator.generate(asked, how, on_score=scores.append)
+
+        for most_tokens in (1, 17, 64):
+            ticket = generator.add(asked, how)
+            found: list[ScoredPrompt] = []
+            tokens: dict[tuple[int, int], list[NewToken]] = {}
+            while generator.is_busy(ticket):
+                before = sum(one.num_computed for one in generator._running if one.is_prompt)
+                for _, new in generator.step(most_prompt_tokens=most_tokens):
+                    if isinstance(new, ScoredPrompt):
+                        found.append(new)
+                    else:
+                        tokens.setdefault((new.prompt, new.sample), []).append(new)
+                if generator._packs:
+                    after = sum(one.num_computed for one in generator._running if one.is_prompt)
+                    assert after - before <= most_tokens
+
+            for place, answer in enumerate(at_once):
+                news = tokens[divmod(place, how.num_samples)]
+                assert tuple(new.token for new in news) == answer.tokens
+                if how.logprobs is not None:
+                    assert [new.logprob for new in news] == pytest.approx(answer.logprobs, abs=1e-4)
+                    assert {len(new.top) for new in news} == {how.logprobs}
+            assert len(found) == len(scores)
+            for mine, theirs in zip(sorted(found, key=lambda one: one.prompt), scores, strict=True):
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+                assert [[token for token, _ in top] for top in mine.top] == [
+                    [token for token, _ in top] for top in theirs.top
+                ]
+
+
+def test_a_long_prompt_does_not_keep_the_tokens_of_others_waiting(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("llama"))
+    generator = begin(model, model.store())
+    if not generator._packs:
+        pytest.skip("the sequences of these models run one after the other, and prompts are computed at once")
+    free = options(stop_tokens=frozenset())
+    first = generator.add([PROMPTS[0]], free)
+    generator.step()
+    long, short = generator.add([[9] * 100], free), generator.add([[5] * 3], free)
+    owners = [[owner for owner, _ in generator.step(most_prompt_tokens=40)] for _ in range(3)]
+    # The short one has its first token at once, beside a piece of the long one; the first one waits for neither.
+    assert owners == [[first, short], [first, short], [first, short, long]]
+    for ticket in (first, long, short):
+        generator.drop(ticket)
+    assert generator.kept_bytes() == 0
 
 
 def test_what_is_kept_gets_smaller_when_long_and_many_sequences_have_ended(engine: Engine, begin: Begin) -> None:

@@ -586,9 +586,9 @@ class SampleFigures(google.protobuf.message.Message):
     weights: builtins.str
     """The weights that answered, as a message."""
     num_passes: builtins.int
-    """Passes over the model that found these tokens."""
+    """Passes over the model from the first prompt to the last of these tokens."""
     num_shared_passes: builtins.int
-    """Of these, the passes that found tokens of other calls too: calls for one model are answered together."""
+    """Of these, the passes that were for other calls too: calls for one model are answered together."""
     def __init__(
         self,
         *,

@@ -77,8 +77,8 @@ class SampleFigures:
     """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included,
     and 0 where they were in memory already; `duration_s` is from when the answers were begun to the last token.
 
-    `num_passes` are the passes over the model that found their tokens, and `num_shared_passes` those of them that found
-    tokens of other calls too.
+    `num_passes` are the passes over the model from the first prompt to the last token, and `num_shared_passes` those of
+    them that were for other calls too.
     """
 
     num_prompt_tokens: int

@@ -43,6 +43,8 @@ _WHO = "the child that answers prompts"
 _NICENESS = 10
 # Processor time for the prompts of a call, which take milliseconds.
 RENDER_S = 30.0
+# Tokens of prompts that a pass computes, where a call is alone, and where others wait for their next token.
+_ALONE_TOKENS, _PIECE_TOKENS = 1024, 256
 # How long prompts are read between two tokens of the others.
 _READ_S = 0.02
 
@@ -237,7 +239,8 @@ class Answerer:
         if self._generator is None or not running:
             return
         held = [call.answering.ticket for call in self._running if call.answering and call.is_held]
-        for ticket, new in self._generator.step(held=held):
+        most = _ALONE_TOKENS if len(running) == 1 else _PIECE_TOKENS
+        for ticket, new in self._generator.step(held=held, most_prompt_tokens=most):
             answering = running[ticket].answering
             assert answering is not None, "it has a ticket"
             answering.take(new)

@@ -198,6 +198,25 @@ def test_a_caller_who_does_not_read_makes_no_one_wait_but_the_own_call(folder: P
     assert (passes(pipe, 1), passes(pipe, 2)) == ((10, 1), (12, 1))
 
 
+def test_a_long_prompt_is_computed_in_pieces_beside_the_tokens_of_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_PIECE_TOKENS", 8)
+    orders = {call: ask(call, prompt, max_tokens=9) for call, prompt in ((1, BOX), (2, LONG))}
+    alone = {call: answered(model_of(folder), [order]) for call, order in orders.items()}
+    num_prompt_tokens = alone[2].figures(2).num_prompt_tokens
+    assert num_prompt_tokens > 16
+    pipe = answered(model_of(folder), [orders[1]], [orders[2]])
+    for call in orders:
+        assert pipe.tokens(call) == alone[call].tokens(call)
+    # One for each token of the first one, whatever the second one has to compute.
+    assert passes(pipe, 1) == (9, 8)
+    assert pipe.ended == [1, 2]
+    assert passes(pipe, 2)[0] == len(pipe.tokens(2)) + -(-num_prompt_tokens // 8) - 1
+    # Alone it is computed at once.
+    assert passes(alone[2], 2) == (len(alone[2].tokens(2)), 0)
+
+
 def test_texts_that_end_an_answer_end_no_other(folder: Path) -> None:
     free = answered(model_of(folder), [ask(1, BOX, max_tokens=20)])
     stop = free.text(1)[4:8]

@@ -45,14 +45,16 @@ def _top_at(top: tuple[Tensor, Tensor] | None, at: int, most: int | None) -> Top
     return tuple(zip(tokens, logprobs, strict=True))
 
 
-def scored_prompt(sequence: Sequence, found: Found, places: slice) -> ScoredPrompt:
-    """The scores of a sequence's prompt, from its places."""
+def add_scores(sequence: Sequence, found: Found, places: slice) -> None:
+    """Note the scores of a part of a sequence's prompt, from its places."""
     most = sequence.options.prompt_logprobs
-    return ScoredPrompt(
-        prompt=sequence.prompt,
-        logprobs=tuple(found.logprobs_P[places].tolist()),
-        top=tuple(_top_at(found.top_P, at, most) for at in range(places.start, places.stop)),
-    )
+    sequence.scores += found.logprobs_P[places].tolist()
+    sequence.tops += (_top_at(found.top_P, at, most) for at in range(places.start, places.stop))
+
+
+def scored_prompt(sequence: Sequence) -> ScoredPrompt:
+    """The scores of a sequence's prompt."""
+    return ScoredPrompt(prompt=sequence.prompt, logprobs=tuple(sequence.scores), top=tuple(sequence.tops))
 
 
 def new_token(sequence: Sequence, token: int, ended: Ended | None, found: Found, at: int) -> NewToken:

@@ -32,7 +32,7 @@ from horizon_server.engine.cross_entropy import log_probabilities
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.generation.cache import LayerCacheSize, SequenceCache
 from horizon_server.engine.generation.choosing import Choice, choose
-from horizon_server.engine.generation.found import Found, new_token, scored_prompt, tensors, write_top
+from horizon_server.engine.generation.found import Found, add_scores, new_token, scored_prompt, tensors, write_top
 from horizon_server.engine.generation.kept_trial import try_kept
 from horizon_server.engine.generation.passes import Pass, RowPass, SequencePass
 from horizon_server.engine.generation.sequences import (
@@ -43,6 +43,7 @@ from horizon_server.engine.generation.sequences import (
     NewToken,
     ScoredPrompt,
     Sequence,
+    in_pieces,
     refused,
 )
 from horizon_server.engine.generation.trial import try_cache
@@ -201,7 +202,7 @@ class TokenGenerator:
 
     def drop(self, ticket: int) -> None:
         """Answer the prompts of a ticket no more, and free what they hold."""
-        self._give_back([sequence.place for sequence in self._running if sequence.ticket == ticket])
+        self._give_back([one.place for one in self._running if one.ticket == ticket and not one.followers])
         self._running = [sequence for sequence in self._running if sequence.ticket != ticket]
         charged = self._charged.pop(ticket, 0)
         if not self._is_released:
@@ -224,7 +225,7 @@ class TokenGenerator:
     @property
     def num_sequences(self) -> int:
         """Answers that are not at their end."""
-        return sum(max(1, len(sequence.samples)) for sequence in self._running)
+        return sum(len(sequence.samples) for sequence in self._running)
 
     def kept_bytes(self, more: SequenceOf[int] = ()) -> int:
         """What is kept of the prompts that are being answered, with further sequences of at most so many tokens."""
@@ -235,23 +236,41 @@ class TokenGenerator:
         # All places have the room of the largest.
         return num_places * self.cache_bytes(max(self._kept.capacity, *map(places_of, more), 0))
 
-    def step(self, *, held: Collection[int] = ()) -> list[tuple[int, New]]:
+    def step(self, *, held: Collection[int] = (), most_prompt_tokens: int | None = None) -> list[tuple[int, New]]:
         """The next token of every answer, with the ticket of each; none of the tickets that are `held`. A ticket ends
-        with its last token."""
+        with its last token.
+
+        With `most_prompt_tokens`, no more tokens of prompts are computed in this pass, and the others in later ones: so
+        a long prompt does not keep the answers to others waiting. Where sequences run one after the other, a prompt is
+        always computed at once.
+        """
         # The caller may have released it after the last token.
         self._take_device()
-        running = [sequence for sequence in self._running if sequence.ticket not in held]
+        running = [one for one in self._running if one.ticket not in held and not one.waits]
+        if most_prompt_tokens is not None and self._packs:
+            running = in_pieces(running, most_prompt_tokens)
         if not running:
             return []
         found = self._pass(running)
         news: list[tuple[int, New]] = []
-        still = [sequence for sequence in self._running if sequence.ticket in held]
+        computed = set(map(id, running))
+        still = [sequence for sequence in self._running if id(sequence) not in computed]
         first_scored = place = 0
         for sequence in running:
             if sequence.scores_prompt:
-                scored = slice(first_scored, first_scored + sequence.num_new - 1)
+                scored = slice(first_scored, first_scored + sequence.num_scored)
                 first_scored = scored.stop
-                news.append((sequence.ticket, scored_prompt(sequence, found, scored)))
+                add_scores(sequence, found, scored)
+                if not sequence.later_ids.numel():
+                    news.append((sequence.ticket, scored_prompt(sequence)))
+            if sequence.later_ids.numel():
+                sequence.num_computed += sequence.num_new
+                sequence.new_ids, sequence.later_ids = sequence.later_ids, sequence.later_ids[:0]
+                still.append(sequence)
+                continue
+            if sequence.followers:
+                self._begin_followers(sequence)
+                continue
             places = range(place, place + sequence.num_chosen)
             place = places.stop
             sequence.num_computed += sequence.num_new
@@ -374,7 +393,8 @@ class TokenGenerator:
         self._charged[ticket] = charged
 
     def _begun(self, ticket: int, prompts: SequenceOf[SequenceOf[int]], options: GenerationOptions) -> list[Sequence]:
-        """The sequences of prompts. What all of them have in common at their beginning is computed here, once."""
+        """The sequences of prompts. What all of them have in common at their beginning is computed once, before the
+        rest."""
         ids = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
         longest = [len(prompt) + options.max_tokens for prompt in prompts]
         samples = list(range(options.num_samples))
@@ -392,12 +412,18 @@ class TokenGenerator:
         if num_shared:
             # In the place of the first one, which has room for all of it.
             shared = copy.copy(begun[0])
-            shared.samples, shared.new_ids = [], ids[0][:num_shared]
-            self._pass([shared])
-            self._copy(shared, begun[1:])
+            shared.samples, shared.new_ids, shared.followers = [], ids[0][:num_shared], begun
             for sequence in begun:
-                sequence.num_computed = num_shared
+                sequence.num_computed, sequence.waits = num_shared, True
+            return [shared, *begun]
         return begun
+
+    def _begin_followers(self, shared: Sequence) -> None:
+        """Have what begins with the tokens of a sequence continue from them."""
+        others = [sequence for sequence in shared.followers if sequence.place != shared.place]
+        self._copy(shared, others)
+        for sequence in shared.followers:
+            sequence.waits = False
 
     def _sequence(
         self,
@@ -474,7 +500,7 @@ class TokenGenerator:
 
     def _empty(self, sequences: SequenceOf[Sequence], place: Callable[[Tensor], Tensor]) -> Found:
         num_chosen = sum(sequence.num_chosen for sequence in sequences)
-        num_scored = sum(sequence.num_new - 1 for sequence in sequences if sequence.scores_prompt)
+        num_scored = sum(sequence.num_scored for sequence in sequences)
 
         def top(num: int, most: int) -> tuple[Tensor, Tensor] | None:
             if not most:
@@ -495,7 +521,7 @@ class TokenGenerator:
         at: list[tuple[int, list[Choice]]] = []
         for index, sequence in enumerate(sequences):
             if sequence.scores_prompt:
-                targets = self._device.place(sequence.new_ids[1:].contiguous())
+                targets = self._device.place(sequence.scored_ids)
                 for start in range(0, targets.numel(), self._head_chunk):
                     part = slice(start, min(start + self._head_chunk, targets.numel()))
                     into = slice(scored + part.start, scored + part.stop)
