@@ -857,11 +857,15 @@ class SampleFigures:
     load_s: float
     """Seconds until the weights were in memory; 0 where they were already."""
     duration_s: float
-    """Seconds from there to the last token."""
+    """Seconds from when the answers were begun to the last token."""
     tokens_per_second: float
     """Tokens of answers in one second of that."""
     weights: str
     """The weights that answered, as a message."""
+    num_passes: int
+    """Passes over the model from the first prompt to the last of these tokens."""
+    num_shared_passes: int
+    """Of these, the passes that were for other calls too: calls for one model are answered together."""
 
 
 @dataclass(frozen=True, kw_only=True)
