@@ -49,6 +49,7 @@ from horizon_server.planning.machine import (
 )
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import HeldMemory
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Rules
 from horizon_server.services.accounts import Accounts, UserLocks
@@ -150,7 +151,7 @@ async def wire(
     sampling = SamplingChild(
         environment=environment,
         free_bytes=lambda but: min(
-            planner.host_limit_bytes - scheduler.promised_bytes(but=but),
+            planner.host_limit_bytes - scheduler.promised(but=but).num_bytes,
             host_memory().available_bytes - settings.host_memory_reserve_bytes,
         ),
         keep_s=settings.sampling_keep_s,
@@ -380,14 +381,14 @@ def _wire_scheduler(
             gpus=tuple(gpus[name] for name in names if name in gpus),
         )
 
-    def make_attempt(job: JobRecord, devices: tuple[str, ...], other_bytes: Callable[[], int]) -> Attempt:
+    def make_attempt(job: JobRecord, devices: tuple[str, ...], others: Callable[[], HeldMemory]) -> Attempt:
         return Attempt(
             job=job,
             runtime=runtime,
             preparation=Preparation(runtime.folders.prepared, preparing, space, ask=scheduler.wake),
             devices=find_devices(devices),
             find_devices=find_devices,
-            other_bytes=other_bytes,
+            others=others,
             make_room=functools.partial(sampling.make_room, job.job_id),
             on_asked=functools.partial(on_asked, job.job_id),
         )
