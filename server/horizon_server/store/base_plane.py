@@ -180,7 +180,8 @@ class BasePlane:
 
     def _protect(self, *, writable: bool) -> None:
         for part in self._parts:
-            planes.protect(self._mappings[part.plane], part.start, part.num_bytes, writable=writable)
+            if (mapping := self._mappings.get(part.plane)) is not None:
+                planes.protect(mapping, part.start, part.num_bytes, writable=writable)
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -48,8 +48,8 @@ class HostStore:
     `packed` (uint8) where frozen weights are kept in fewer bits.
 
     `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold
-    zeros only. `generations` says which updates the units have. With a `base`, the frozen weights of its planes are in a
-    memory file that other jobs may map too.
+    zeros only. `generations` says which updates the units have. With a `base`, the frozen weights of its planes are in
+    a memory file that other jobs may map too.
     """
 
     def __init__(
