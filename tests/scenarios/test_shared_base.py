@@ -172,31 +172,39 @@ def test_who_dies_while_the_base_is_loaded_costs_the_others_nothing(
         assert len(list(folder.glob("loads-*"))) == (1 if killed == "daemon" else 2)
 
 
+def planned(client: Client, session: Session) -> dict[str, int]:
+    """Host memory of a session's plan, by component."""
+    plan = client.jobs.get(session.job.job_id).plan
+    assert plan is not None
+    return dict(plan.host_bytes)
+
+
+def why(client: Client, session: Session) -> str:
+    outlook = client.jobs.get(session.job.job_id).outlook
+    return "" if outlook is None else outlook.why
+
+
 def test_what_is_planned_told_and_freed(daemon: DaemonProcess) -> None:
+    row = [{"tokens": [5, 6, 7, 8]}]
     with daemon.client(daemon.user("ada")) as client:
         with session_of(client, 4) as one:
-            one.forward(step_rows()).result()
-            plan = client.jobs.get(one.job.job_id).plan
-            total_bytes, base_bytes = sum(plan.host_bytes.values()), plan.host_bytes["base"]
+            one.forward(row).result()
+            total_bytes, base_bytes = sum(planned(client, one).values()), planned(client, one)["base"]
             assert client.node.status().host_memory_promised_bytes == total_bytes
             with session_of(client, 4) as two, session_of(client, 4, lora={"base": "int8"}) as other:
-                two.forward(step_rows()).result()
-                other.forward(step_rows()).result()
-                packed_bytes = sum(client.jobs.get(other.job.job_id).plan.host_bytes.values())
+                for session in (two, other):
+                    session.forward(row).result()
+                packed_bytes = sum(planned(client, other).values())
                 # Those of the second session are its adapters and working memory alone.
                 promised_bytes = client.node.status().host_memory_promised_bytes
                 assert promised_bytes == 2 * total_bytes - base_bytes + packed_bytes
                 assert sorted(len(pids) for pids in bases(daemon).values()) == [1, 2]
-                wait_for(lambda: ") is shared with 1 job" in client.jobs.get(two.job.job_id).outlook.why, WAIT_S)
-                assert "its base" not in client.jobs.get(other.job.job_id).outlook.why
+                wait_for(lambda: ") is shared with 1 job" in why(client, two), WAIT_S)
+                assert "its base" not in why(client, other)
             wait_for_state(client, two.job.job_id, "SUCCEEDED")
-            one.forward(step_rows()).result()
+            one.forward(row).result()
             assert on_one_base(daemon, 1)
             assert client.node.status().host_memory_promised_bytes == total_bytes
         with client.session(MODEL, max_tokens=64, max_tokens_per_call=256) as whole:
-            whole.forward(step_rows()).result()
-            assert "base" not in client.jobs.get(whole.job.job_id).plan.host_bytes and not bases(daemon)
-
-
-def step_rows() -> list[dict[str, Any]]:
-    return [{"tokens": [5, 6, 7, 8]}]
+            whole.forward(row).result()
+            assert "base" not in planned(client, whole) and not bases(daemon)

@@ -176,7 +176,9 @@ class BasePlane:
 
     def _check(self, model: Path) -> None:
         if base_key(model, self._layout) != self._key:
-            raise InvalidModel("its files have changed since the job was planned; submit the job again", file=model)
+            raise InvalidModel(
+                "its files have changed since the job was planned; resume the job, or submit it again", file=model
+            )
 
     def _protect(self, *, writable: bool) -> None:
         for part in self._parts:
