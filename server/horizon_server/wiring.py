@@ -23,6 +23,7 @@ from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.db.webhooks import WebhookStore
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
+from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.health import DeviceHealth
@@ -147,7 +148,10 @@ async def wire(
     resources = Inputs(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
-    planner = Planner.of_node(settings, rates, usable, free_devices=lambda: scheduler.free_devices)
+    bases = Bases()
+    planner = Planner.of_node(
+        settings, rates, usable, free_devices=lambda: scheduler.free_devices, jobs_on=bases.jobs_on
+    )
     sampling = SamplingChild(
         environment=environment,
         free_bytes=lambda but: min(
@@ -195,6 +199,7 @@ async def wire(
         calls=CallNews(),
         environment=environment,
         worker_module=worker_module,
+        bases=bases,
     )
     idle = IdleMeasurement(rates, environment=environment, gpus=usable)
     preparing = asyncio.Lock()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 from tests.support.further import further
-from tests.support.pushed_state import MODEL, PushedState
+from tests.support.pushed_state import DATASET, MODEL, PushedState
 
 from horizon_client import Client
 from horizon_client.sessions import Session
@@ -179,6 +179,15 @@ def planned(client: Client, session: Session) -> dict[str, int]:
     return dict(plan.host_bytes)
 
 
+def shared_when_planned(client: Client, *, base: str) -> tuple[int, int]:
+    """The frozen weights of a job that is only planned, and how many jobs are on them."""
+    train = {"trainable": "lora", "lora": {"rank": 2, "base": base}, "max_steps": 1}
+    spec: Any = {"name": "asked", "model": MODEL, "dataset": DATASET, "train": train}
+    shared = client.jobs.plan(spec).plan.base
+    assert shared is not None
+    return shared.num_bytes, shared.num_jobs
+
+
 def why(client: Client, session: Session) -> str:
     outlook = client.jobs.get(session.job.job_id).outlook
     return "" if outlook is None else outlook.why
@@ -201,6 +210,9 @@ def test_what_is_planned_told_and_freed(daemon: DaemonProcess) -> None:
                 assert sorted(len(pids) for pids in bases(daemon).values()) == [1, 2]
                 wait_for(lambda: ") is shared with 1 job" in why(client, two), WAIT_S)
                 assert "its base" not in why(client, other)
+                # And of a third one, before it is submitted.
+                assert shared_when_planned(client, base="source") == (base_bytes, 2)
+                assert shared_when_planned(client, base="nf4")[1] == 0
             wait_for_state(client, two.job.job_id, "SUCCEEDED")
             one.forward(row).result()
             assert on_one_base(daemon, 1)

@@ -336,7 +336,9 @@ class Attempt:
             except OtherVersion as error:
                 raise Stopped(**HAD_OTHER_VERSION) from error
             except HorizonError as error:
-                self._asked_for = await self._again(self._asked_for, error)
+                # An earlier daemon's worker that dies before it was asked for its memory takes that along.
+                has_memory = self._asked_for is not None and self._asked_for.plan.plane_bytes.keys() <= planes.keys()
+                self._asked_for = await self._again(self._asked_for if has_memory else None, error)
             else:
                 if answer["outcome"] != "moved" or self._wanted is StopRequest.CANCEL or self._asked_for is None:
                     break

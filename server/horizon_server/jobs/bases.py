@@ -51,6 +51,11 @@ class Bases:
         """Jobs that are on them."""
         return sum(len(held.job_ids) for held in self._held.values())
 
+    def jobs_on(self, key: str) -> int:
+        """How many jobs are on a base. Any thread may ask."""
+        held = self._held.get(key)
+        return 0 if held is None else len(held.job_ids)
+
     def expect(self, job: JobRecord) -> None:
         """A job of an earlier daemon may have a worker, which has its base."""
         if job.plan is not None and job.plan.base is not None:

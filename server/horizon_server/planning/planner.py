@@ -109,6 +109,7 @@ class Planner:
         layer_memory: returns what a model's layers keep, where no formula says it.
         has_bf16: whether the CPU has instructions for bf16.
         free_devices: returns the names of the devices that no job is on; without it, all are free.
+        jobs_on: returns how many resident jobs are on the base of a key.
         numa_nodes: those with memory.
     """
 
@@ -123,6 +124,7 @@ class Planner:
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
         free_devices: Callable[[], Collection[str]] | None = None,
+        jobs_on: Callable[[str], int] = lambda _: 0,
         numa_nodes: Collection[int] = (),
     ) -> None:
         self._settings = settings
@@ -133,6 +135,7 @@ class Planner:
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
         self._free_devices = free_devices
+        self._jobs_on = jobs_on
         self._numa_nodes = numa_nodes
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
         self.network_bytes_per_s: float | None = None
@@ -150,6 +153,7 @@ class Planner:
         accelerators: Sequence[Accelerator],
         *,
         free_devices: Callable[[], Collection[str]] | None = None,
+        jobs_on: Callable[[str], int] = lambda _: 0,
     ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
@@ -161,6 +165,7 @@ class Planner:
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
             free_devices=free_devices,
+            jobs_on=jobs_on,
             numa_nodes=[node.index for node in numa.nodes()],
         )
 
@@ -354,8 +359,9 @@ class Planner:
             )
             raise InvalidSpec.of("train.sequence_length", what)
         base = shared_base(folder, spec)
-        if base is not None and base.key in bases:
-            limit_bytes += base.num_bytes
+        if base is not None:
+            base = dataclasses.replace(base, num_jobs=self._jobs_on(base.key))
+            limit_bytes += base.num_bytes if base.key in bases else 0
         # Which GPUs a job with a range continues on is not known when its memory is kept.
         differ = execution.deals_lanes and not spec.gpus.is_range
         gpus = gpus or self._accelerators[: execution.num_ranks]

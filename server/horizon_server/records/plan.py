@@ -82,6 +82,8 @@ class SharedBase:
     key: str
     """What decides their bytes: the model's files, which tensors are frozen, and how these are kept and laid out."""
     num_bytes: int
+    num_jobs: int = 0
+    """Resident jobs that were on them when the plan was made, without this one."""
 
 
 class HeldMemory:
