@@ -313,6 +313,8 @@ class MemoryPlan:
     node_range: DeviceRange | None
     """The numbers of nodes that the job may start on; None where it wants one number. num_nodes is what is used; before
     the start, the fewest."""
+    base: SharedBase | None
+    """What it shares with other jobs that train adapters on the same model; None where it has nothing to share."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -363,6 +365,16 @@ class ReferencePass:
     """Seconds of the whole pass; None where the data is not known."""
     done_share: float
     """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedBase:
+    """The frozen weights under a job's adapters, which are in memory once for all jobs of the node on them."""
+
+    num_bytes: int
+    """What they take. It is among host_bytes, as base."""
+    num_jobs: int
+    """Resident jobs that were on them when the plan was made, without this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
