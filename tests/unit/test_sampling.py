@@ -26,7 +26,7 @@ from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import DoesNotFit, InvalidData, InvalidSpec, NotAllowed, NotFound, Stalled, WorkerDied
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.sampling import sample_layout, sample_memory
+from horizon_server.planning.sampling import SampleMemory, sample_layout, sample_memory
 from horizon_server.records.account import Principal
 from horizon_server.records.sample import (
     MAX_ANSWERS,
@@ -60,6 +60,8 @@ HELLO = SamplePrompt(text="hello")
 SHORT = SampleOptions(max_tokens=3)
 LONG = SampleOptions(max_tokens=900)
 OTHER = SamplePrompt(text="The lab box")
+MUCH = 1 << 40
+"""Memory that is free on the node."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ async def make(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
     made: list[SamplingChild] = []
 
     def samples(
-        *, free_bytes: int = 1 << 40, keep_s: float = 600.0, **options: Any
+        *, free_bytes: int = MUCH, keep_s: float = 600.0, **options: Any
     ) -> tuple[Samples, SamplingChild, list[int]]:
         child = SamplingChild(
             environment=child_environment(), free_bytes=lambda _: free_bytes, keep_s=keep_s, **options
@@ -112,6 +114,10 @@ async def make(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
 
 async def everything(samples: Samples, principal: Principal = ADA, step: int = 1, *prompts: SamplePrompt) -> list[Any]:
     return [piece async for piece in samples.sample(principal, "job", step, prompts or (HELLO,), SHORT)]
+
+
+def memory_of(folder: Path, free_bytes: int) -> SampleMemory:
+    return sample_memory(sample_layout(open_model_folder(folder))).for_room(free_bytes)
 
 
 def text_of(pieces: Sequence[Any]) -> str:
@@ -149,9 +155,20 @@ async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: 
     # With the start of the child: importing torch alone takes longer than loading this model.
     assert figures.duration_s < figures.load_s < figures.load_s + figures.duration_s <= time.monotonic() - start_s
     assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}
-    assert set(held) == {sample_memory(sample_layout(open_model_folder(folder))).total}
+    assert set(held) == {memory_of(folder, MUCH).total}
     assert child.busy_bytes == 0
     assert wakes
+
+
+async def test_layers_stay_in_fp32_where_there_is_room_and_answer_the_same(make: Any, folder: Path) -> None:
+    least = sample_memory(sample_layout(open_model_folder(folder)))
+    answers = []
+    for free_bytes, keeps in ((2 * (least.total + least.layers), True), (2 * least.total + least.layers, False)):
+        samples, child, _ = make(free_bytes=free_bytes)
+        answers.append(text_of(await everything(samples)))
+        assert child._loaded is not None and child._loaded.memory.keeps_layers is keeps
+        assert child.held_bytes == least.total + keeps * least.layers
+    assert answers[0] == answers[1] != ""
 
 
 async def test_a_call_that_does_not_fit_beside_the_jobs_is_refused_with_the_numbers(make: Any) -> None:
@@ -274,7 +291,7 @@ async def test_the_child_has_the_planned_memory_as_limit(
     with pytest.raises(NotFound, match="enough"):
         await everything(samples)
 
-    assert given[0].memory_bytes == sample_memory(sample_layout(open_model_folder(folder))).private
+    assert given[0].memory_bytes == memory_of(folder, MUCH).private
     # Its planes are files, in memory.
     assert given[0].file_bytes == 64 * 2**20
     assert given[0].oom_score_adj == 1000
@@ -355,7 +372,7 @@ async def test_an_idle_child_is_ended_for_a_job_that_does_not_fit_beside_it(make
     samples, child, _ = make(free_bytes=free_bytes)
     await everything(samples)
     pid, _ = idle_of(child)
-    beside = free_bytes - sample_memory(sample_layout(open_model_folder(folder))).total
+    beside = free_bytes - memory_of(folder, free_bytes).total
 
     await child.make_room("job", beside)
     assert idle_of(child)[0] == pid

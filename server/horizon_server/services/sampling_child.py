@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from horizon_server.children.child import ChildTask, Limits
@@ -157,6 +157,7 @@ class SamplingChild:
                     f"{size_text(memory.planes)}), and the node's jobs leave {size_text(free)}; sample again when they "
                     "have ended, or pull the checkpoint"
                 )
+            memory = memory.for_room(free)
             self._others_bytes += memory.total
             try:
                 child = await self._start(wanted.model, memory)
@@ -191,6 +192,7 @@ class SamplingChild:
                 WorkerCrashed: InvalidModel("answering with this checkpoint crashes; is its chat template right?"),
             },
         )
+        model = replace(model, keeps_layers=memory.keeps_layers)
         return SharedChild(await task.start(to_plain(model)), limit_s=self._limit_s)
 
     async def _watch(self, loaded: _Loaded) -> None:
