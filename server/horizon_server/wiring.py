@@ -75,6 +75,9 @@ from horizon_server.services.sampling_child import SamplingChild
 from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.task_results import TaskResults
+from horizon_server.services.tinker.drawing import Drawing
+from horizon_server.services.tinker.models import TinkerModels
+from horizon_server.services.tinker.samples import WaitingSamples
 from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.deliveries import Deliveries
 from horizon_server.services.webhooks.hooks import Webhooks
@@ -101,6 +104,7 @@ class Parts:
     async def drain(self, timeout_s: float, *, leave_workers: bool = False) -> None:
         """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then
         end every watch."""
+        await self.services.tinker_samples.close()
         await self.services.samples.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)
@@ -240,13 +244,19 @@ async def wire(
         share_half_life_s=settings.share_half_life_s,
     )
     outbox, receivers = WebhookStore(database), Receivers(settings.webhook_networks)
+    samples = Samples(jobs, sampling, num_threads=settings.num_threads or available_cpus())
+    sessions = Sessions(jobs, space=space)
+    tinker_models = TinkerModels(jobs, sessions)
     services = Services(
         accounts=accounts,
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),
-        samples=Samples(jobs, sampling, num_threads=settings.num_threads or available_cpus()),
-        sessions=Sessions(jobs, space=space),
+        samples=samples,
+        sessions=sessions,
+        tinker_models=tinker_models,
+        tinker_drawing=Drawing(jobs, sessions, samples, tinker_models),
+        tinker_samples=WaitingSamples(),
         evaluations=Evaluations(
             jobs,
             memory=sampling,

@@ -28,6 +28,9 @@ from horizon_server.services.sampling import Samples
 from horizon_server.services.sessions import Sessions
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.task_results import TaskResults
+from horizon_server.services.tinker.drawing import Drawing
+from horizon_server.services.tinker.models import TinkerModels
+from horizon_server.services.tinker.samples import WaitingSamples
 from horizon_server.services.uploads import Uploads
 from horizon_server.services.webhooks.hooks import Webhooks
 
@@ -44,6 +47,9 @@ class Services:
     previews: Previews
     samples: Samples
     sessions: Sessions
+    tinker_models: TinkerModels
+    tinker_drawing: Drawing
+    tinker_samples: WaitingSamples
     evaluations: Evaluations
     task_results: TaskResults
     merges: Merges

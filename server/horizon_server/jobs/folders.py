@@ -11,10 +11,11 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -146,17 +147,27 @@ class JobFolders:
             with contextlib.suppress(InvalidModel, OSError):  # not complete, or just deleted
                 written_ns = (folder / MANIFEST_FILE).stat().st_mtime_ns
                 job_id = folder.parent.parent.name
-                size_bytes, is_kept = _manifest_facts(folder, written_ns)
+                size_bytes, is_kept, _ = _manifest_facts(folder, written_ns)
                 if is_kept or not kept_only:
                     found[job_id] = found.get(job_id, 0) + size_bytes
         return found
 
 
 @functools.lru_cache(maxsize=65536)
-def _manifest_facts(folder: Path, _written_ns: int) -> tuple[int, bool]:
+def _manifest_facts(folder: Path, _written_ns: int) -> tuple[int, bool, tuple[str, ...]]:
     # A checkpoint never changes, and the manifests of all of them take long to read.
     manifest = read_manifest(folder)
-    return manifest.size_bytes, manifest.kept
+    return manifest.size_bytes, manifest.kept, manifest.names
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCheckpoint:
+    """What is told of a checkpoint without its files."""
+
+    step: int
+    size_bytes: int
+    created_s: float
+    names: tuple[str, ...]
 
 
 class CheckpointFolder:
@@ -276,12 +287,47 @@ class CheckpointFolder:
     def set_kept(self, step: int, *, kept: bool, name: str = "") -> CheckpointRecord:
         """Keep a checkpoint from being deleted automatically, or end that, and give it a name more; return it as it is
         now. Blocking. Raises NotFound."""
-        with self.reading(step):
+        with self.reading(step), self._names_locked():
             folder = self.of_step(step)
             manifest = read_manifest(folder)
             names = tuple(dict.fromkeys([*manifest.names, *([name] if name else [])]))
             self._write_manifest(folder, replace(manifest, kept=kept, names=names))
         return next(record for record in self.all() if record.step == step)
+
+    def take_name(self, step: int, name: str) -> tuple[str, ...]:
+        """Take a name away from a checkpoint, and return those that are left; without any it is not kept any more.
+        Blocking. Raises NotFound."""
+        with self.reading(step), self._names_locked():
+            folder = self.of_step(step)
+            manifest = read_manifest(folder)
+            names = tuple(one for one in manifest.names if one != name)
+            if names != manifest.names:
+                self._write_manifest(folder, replace(manifest, kept=manifest.kept and bool(names), names=names))
+        return names
+
+    def newest_named(self, most: int) -> list[NamedCheckpoint]:
+        """Return what is known of the newest checkpoints, newest first. Blocking."""
+        found = []
+        for step in reversed(self.steps()[-most:]):
+            with contextlib.suppress(InvalidModel, OSError):  # just deleted
+                written = (self.of_step(step) / MANIFEST_FILE).stat()
+                size_bytes, _, names = _manifest_facts(self.of_step(step), written.st_mtime_ns)
+                found.append(NamedCheckpoint(step=step, size_bytes=size_bytes, created_s=written.st_mtime, names=names))
+        return found
+
+    def with_name(self, name: str) -> list[int]:
+        """Return the steps of the checkpoints that have a name, newest first. Blocking."""
+        return [one.step for one in self.newest_named(sys.maxsize) if name in one.names]
+
+    @contextmanager
+    def _names_locked(self) -> Iterator[None]:
+        """Keep other processes from changing which checkpoint has which name: the daemon and a worker both do."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def delete(self, step: int) -> None:
         """Remove one checkpoint. Raises NotFound when there is no such one, InUse while it is being downloaded."""

@@ -68,9 +68,11 @@ class OptimStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveState:
-    """Write a checkpoint, which stays until it is deleted, and give it a name."""
+    """Write a checkpoint, which stays until it is deleted, and give it a name. `taken` says what is done where another
+    checkpoint has the name: both have it then, the call is refused, or the other one loses it."""
 
     name: str
+    taken: Literal["shared", "refused", "moved"] = "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,12 @@ class LoadState:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Answer prompts with the weights as they are."""
+    """Answer prompts with the weights as they are; with `at_step` only while they are those after that many changes,
+    else the call fails as one for something that is not there."""
 
     prompts: tuple[SamplePrompt, ...]
     options: SampleOptions = SampleOptions()
+    at_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ _INPUTS: Mapping[str, Sequence[str]] = {
     "dro": ("logprobs", "advantages"),
 }
 """What each loss takes of a datum; all but weights must be given."""
+LOSSES = tuple(_INPUTS)
 _OPTIONS: Mapping[str, Sequence[str]] = {
     "ppo": ("clip_low_threshold", "clip_high_threshold"),
     "cispo": ("clip_low_threshold", "clip_high_threshold"),
@@ -99,6 +100,11 @@ def _problems_of_datum(datum: Datum, loss: str, spec: JobSpec) -> Iterator[tuple
     length, longest = len(datum.tokens), spec.train.sequence_length
     if not 1 <= length <= longest:
         yield "tokens", f"has {length} tokens; it must have 1 to {longest} (train.sequence_length)"
+    for name, numbers in (("tokens", datum.tokens), ("targets", datum.targets)):
+        # A number such as 5.5 would be cut to another token.
+        if any(type(number) is not int for number in numbers):
+            yield name, "has a number that is not a whole one"
+            return
     if any(not 0 <= token <= _LARGEST_TOKEN for token in datum.tokens):
         yield "tokens", "has a number below 0, or beyond every vocabulary"
     if any(target != UNTRAINED and not 0 <= target <= _LARGEST_TOKEN for target in datum.targets):

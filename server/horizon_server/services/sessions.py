@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from horizon_server.blobs.concurrency import in_thread
+from horizon_server.blobs.concurrency import to_the_end
 from horizon_server.blobs.space import Space
 from horizon_server.errors import (
     HorizonError,
@@ -24,7 +24,7 @@ from horizon_server.errors import (
 from horizon_server.jobs.scheduler import RESUMED
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobRecord, JobState, StopRequest
-from horizon_server.records.session import Call, Close, Closed, LoadState, Result
+from horizon_server.records.session import Call, Close, Closed, LoadState, OptimStep, Result
 from horizon_server.services.access import require_change
 from horizon_server.services.jobs import JobService
 from horizon_server.services.session_checks import check_call
@@ -38,6 +38,8 @@ MAX_KEPT_BYTES = 2**30
 """Of the calls of a session that no checkpoint has yet."""
 MAX_WAIT_S = 60.0
 """Of a caller for a result; then it asks again."""
+MAX_SEQUENCES = 256
+"""Of a caller's own numbers of calls, the newest: an older one cannot be sent again."""
 IDLE = StopRequest.IDLE.name
 _LOOK_S = 1.0
 
@@ -58,6 +60,12 @@ class _Open:
     """Whether its newest call is its end."""
     num_waiting: int = 0
     """Callers that wait for a result now."""
+    sequences: dict[int, int] = field(default_factory=dict)
+    """Numbers of calls, by those that their caller counts with."""
+    changed: int = 0
+    """The newest call that changes the weights, of those that this daemon has kept."""
+    has_stale: bool = False
+    """Whether the file of these may tell of a call that was never kept."""
 
 
 class Sessions:
@@ -67,22 +75,28 @@ class Sessions:
         self._jobs, self._space = jobs, space
         self._open: dict[str, _Open] = {}
 
-    async def open(self, principal: Principal, spec: JobSpec, *, request_id: str = "") -> JobRecord:
-        """Submit a session. Raises InvalidSpec for the spec of a job with data, and as `JobService.submit`."""
+    async def open(
+        self, principal: Principal, spec: JobSpec, *, request_id: str = "", notes: Sequence[str] = ()
+    ) -> JobRecord:
+        """Submit a session. `notes` are its first messages. Raises InvalidSpec for the spec of a job with data, and as
+        `JobService.submit`."""
         if not spec.is_session:
             raise InvalidSpec.of("method", f"method is {spec.method}; a session has method: session")
-        return await self._jobs.submit(principal, request_id=request_id or str(uuid.uuid4()), spec=spec)
+        return await self._jobs.submit(principal, request_id=request_id or str(uuid.uuid4()), spec=spec, notes=notes)
 
-    async def call(self, principal: Principal, key: str, call: Call, *, number: int | None = None) -> int:
+    async def call(
+        self, principal: Principal, key: str, call: Call, *, number: int | None = None, sequence: int | None = None
+    ) -> int:
         """Keep a call for the session to do, and return its number, from 1. Calls are done in the order of their
-        numbers. With `number` it may be sent again: the same call under the same number is one call.
+        numbers. With `number` it may be sent again: the same call under the same number is one call. So it may with
+        `sequence`, a number of the caller's own, of which some may be left out: each is larger than the one before.
 
         Raises:
             NotFound: when the caller has no such session, or a checkpoint to load is not there.
             NotAllowed: when the session is another user's.
             WrongJobState: when it has ended, or was paused by a user.
             InvalidData: for data that cannot be used; each violation names its field.
-            InvalidSpec: for a number that is not the next one.
+            InvalidSpec: for a number that is not the next one, or a sequence that is not a later one.
             RequestIdReused: for another call under a number that was used.
             TooLarge: when the calls since the last step take too much of the disk.
             TooManyCalls: when too many calls wait.
@@ -90,13 +104,19 @@ class Sessions:
         """
         job = await self._session(principal, key, changes=True)
         check_call(call, job.spec)
-        if isinstance(call, LoadState):
-            await self._require_checkpoint(principal, call)
         files, session = self._files(job), await self._known(job)
         async with session.lock:
             if number is not None and number <= session.last:
                 await asyncio.to_thread(_require_same, files, number, call)
                 return number
+            if sequence is not None and session.sequences and sequence <= max(session.sequences):
+                known = session.sequences.get(sequence)
+                if known is None:
+                    raise InvalidSpec.of(
+                        "seq_id", f"seq_id is {sequence}; the newest is {max(session.sequences)}, and each is larger"
+                    )
+                await asyncio.to_thread(_require_same, files, known, call)
+                return known
             if job.job_state in ENDED:
                 raise WrongJobState(_ended(job))
             if session.is_closed:
@@ -107,11 +127,11 @@ class Sessions:
                 )
             if number is not None and number != session.last + 1:
                 raise InvalidSpec.of("number", f"number is {number}; the session's next call has {session.last + 1}")
+            if isinstance(call, LoadState):
+                await self._require_checkpoint(principal, call)
             await self._require_room(job, files, session)
-            session.num_bytes += await in_thread(lambda: _write(files, session.last + 1, call))
-            session.last, session.is_closed = session.last + 1, isinstance(call, Close)
-            session.called_s = time.monotonic()
-            number = session.last
+            # Whole, also for a caller who hangs up: the next call must not take its number.
+            number = await to_the_end(self._keep(files, session, call, sequence))
         await self._wake(job)
         return number
 
@@ -158,6 +178,13 @@ class Sessions:
         """Return the number of the newest call, 0 where there was none. Raises NotFound."""
         return (await self._known(await self._session(principal, key, changes=False))).last
 
+    async def will_change(self, job: JobRecord) -> bool:
+        """Whether a call that changes the weights waits in a session, or is being done."""
+        session = await self._known(job)
+        if session.done < session.last:
+            await self._count_done(self._files(job), session)
+        return session.changed > session.done
+
     async def run(self) -> None:
         """Write home sessions that are not called for long, and bring back those that are. Until it is cancelled."""
         while True:
@@ -196,6 +223,24 @@ class Sessions:
             )
         self._space.require(0, f"a call of session {job.job_id}")
 
+    async def _keep(self, files: CallFiles, session: _Open, call: Call, sequence: int | None) -> int:
+        """Write a call as the next one, and return its number."""
+        number = session.last + 1
+        sequences = session.sequences
+        if sequence is not None:
+            kept = sorted(sequences)[1 - MAX_SEQUENCES :]
+            sequences = {**{key: sequences[key] for key in kept}, sequence: number}
+        news = sequences if sequence is not None or session.has_stale else None
+        # Until both are written: the sequences come first, and one without its call means nothing to the next daemon.
+        session.has_stale = news is not None
+        session.num_bytes += await asyncio.to_thread(_write, files, number, call, news)
+        session.sequences, session.has_stale = sequences, False
+        session.last, session.is_closed = number, isinstance(call, Close)
+        session.called_s = time.monotonic()
+        if isinstance(call, OptimStep | LoadState):
+            session.changed = number
+        return number
+
     async def _wake(self, job: JobRecord) -> None:
         """Let the session do its calls: its worker looks for them, or it is brought back."""
         attempt = self._jobs.scheduler.attempt(job.job_id)
@@ -224,7 +269,16 @@ class Sessions:
             last, sizes = await asyncio.to_thread(lambda: (files.last_number(), files.sizes()))
             done = await asyncio.to_thread(files.num_done, 0, last)
             newest = await asyncio.to_thread(files.call, last)
-            known = _Open(last=last, done=done, num_bytes=sum(sizes.values()), is_closed=isinstance(newest, Close))
+            stored = await asyncio.to_thread(files.sequences)
+            sequences = {sequence: number for sequence, number in stored.items() if number <= last}
+            known = _Open(
+                last=last,
+                done=done,
+                num_bytes=sum(sizes.values()),
+                is_closed=isinstance(newest, Close),
+                sequences=sequences,
+                has_stale=sequences != stored,
+            )
             self._open.setdefault(job.job_id, known)
         return self._open[job.job_id]
 
@@ -253,8 +307,10 @@ class Sessions:
             session.num_waiting -= 1
 
 
-def _write(files: CallFiles, number: int, call: Call) -> int:
+def _write(files: CallFiles, number: int, call: Call, sequences: Mapping[int, int] | None) -> int:
     files.open()
+    if sequences is not None:
+        files.write_sequences(sequences)
     return files.write_call(number, call)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from horizon_server.children.entry import EventWriter
@@ -270,6 +270,10 @@ class Session:
             case OptimStep():
                 return self._step(number, call)
             case Sample():
+                if call.at_step not in (None, self._trainer.step):
+                    raise NotFound(
+                        f"the weights of step {call.at_step} are not in memory any more: there were changes since"
+                    )
                 # The weights of all steps, and room on the device, where nothing of training is under way.
                 self._trainer.flush()
                 self._trainer.release_device()
@@ -303,10 +307,19 @@ class Session:
         return stepped
 
     def _save(self, call: SaveState) -> Saved:
-        step = self._trainer.step
-        if not self._checkpoints.of_step(step).is_dir():
+        step, checkpoints = self._trainer.step, self._checkpoints
+        # Of this step it is the same weights: the call is done again after a worker was killed.
+        others = [other for other in checkpoints.with_name(call.name) if other != step]
+        if others and call.taken == "refused":
+            raise InvalidSpec.of(
+                "name", f"name is {call.name!r}, which the checkpoint of step {others[0]} has; choose another one"
+            )
+        if not checkpoints.of_step(step).is_dir():
             self._write(waits=True, always=True)
-        self._checkpoints.set_kept(step, kept=True, name=call.name)
+        checkpoints.set_kept(step, kept=True, name=call.name)
+        for other in others if call.taken == "moved" else ():
+            with suppress(NotFound):  # deleted meanwhile
+                checkpoints.take_name(other, call.name)
         return Saved(checkpoint=f"{self._request.job_id}@{step}")
 
     def _load(self, number: int, call: LoadState) -> Loaded:

@@ -19,6 +19,7 @@ from horizon_server.errors import WorkerFailed
 from horizon_server.records.session import CALLS, RESULTS, Call, Result, name_of
 
 _CALL, _RESULT = ".call.json", ".result.json"
+_SEQUENCES = "sequences.json"
 
 
 class CallFiles:
@@ -39,6 +40,20 @@ class CallFiles:
     def write_result(self, number: int, result: Result) -> None:
         """Keep the result of a call, durably."""
         self._write(f"{number:08d}{_RESULT}", result)
+
+    def write_sequences(self, numbers: Mapping[int, int]) -> None:
+        """Keep, durably, which of a caller's own numbers is which call. Raises OSError."""
+        replace_file(self.folder / _SEQUENCES, json.dumps({str(key): value for key, value in numbers.items()}))
+
+    def sequences(self) -> dict[int, int]:
+        """Return what was kept of a caller's own numbers."""
+        try:
+            plain = json.loads((self.folder / _SEQUENCES).read_bytes())
+            return {int(key): int(value) for key, value in plain.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise WorkerFailed(f"the file {_SEQUENCES} of a session is damaged ({type(error).__name__})") from error
 
     def call(self, number: int) -> Call | None:
         """Return a call; None where there is none of that number."""

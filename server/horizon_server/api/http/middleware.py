@@ -54,6 +54,12 @@ def services_of(request: Request) -> AllServices:
     return cast(AllServices, request.app.state.services)
 
 
+def until_answered(request: Request) -> AsyncExitStack:
+    """Return what is left when the whole answer to a request has been sent."""
+    stack: AsyncExitStack = request.scope[_OPEN_CALLS]
+    return stack
+
+
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
@@ -70,9 +76,8 @@ async def admitted(request: Request, credentials: Credentials, *, is_change: boo
         )
     services = services_of(request)
     peer = request.client.host if request.client else "an unknown address"
-    # Until the answer is sent: an event stream is an open call too.
-    open_calls: AsyncExitStack = request.scope[_OPEN_CALLS]
-    principal = await open_calls.enter_async_context(
+    # An event stream is an open call too.
+    principal = await until_answered(request).enter_async_context(
         services.logins.admitted(credentials.credentials, peer, is_change=is_change)
     )
     connection = request.scope.get(SCOPE_KEY)

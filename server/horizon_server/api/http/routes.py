@@ -1,6 +1,6 @@
 """The routes below /horizon/v1 that read: thin callers of the services.
 
-Below `/v1` OpenAI's API is answered (`api.openai`); `/api/v1` stays free for another ecosystem.
+Below `/v1` OpenAI's API is answered (`api.openai`), below `/api/v1` Tinker's (`api.tinker`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from horizon_server.api.http.web_page import add_web_page
 from horizon_server.api.openai.errors import OPENAI
 from horizon_server.api.openai.router import router as openai_router
 from horizon_server.api.services import OpenStreams, Services
+from horizon_server.api.tinker.errors import TINKER
+from horizon_server.api.tinker.router import router as tinker_router
 from horizon_server.network import Address, ServerCertificate, bound_socket
 from horizon_server.records.account import Principal
 from horizon_server.services.access import may_see_series
@@ -59,13 +62,15 @@ def make_app(
     app.state.streams = OpenStreams(services.accounts)
     app.state.series = SeriesOfJobs()
     app.state.live = LivePages(services, app.state.streams)
-    app.state.dialects = (OPENAI,)
+    app.state.dialects = (OPENAI, TINKER)
+    app.state.tinker_downloads, app.state.tinker_waiting = {}, Counter()
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     add_web_page(app)
     app.include_router(changes.router)
     app.include_router(routes.router)
     app.include_router(openai_router)
+    app.include_router(tinker_router)
     return app
 
 

@@ -1,0 +1,1 @@
+"""The messages of Tinker's API; see v1."""

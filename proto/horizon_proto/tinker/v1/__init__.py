@@ -1,0 +1,1 @@
+"""Generated from the .proto file beside this module by tools/generate_protos.py."""
