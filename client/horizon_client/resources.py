@@ -313,6 +313,8 @@ class MemoryPlan:
     node_range: DeviceRange | None
     """The numbers of nodes that the job may start on; None where it wants one number. num_nodes is what is used; before
     the start, the fewest."""
+    base: SharedBase | None
+    """What it shares with other jobs that train adapters on the same model; None where it has nothing to share."""
 
     def __repr__(self) -> str:
         """Return what decides; the parts are long."""
@@ -363,6 +365,16 @@ class ReferencePass:
     """Seconds of the whole pass; None where the data is not known."""
     done_share: float
     """Part of it that is done, 0 to 1, as the worker last reported before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedBase:
+    """The frozen weights under a job's adapters, which are in memory once for all jobs of the node on them."""
+
+    num_bytes: int
+    """What they take. It is among host_bytes, as base."""
+    num_jobs: int
+    """Resident jobs that were on them when the plan was made, without this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -857,11 +869,15 @@ class SampleFigures:
     load_s: float
     """Seconds until the weights were in memory; 0 where they were already."""
     duration_s: float
-    """Seconds from there to the last token."""
+    """Seconds from when the answers were begun to the last token."""
     tokens_per_second: float
     """Tokens of answers in one second of that."""
     weights: str
     """The weights that answered, as a message."""
+    num_passes: int
+    """Passes over the model from the first prompt to the last of these tokens."""
+    num_shared_passes: int
+    """Of these, the passes that were for other calls too: calls for one model are answered together."""
 
 
 @dataclass(frozen=True, kw_only=True)

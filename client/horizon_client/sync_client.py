@@ -679,7 +679,7 @@ class Checkpoints:
         answer, and of as many of the likeliest tokens in its place, so 0 for none of these; `prompt_logprobs` for the
         same of the prompts, which come as SampledPrompt before the answers. With it, `max_tokens` may be 0.
 
-        The node answers one call at a time; others wait for their turn.
+        Calls for the same model are answered together; those for another one wait for their turn.
 
         Raises:
             NotFound: when the job has no such checkpoint.

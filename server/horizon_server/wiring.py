@@ -23,6 +23,7 @@ from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.db.sharing import SharingStore
 from horizon_server.db.webhooks import WebhookStore
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
+from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.health import DeviceHealth
@@ -49,6 +50,7 @@ from horizon_server.planning.machine import (
 )
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import HeldMemory
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Rules
 from horizon_server.services.accounts import Accounts, UserLocks
@@ -150,11 +152,14 @@ async def wire(
     resources = Inputs(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
-    planner = Planner.of_node(settings, rates, usable, free_devices=lambda: scheduler.free_devices)
+    bases = Bases()
+    planner = Planner.of_node(
+        settings, rates, usable, free_devices=lambda: scheduler.free_devices, jobs_on=bases.jobs_on
+    )
     sampling = SamplingChild(
         environment=environment,
         free_bytes=lambda but: min(
-            planner.host_limit_bytes - scheduler.promised_bytes(but=but),
+            planner.host_limit_bytes - scheduler.promised(but=but).num_bytes,
             host_memory().available_bytes - settings.host_memory_reserve_bytes,
         ),
         keep_s=settings.sampling_keep_s,
@@ -198,6 +203,7 @@ async def wire(
         calls=CallNews(),
         environment=environment,
         worker_module=worker_module,
+        bases=bases,
     )
     idle = IdleMeasurement(rates, environment=environment, gpus=usable)
     preparing = asyncio.Lock()
@@ -390,14 +396,14 @@ def _wire_scheduler(
             gpus=tuple(gpus[name] for name in names if name in gpus),
         )
 
-    def make_attempt(job: JobRecord, devices: tuple[str, ...], other_bytes: Callable[[], int]) -> Attempt:
+    def make_attempt(job: JobRecord, devices: tuple[str, ...], others: Callable[[], HeldMemory]) -> Attempt:
         return Attempt(
             job=job,
             runtime=runtime,
             preparation=Preparation(runtime.folders.prepared, preparing, space, ask=scheduler.wake),
             devices=find_devices(devices),
             find_devices=find_devices,
-            other_bytes=other_bytes,
+            others=others,
             make_room=functools.partial(sampling.make_room, job.job_id),
             on_asked=functools.partial(on_asked, job.job_id),
         )

@@ -62,6 +62,7 @@ horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_
 horizon_turn_overruns_total{}
 horizon_job_loading_since_timestamp_seconds{job_id,state}
 horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{}
+horizon_shared_base_bytes{} horizon_shared_base_jobs{}
 horizon_node_open{} horizon_fleet_nodes{state} horizon_fleet_boxes{state}
 horizon_job_attempt_start_timestamp_seconds{job_id,attempt} horizon_job_last_step_timestamp_seconds{job_id}
 horizon_job_last_evaluation_timestamp_seconds{job_id} horizon_job_remaining_seconds{job_id}

@@ -21,7 +21,7 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.cache import SequenceCache
 from horizon_server.engine.generation.choosing import Choice, choose, draw_for
 from horizon_server.engine.generation.generator import TokenGenerator, generation_template
-from horizon_server.engine.generation.sequences import GeneratedAnswer, GenerationOptions
+from horizon_server.engine.generation.sequences import GeneratedAnswer, GenerationOptions, NewToken, ScoredPrompt
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, InvalidData, InvalidModel
 from horizon_server.store.host_store import HostStore
@@ -196,6 +196,119 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_
 
     assert alone == together
     assert resident == together
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "mixtral"])
+def test_prompts_that_join_between_tokens_and_are_held_have_the_answers_that_they_have_alone(
+    architecture: str, engine: Engine, begin: Begin
+) -> None:
+    model = lively(engine.tiny_model(architecture))
+    generator = begin(model, model.store())
+    drawn = options(temperature=0.8, seed=3, num_samples=2, stop_tokens=frozenset(), logprobs=0, max_tokens=9)
+    asked = [(PROMPTS[:1], options(logprobs=0)), (PROMPTS[1:], drawn), (PROMPTS, options(max_tokens=5, logprobs=0))]
+    alone = [generator.generate(prompts, how) for prompts, how in asked]
+
+    # When each joins, and until which pass the second one is held.
+    joins, held_until = (0, 3, 5), 12
+    tickets: list[int] = []
+    tokens: dict[tuple[int, int, int], list[int]] = {}
+    logprobs: dict[tuple[int, int, int], list[float]] = {}
+    num_passes = 0
+    while num_passes < 6 or any(map(generator.is_busy, tickets)):
+        for at, (prompts, how) in zip(joins, asked, strict=True):
+            if at == num_passes:
+                tickets.append(generator.add(prompts, how))
+        held = tickets[1:2] if 4 <= num_passes < held_until else []
+        news = generator.step(held=held)
+        assert not {ticket for ticket, _ in news} & set(held)
+        for ticket, new in news:
+            assert isinstance(new, NewToken) and new.logprob is not None
+            tokens.setdefault((ticket, new.prompt, new.sample), []).append(new.token)
+            logprobs.setdefault((ticket, new.prompt, new.sample), []).append(new.logprob)
+        num_passes += 1
+    assert generator.num_sequences == generator.kept_bytes() == 0
+
+    for ticket, (_, how), answers in zip(tickets, asked, alone, strict=True):
+        for place, answer in enumerate(answers):
+            which = (ticket, *divmod(place, how.num_samples))
+            assert tuple(tokens[which]) == answer.tokens
+            assert logprobs[which] == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+def test_prompts_in_pieces_have_the_answers_and_scores_that_they_have_at_once(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("gemma2"))
+    generator = begin(model, model.store())
+    common = [(7 * n) % 90 + 3 for n in range(40)]
+    prompts = [[*common, *prompt] for prompt in PROMPTS]
+    drawn = options(temperature=0.8, seed=3, num_samples=2, stop_tokens=frozenset(), logprobs=2)
+    for asked, how in ((prompts, drawn), (prompts, options(logprobs=0, prompt_logprobs=3)), (PROMPTS, options())):
+        scores: list[ScoredPrompt] = []
+        at_once = generator.generate(asked, how, on_score=scores.append)
+
+        for most_tokens in (1, 17, 64):
+            ticket = generator.add(asked, how)
+            found: list[ScoredPrompt] = []
+            tokens: dict[tuple[int, int], list[NewToken]] = {}
+            while generator.is_busy(ticket):
+                before = sum(one.num_computed for one in generator._running if one.is_prompt)
+                for _, new in generator.step(most_prompt_tokens=most_tokens):
+                    if isinstance(new, ScoredPrompt):
+                        found.append(new)
+                    else:
+                        tokens.setdefault((new.prompt, new.sample), []).append(new)
+                if generator._packs:
+                    after = sum(one.num_computed for one in generator._running if one.is_prompt)
+                    assert after - before <= most_tokens
+
+            for place, answer in enumerate(at_once):
+                news = tokens[divmod(place, how.num_samples)]
+                assert tuple(new.token for new in news) == answer.tokens
+                if how.logprobs is not None:
+                    assert [new.logprob for new in news] == pytest.approx(answer.logprobs, abs=1e-4)
+                    assert {len(new.top) for new in news} == {how.logprobs}
+            assert len(found) == len(scores)
+            for mine, theirs in zip(sorted(found, key=lambda one: one.prompt), scores, strict=True):
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+                assert [[token for token, _ in top] for top in mine.top] == [
+                    [token for token, _ in top] for top in theirs.top
+                ]
+
+
+def test_a_long_prompt_does_not_keep_the_tokens_of_others_waiting(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("llama"))
+    generator = begin(model, model.store())
+    if not generator._packs:
+        pytest.skip("the sequences of these models run one after the other, and prompts are computed at once")
+    free = options(stop_tokens=frozenset())
+    first = generator.add([PROMPTS[0]], free)
+    generator.step()
+    long, short = generator.add([[9] * 100], free), generator.add([[5] * 3], free)
+    owners = [[owner for owner, _ in generator.step(most_prompt_tokens=40)] for _ in range(3)]
+    # The short one has its first token at once, beside a piece of the long one; the first one waits for neither.
+    assert owners == [[first, short], [first, short], [first, short, long]]
+    for ticket in (first, long, short):
+        generator.drop(ticket)
+    assert generator.kept_bytes() == 0
+
+
+def test_what_is_kept_gets_smaller_when_long_and_many_sequences_have_ended(engine: Engine, begin: Begin) -> None:
+    model = lively(engine.tiny_model("llama"))
+    generator = begin(model, model.store())
+    short, long = options(max_tokens=30, stop_tokens=frozenset()), options(max_tokens=2)
+    alone = generator.generate([PROMPTS[0]], short)
+
+    ticket = generator.add([PROMPTS[0]], short)
+    tokens = [new.token for _, new in generator.step() if isinstance(new, NewToken)]
+    one = generator.kept_bytes()
+    promised = generator.kept_bytes([90] * 5)
+    other = generator.add([[7] * 88] * 5, long)
+    assert generator.kept_bytes() == promised >= one + 5 * generator.cache_bytes(90)
+    while generator.is_busy(other):
+        tokens += [new.token for owner, new in generator.step() if owner == ticket and isinstance(new, NewToken)]
+    assert generator.kept_bytes() == one
+    while generator.is_busy(ticket):
+        tokens += [new.token for _, new in generator.step() if isinstance(new, NewToken)]
+    assert tuple(tokens) == alone[0].tokens
 
 
 def test_a_cache_that_does_not_fit_on_the_device_is_in_host_memory(engine: Engine, begin: Begin) -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tests.support.scripted_calls import answered, ask
 from tests.support.worker_attempts import Daemon, always, attempt, spec_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_server.codec import from_json, to_json
 from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
@@ -28,7 +28,7 @@ from horizon_server.engine.generation import generator
 from horizon_server.engine.generation.choosing import choose
 from horizon_server.events import EvalDone
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.records.sample import SampleAdapter, SampleOptions, SamplePrompt, SampleRequest
+from horizon_server.records.sample import SampleAdapter, SampleModel, SamplePrompt
 from horizon_server.spec import JobSpec
 from horizon_server.store import merging
 from horizon_server.store.adapter_files import read_adapter_folder
@@ -120,23 +120,10 @@ def sampled(job: Path, checkpoint: Path, spec: JobSpec | None, monkeypatch: pyte
     base = read_manifest(checkpoint).base
     assert base is not None
     adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, digests=job / "digests", spec=spec)
-    request = SampleRequest(
-        folder=job / "model",
-        prompts=tuple(SamplePrompt(text="any") for _ in prompts),
-        options=SampleOptions(max_tokens=NUM_NEW),
-        num_threads=1,
-        cache_bytes=2**30,
-        adapter=adapter,
-    )
-    texts = [""] * len(prompts)
-
-    class Sent:
-        def send(self, line: Any) -> None:
-            texts[line.prompt] += line.text
-
-    asked = from_json(SampleRequest, to_json(request))
-    sampling.Answerer().answer(asked, Sent())  # type: ignore[arg-type]
-    return texts
+    model = SampleModel(folder=job / "model", num_threads=1, cache_bytes=2**30, adapter=adapter)
+    pipe = answered(model, [ask(1, *(SamplePrompt(text="any") for _ in prompts), max_tokens=NUM_NEW)])
+    assert pipe.figures(1).num_tokens
+    return [pipe.text(1, prompt) for prompt in range(len(prompts))]
 
 
 def logits(model: Any) -> Tensor:

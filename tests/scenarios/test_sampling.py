@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,46 @@ def test_other_users_and_viewers_may_not(daemon: DaemonProcess, trained: tuple[s
         answers_of(eve, trained[1], ["a"])
 
 
-def test_a_caller_who_leaves_ends_the_child_and_the_next_is_answered(client: Client, trained: tuple[str, str]) -> None:
+def test_two_callers_at_once_share_passes_and_each_has_its_own_end(
+    daemon: DaemonProcess, client: Client, trained: tuple[str, str]
+) -> None:
+    token, job = trained
+    alone, _ = answers_of(client, job, ["The lab box"], max_tokens=NUM_TOKENS)
+    # One of these will not end soon, whatever the model has learned.
+    long = client.checkpoints.sample(job, ["The lab box"] * 8, max_tokens=900, temperature=20.0, seed=1)
+    begun, enough = threading.Event(), threading.Event()
+
+    def read() -> int:
+        number = 0
+        for _ in long:
+            number += 1
+            begun.set()
+            if enough.is_set():
+                long.close()  # type: ignore[attr-defined]
+                break
+        return number
+
+    found: list[SampleFigures] = []
+    with ThreadPoolExecutor(1) as pool, daemon.client(token) as second:
+        reading = pool.submit(read)
+        assert begun.wait(240)
+        while not reading.done() and not any(figures.num_shared_passes for figures in found):
+            with pytest.raises(InvalidRequest, match=r"prompts\[0\]"):
+                answers_of(second, job, [[1 << 20]], max_tokens=4)
+            texts, figures = answers_of(second, job, ["The lab box"], max_tokens=NUM_TOKENS)
+            assert texts == alone
+            assert figures.load_s == 0
+            found.append(figures)
+        # What failed and what has ended beside it did not end the first one, whose caller leaves now.
+        enough.set()
+        assert reading.result(240) > 0
+    assert any(figures.num_shared_passes for figures in found)
+    texts, figures = answers_of(client, job, ["The lab box"], max_tokens=NUM_TOKENS)
+    assert texts == alone
+    assert figures.load_s == 0
+
+
+def test_a_caller_who_leaves_ends_the_call_and_the_next_is_answered(client: Client, trained: tuple[str, str]) -> None:
     pieces = client.checkpoints.sample(trained[1], ["The lab box"] * 8, max_tokens=400)
     assert isinstance(next(iter(pieces)), SampledText)
     pieces.close()  # type: ignore[attr-defined]

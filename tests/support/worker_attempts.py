@@ -4,6 +4,7 @@ preparation."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Parallel, Residency
 from horizon_server.settings import load_settings
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store import base_plane
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.manifest import is_complete
 from horizon_server.store.planes import lent_memory
@@ -87,10 +89,11 @@ def worker_request(
     parallel: Parallel = "rows",
     layer_ranks: tuple[int, ...] = (),
     numa_nodes: tuple[int, ...] = (),
+    base_fd: int | None = None,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of
-    that."""
+    that, and `base_fd` is the memory of the base that it shares with another job."""
     plan = Planner(
         load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
         memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
@@ -110,18 +113,23 @@ def worker_request(
         numa_nodes=numa_nodes,
     )
     layout = open_for_training(folder / "model", spec.train).layout
+    base = None if num_nodes > 1 else plan.base
     plane_bytes = lent_planes(layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=lanes)
     request = WorkerRequest(
         job_id="job_1",
         attempt=1,
         spec=spec,
-        plan=dataclasses.replace(plan, execution=execution),
+        plan=dataclasses.replace(plan, execution=execution, base=base),
         model=folder / "model",
         prepared=folder / "prepared",
         checkpoints=folder / "checkpoints",
         resume_from=resume_from,
     )
+    if base is not None:
+        plane_bytes[base_plane.PLANE] = base.num_bytes
     with lent_memory(plane_bytes) as planes:
+        if base_fd is not None:
+            os.dup2(base_fd, planes[base_plane.PLANE], inheritable=False)
         yield {**to_plain(request), "planes": planes, **more}
 
 

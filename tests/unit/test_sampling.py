@@ -1,4 +1,4 @@
-"""Prompts for a checkpoint: what may be asked, whose turn it is, and what memory and time a call may take."""
+"""Prompts for a checkpoint: what may be asked, and what memory and time a call may take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from horizon_server.children.calls import Ask, encode_order
 from horizon_server.children.child import Child, ChildTask, Limits
 from horizon_server.children.entry import MAX_REQUEST_BYTES
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed, NotFound, Stalled, WorkerDied
+from horizon_server.errors import DoesNotFit, InvalidData, InvalidSpec, NotAllowed, NotFound, Stalled, WorkerDied
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.sampling import sample_layout, sample_memory
+from horizon_server.planning.sampling import SampleMemory, sample_layout, sample_memory
 from horizon_server.records.account import Principal
 from horizon_server.records.sample import (
     MAX_ANSWERS,
@@ -39,11 +40,13 @@ from horizon_server.records.sample import (
     MAX_STOPS,
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
+    SampleAdapter,
+    SampleCall,
     SampleFigures,
     SampleMessage,
+    SampleModel,
     SampleOptions,
     SamplePrompt,
-    SampleRequest,
     check_sample,
 )
 from horizon_server.services.sampling import Samples
@@ -56,6 +59,9 @@ VIEWER = Principal(name="eve", role="viewer", project="eve")
 HELLO = SamplePrompt(text="hello")
 SHORT = SampleOptions(max_tokens=3)
 LONG = SampleOptions(max_tokens=900)
+OTHER = SamplePrompt(text="The lab box")
+MUCH = 1 << 40
+"""Memory that is free on the node."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ async def make(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
     made: list[SamplingChild] = []
 
     def samples(
-        *, free_bytes: int = 1 << 40, keep_s: float = 600.0, **options: Any
+        *, free_bytes: int = MUCH, keep_s: float = 600.0, **options: Any
     ) -> tuple[Samples, SamplingChild, list[int]]:
         child = SamplingChild(
             environment=child_environment(), free_bytes=lambda _: free_bytes, keep_s=keep_s, **options
@@ -110,50 +116,59 @@ async def everything(samples: Samples, principal: Principal = ADA, step: int = 1
     return [piece async for piece in samples.sample(principal, "job", step, prompts or (HELLO,), SHORT)]
 
 
+def memory_of(folder: Path, free_bytes: int) -> SampleMemory:
+    return sample_memory(sample_layout(open_model_folder(folder))).for_room(free_bytes)
+
+
 def text_of(pieces: Sequence[Any]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, SampledText))
 
 
 def idle_of(child: SamplingChild) -> tuple[int, asyncio.Task[None]]:
     """The process that is idle, and the task that ends it."""
-    assert child._idle is not None
-    return child._idle.child.pid, child._idle.watch
+    loaded = child._loaded
+    assert loaded is not None and not loaded.num_calls and loaded.watch is not None
+    return loaded.child.pid, loaded.watch
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what nothing announces."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(
-    make: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: Any, folder: Path) -> None:
     samples, child, wakes = make()
-    answer, answered_s = SamplingChild.answer, 0.0
-
-    async def timed(*arguments: Any) -> Any:
-        nonlocal answered_s
-        began_s = time.monotonic()
-        found = await answer(*arguments)
-        answered_s = time.monotonic() - began_s
-        return found
-
-    monkeypatch.setattr(SamplingChild, "answer", timed)
     start_s = time.monotonic()
-    held = []
-    pieces = []
+    held, pieces = [], []
     async for piece in samples.sample(ADA, "job", 1, [HELLO, HELLO], SHORT):
         pieces.append(piece)
         held.append(child.held_bytes)
 
     *texts, figures = pieces
     assert isinstance(figures, SampleFigures)
-    # What the caller waited for, the start of the child with it: importing torch alone takes longer than loading this
-    # model.
-    assert 0 < answered_s <= figures.load_s + figures.duration_s <= time.monotonic() - start_s
+    # With the start of the child: importing torch alone takes longer than loading this model.
+    assert figures.duration_s < figures.load_s < figures.load_s + figures.duration_s <= time.monotonic() - start_s
     assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}
-    assert set(held) == {sample_memory(sample_layout(open_model_folder(folder))).total}
+    assert set(held) == {memory_of(folder, MUCH).total}
     assert child.busy_bytes == 0
     assert wakes
+
+
+async def test_layers_stay_in_fp32_where_there_is_room_and_answer_the_same(make: Any, folder: Path) -> None:
+    least = sample_memory(sample_layout(open_model_folder(folder)))
+    answers = []
+    for free_bytes, keeps in ((2 * (least.total + least.layers), True), (2 * least.total + least.layers, False)):
+        samples, child, _ = make(free_bytes=free_bytes)
+        answers.append(text_of(await everything(samples)))
+        assert child._loaded is not None and child._loaded.memory.keeps_layers is keeps
+        assert child.held_bytes == least.total + keeps * least.layers
+    assert answers[0] == answers[1] != ""
 
 
 async def test_a_call_that_does_not_fit_beside_the_jobs_is_refused_with_the_numbers(make: Any) -> None:
@@ -164,25 +179,62 @@ async def test_a_call_that_does_not_fit_beside_the_jobs_is_refused_with_the_numb
     assert child.held_bytes == 0
 
 
-async def test_one_call_at_a_time_is_answered(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_for_one_model_share_passes_and_each_has_its_own_lines(make: Any) -> None:
+    samples, child, _ = make()
+    alone = [await everything(samples, ADA, 1, prompt) for prompt in (HELLO, OTHER)]
+    assert alone[0][-1].num_passes == SHORT.max_tokens
+    assert alone[0][-1].num_shared_passes == 0
+    long = samples.sample(ADA, "job", 1, [HELLO], LONG)
+    await anext(long)
+
+    found = await asyncio.gather(
+        everything(samples, ADA, 1, HELLO), everything(samples, BOB, 1, OTHER), everything(samples, BOB, 1, OTHER)
+    )
+
+    assert [text_of(pieces) for pieces in found] == [text_of(alone[0]), text_of(alone[1]), text_of(alone[1])]
+    for pieces in found:
+        assert pieces[-1].load_s == 0
+        assert pieces[-1].num_passes == pieces[-1].num_shared_passes == SHORT.max_tokens
+    assert child.busy_bytes > 0
+    await long.aclose()
+    assert child.busy_bytes == 0
+
+
+async def test_calls_that_come_while_the_model_is_loaded_are_answered_by_the_same_child(make: Any) -> None:
     samples, _, _ = make()
-    running, most = 0, 0
-    answer = SamplingChild.answer
+    found = await asyncio.gather(everything(samples, ADA), everything(samples, BOB))
 
-    async def counted(self: SamplingChild, *arguments: Any) -> Any:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        try:
-            return await answer(self, *arguments)
-        finally:
-            running -= 1
+    assert all(pieces[-1].load_s > 0 for pieces in found)
+    assert all(pieces[-1].num_shared_passes > 0 for pieces in found)
 
-    monkeypatch.setattr(SamplingChild, "answer", counted)
-    found = await asyncio.gather(everything(samples, ADA), everything(samples, BOB), everything(samples, ADA))
 
-    assert most == 1
-    assert [len(pieces) > 1 for pieces in found] == [True] * 3
+async def test_another_model_waits_until_the_calls_for_this_one_have_ended(make: Any) -> None:
+    samples, _, _ = make()
+    long = samples.sample(ADA, "job", 1, [HELLO], LONG)
+    await anext(long)
+    other = asyncio.create_task(everything(samples, BOB, 2))
+    await until(lambda: len(samples._turns._waiting) == 1)
+    behind = asyncio.create_task(everything(samples, BOB, 1))
+    await until(lambda: len(samples._turns._waiting) == 2)
+    assert not other.done()
+    await long.aclose()
+
+    assert (await other)[-1].load_s > 0
+    assert (await behind)[-1].load_s > 0
+
+
+async def test_a_call_that_cannot_be_answered_fails_alone(make: Any) -> None:
+    samples, _, _ = make()
+    long = samples.sample(ADA, "job", 1, [HELLO], LONG)
+    await anext(long)
+    bad = SamplePrompt(chat_json='{"messages": [{"role": "user", "content": 1}]}')
+    for prompt in (bad, SamplePrompt(ids=(1 << 20,))):
+        with pytest.raises(InvalidData, match=r"prompts\[0\]"):
+            await everything(samples, BOB, 1, prompt)
+
+    assert text_of(await everything(samples, BOB, 1)) != ""
+    assert isinstance(await anext(long), SampledText)
+    await long.aclose()
 
 
 async def test_a_call_that_takes_too_long_is_ended(make: Any) -> None:
@@ -193,27 +245,36 @@ async def test_a_call_that_takes_too_long_is_ended(make: Any) -> None:
     assert child.held_bytes == 0
 
 
-async def test_a_caller_who_leaves_ends_the_child(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_takes_too_long_once_it_has_begun_ends_alone(make: Any) -> None:
     samples, child, _ = make()
-    started: list[Child] = []
-    start = ChildTask.start
+    long = samples.sample(ADA, "job", 1, [HELLO], LONG)
+    await anext(long)
+    shared = child._loaded.child
+    (call,) = shared._calls.values()
+    shared._limit_s = 1e-6
+    shared._look_at(call)
+    shared._limit_s = 600.0
+    with pytest.raises(Stalled, match="were not answered within"):
+        async for _ in long:
+            pass
 
-    async def noted(*arguments: Any, **options: Any) -> Child:
-        started.append(await start(*arguments, **options))
-        return started[-1]
+    assert idle_of(child)[0] == shared.pid
+    assert (await everything(samples))[-1].load_s == 0
 
-    monkeypatch.setattr(ChildTask, "start", noted)
-    for is_loaded in (False, True):
-        if is_loaded:
-            await everything(samples)
-        pieces = samples.sample(ADA, "job", 1, [HELLO], LONG)
-        await anext(pieces)
-        await pieces.aclose()
 
-        assert is_gone(started[-1].pid)
-        assert child.held_bytes == 0
-    # The last one answered a call before.
-    assert len(started) == 2
+async def test_a_caller_who_leaves_ends_the_call_and_not_the_child(make: Any) -> None:
+    samples, child, _ = make()
+    pieces = samples.sample(ADA, "job", 1, [HELLO], LONG)
+    await anext(pieces)
+    await pieces.aclose()
+    pid, _ = idle_of(child)
+    assert child.busy_bytes == 0
+
+    again = await everything(samples)
+    assert idle_of(child)[0] == pid
+    assert again[-1].load_s == 0
+    # Nothing is computed for the call that was left.
+    assert again[-1].num_shared_passes == 0
 
 
 async def test_the_child_has_the_planned_memory_as_limit(
@@ -230,10 +291,9 @@ async def test_the_child_has_the_planned_memory_as_limit(
     with pytest.raises(NotFound, match="enough"):
         await everything(samples)
 
-    assert given[0].memory_bytes == sample_memory(sample_layout(open_model_folder(folder))).private
+    assert given[0].memory_bytes == memory_of(folder, MUCH).private
     # Its planes are files, in memory.
     assert given[0].file_bytes == 64 * 2**20
-    assert given[0].wall_s == 900
     assert given[0].oom_score_adj == 1000
 
 
@@ -285,7 +345,7 @@ async def test_nothing_stays_where_the_setting_is_0(make: Any, monkeypatch: pyte
     for _ in range(2):
         assert (await everything(samples))[-1].load_s > 0
         assert child.held_bytes == 0
-        assert child._idle is None
+        assert child._loaded is None
 
 
 async def test_an_idle_child_is_ended_after_its_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,9 +359,7 @@ async def test_an_idle_child_is_ended_after_its_time(make: Any, monkeypatch: pyt
 
     monkeypatch.setattr(SamplingChild, "_watch", noted)
     await everything(samples)
-    async with asyncio.timeout(60):
-        while not watched:  # noqa: ASYNC110  # it begins in a moment
-            await asyncio.sleep(0)
+    await until(lambda: bool(watched))
     ((pid, watching),) = watched
     await asyncio.wait_for(watching, 60)
 
@@ -314,7 +372,7 @@ async def test_an_idle_child_is_ended_for_a_job_that_does_not_fit_beside_it(make
     samples, child, _ = make(free_bytes=free_bytes)
     await everything(samples)
     pid, _ = idle_of(child)
-    beside = free_bytes - sample_memory(sample_layout(open_model_folder(folder))).total
+    beside = free_bytes - memory_of(folder, free_bytes).total
 
     await child.make_room("job", beside)
     assert idle_of(child)[0] == pid
@@ -358,25 +416,24 @@ async def test_a_model_that_is_deleted_does_not_stay_in_memory(make: Any, tmp_pa
         await everything(samples, ADA, 2)
 
 
-async def test_after_a_crash_the_next_call_starts_a_child(make: Any) -> None:
+async def test_after_a_crash_all_calls_have_its_error_and_the_next_one_starts_a_child(make: Any) -> None:
     samples, child, _ = make()
     await everything(samples)
     pid, _ = idle_of(child)
-    os.kill(pid, signal.SIGSTOP)  # it takes the call, and has not answered when it dies
-    asked = asyncio.create_task(everything(samples))
-    async with asyncio.timeout(60):
-        while child._idle is not None:  # noqa: ASYNC110  # nothing announces it
-            await asyncio.sleep(0)
+    os.kill(pid, signal.SIGSTOP)  # it takes the calls, and has not answered when it dies
+    asked = [asyncio.create_task(everything(samples, who)) for who in (ADA, BOB)]
+    await until(lambda: child._loaded.num_calls == 2)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="the child that answers prompts was killed"):
-        await asked
+    for task in asked:
+        with pytest.raises(WorkerDied, match="the child that answers prompts was killed"):
+            await task
     assert child.held_bytes == 0
 
     assert (await everything(samples))[-1].load_s > 0
     # Of one that dies while it is idle, callers learn nothing.
-    assert child._idle is not None
-    os.kill(child._idle.child.pid, signal.SIGKILL)
-    await asyncio.wait_for(child._idle.child.wait(), 60)
+    pid, _ = idle_of(child)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not child._loaded.child.is_running)
     assert (await everything(samples))[-1].load_s > 0
 
 
@@ -388,15 +445,13 @@ async def test_the_shutdown_ends_the_idle_child_and_none_stays_after_it(make: An
     assert is_gone(pid)
 
     await everything(samples)
-    assert child._idle is None
+    assert child._loaded is None
 
 
-def test_the_largest_call_fits_into_a_further_request() -> None:
+def test_the_largest_call_fits_into_an_order() -> None:
     prompt = SamplePrompt(text="\U0001f600" * MAX_PROMPT_CHARACTERS)
-    asked = SampleRequest(
-        folder=Path("/a"), prompts=(prompt,) * MAX_PROMPTS, options=SHORT, num_threads=1, cache_bytes=1
-    )
-    assert len(json.dumps(to_plain(asked))) < MAX_REQUEST_BYTES
+    asked = SampleCall(prompts=(prompt,) * MAX_PROMPTS, options=SHORT)
+    assert len(encode_order(Ask(call=1, user="ada", request=to_plain(asked)))) < MAX_REQUEST_BYTES
 
 
 def test_weights_take_no_memory_for_training(folder: Path) -> None:
@@ -469,7 +524,10 @@ def test_the_largest_that_may_be_asked_is_accepted() -> None:
     check_sample([ids], SampleOptions(max_tokens=0, prompt_logprobs=0, num_samples=MAX_SAMPLES))
 
 
-def test_a_request_reaches_the_child_whole() -> None:
+def test_model_and_call_reach_the_child_whole() -> None:
     chat = SamplePrompt(messages=(SampleMessage(role="user", content="b"),))
-    request = SampleRequest(folder=Path("/a"), prompts=(HELLO, chat), options=SHORT, num_threads=2, cache_bytes=5)
-    assert from_plain(SampleRequest, to_plain(request)) == request
+    call = SampleCall(prompts=(HELLO, chat), options=SHORT)
+    adapter = SampleAdapter(folder=Path("/b"), base_sha256="0" * 64, digests=Path("/c"))
+    model = SampleModel(folder=Path("/a"), num_threads=2, cache_bytes=5, adapter=adapter)
+    assert from_plain(SampleCall, to_plain(call)) == call
+    assert from_plain(SampleModel, to_plain(model)) == model

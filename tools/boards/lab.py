@@ -273,12 +273,13 @@ _WAITING = (
     ),
     Chart(
         title="Turns and residents",
-        text="Turns that ended, per second, and jobs that share each device.",
+        text="Turns that ended, per second, and jobs that share each device or a base of adapters.",
         good="No turns while one job has the device alone.",
         unit="short",
         queries=[
             (rate("horizon_device_turns_total", "device"), "{{device}} turns per second"),
             (select("horizon_resident_jobs"), "{{device}} jobs"),
+            (select("horizon_shared_base_jobs"), "jobs on shared bases"),
         ],
     ),
     Chart(

@@ -16,6 +16,7 @@ from boards.chart import (
     select,
 )
 
+_OWN = 'component!="base"'
 _LIMIT = select("horizon_host_memory_limit_bytes")
 _FREE = select("horizon_host_memory_available_bytes")
 _DISK_FREE = select("horizon_disk_free_bytes")
@@ -137,13 +138,14 @@ _MEMORY = (
     Chart(
         title="Host memory against its limit",
         text="The limit is that of the machine or of the control group, whichever is lower; promised is the sum of the "
-        "plans of all resident jobs.",
+        "plans of all resident jobs, with each base of adapters once, whatever number of jobs is on it.",
         good="In use <= promised <= limit - reserve.",
         unit="bytes",
         width=12,
         queries=[
-            (f"sum by (instance) ({select('horizon_host_memory_bytes')})", "in use by jobs"),
-            (f"sum by (instance) ({select('horizon_host_memory_planned_bytes')})", "planned"),
+            (f"sum by (instance) ({select('horizon_host_memory_bytes', _OWN)})", "in use by jobs, without bases"),
+            (f"sum by (instance) ({select('horizon_host_memory_planned_bytes', _OWN)})", "planned, without bases"),
+            (select("horizon_shared_base_bytes"), "bases, each once"),
             (select("horizon_host_memory_promised_bytes"), "promised"),
             (_LIMIT, "limit"),
             (_FREE, "available"),

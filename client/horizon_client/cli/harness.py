@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from horizon_client.cli.output import CommandT, clean, table
 from horizon_client.cli.session import Notices
-from horizon_client.errors import HarnessFailed, HorizonClientError, InvalidRequest
+from horizon_client.errors import BadFile, HarnessFailed, HorizonClientError, InvalidRequest
 from horizon_client.profiles import SYSTEM_CA
 from horizon_client.resources import TaskResult
 
@@ -31,6 +31,8 @@ HTTP_PORT = 7172
 _MODULE = "lm_eval"
 # What the daemon takes of a prompt in tokens
 _MOST_TOKENS = 4096
+# Of a request: the node may be busy with the answers of others, and compute long rows of a large model for minutes
+_TIMEOUT_S = 3600
 # Those that a job's record has
 _MOST_RESULTS = 200
 _HEADINGS = ["TASK", "METRIC", "VALUE", "+-", "SAMPLES"]
@@ -110,7 +112,12 @@ class Harness:
             tokenizer, out = Path(scratch, "tokenizer"), self.results or Path(scratch, "results")
             client.checkpoints.pull(job.job_id, tokenizer, at=step, with_weights=False)
             command = self.command(f"{job.job_id}@{step}", endpoint, tokenizer, out)
-            environment = {**os.environ, "OPENAI_API_KEY": endpoint.token or "", "TOKENIZERS_PARALLELISM": "false"}
+            environment = {
+                **os.environ,
+                "OPENAI_API_KEY": endpoint.token or "",
+                "TOKENIZERS_PARALLELISM": "false",
+                **trusting(endpoint.ca_file, Path(scratch, "ca.pem")),
+            }
             # What it prints is progress: stdout is for the result
             before = _written(out)
             done = subprocess.run(command, env=environment, stdout=2, check=False)
@@ -132,17 +139,15 @@ class Harness:
     def command(self, model: str, endpoint: Endpoint, tokenizer: Path, out: Path) -> list[str]:
         """Return the command that asks the daemon at `endpoint`; its token goes by the environment, which other users
         cannot read."""
-        ca = endpoint.ca_file
-        address = self.url or f"{'https' if ca else 'http'}://{endpoint.server.rpartition(':')[0]}:{HTTP_PORT}"
-        config = tokenizer / "config.json"
-        positions = json.loads(config.read_text("utf-8")).get("max_position_embeddings") if config.exists() else None
+        scheme = "https" if endpoint.ca_file else "http"
+        address = self.url or f"{scheme}://{endpoint.server.rpartition(':')[0]}:{HTTP_PORT}"
         of_model = {
             "model": model,
             "base_url": f"{address.rstrip('/')}/v1/completions",
             "tokenizer": tokenizer,
             "tokenizer_backend": "huggingface",
-            "max_length": min(positions or _MOST_TOKENS, _MOST_TOKENS),
-            **({"ca_cert_path": ca} if ca and str(ca) != SYSTEM_CA else {}),
+            "max_length": _most_tokens(tokenizer),
+            "timeout": _TIMEOUT_S,
         }
         options = {
             "--model": "local-completions",
@@ -222,6 +227,33 @@ def results_in(folder: Path, tasks: Sequence[str], *, before: Collection[Path] =
     if len(results) > _MOST_RESULTS:
         Notices().notice(f"the first {_MOST_RESULTS} of {len(results)} figures are recorded")
     return results[:_MOST_RESULTS]
+
+
+def trusting(ca_file: Path | None, bundle: Path) -> dict[str, str]:
+    """Return the variables with which the program trusts the daemon's CA, besides those that it trusts anyhow: its
+    tasks come from the hub. They are written to `bundle`."""
+    if ca_file is None or str(ca_file) == SYSTEM_CA:
+        return {}
+    import certifi  # only here: the extra `eval` brings it
+
+    others = Path(os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where())
+    try:
+        bundle.write_bytes(others.read_bytes() + b"\n" + ca_file.read_bytes())
+    except OSError as error:
+        raise BadFile(f"cannot read {error.filename}: {error.strerror}") from error
+    return {"REQUESTS_CA_BUNDLE": str(bundle), "SSL_CERT_FILE": str(bundle)}
+
+
+def _most_tokens(folder: Path) -> int:
+    """Return how many tokens a prompt may have: as many as the model has positions; of an adapter, whose folder has no
+    config of the model, as many as its tokenizer says."""
+    for file, name in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        if (folder / file).exists():
+            positions = json.loads((folder / file).read_text("utf-8")).get(name)
+            # Tokenizers say 10^30 where they know none
+            if isinstance(positions, int | float) and positions >= 1:
+                return int(min(positions, _MOST_TOKENS))
+    return _MOST_TOKENS
 
 
 def _written(folder: Path) -> list[Path]:

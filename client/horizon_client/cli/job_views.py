@@ -147,6 +147,9 @@ def _memory_page(plan: MemoryPlan) -> str:
         where += f", planned for {plan.num_nodes} of {span.least} to {span.most} nodes"
         where += f" ({bytes_text(span.host_bytes)} of this node's memory are kept for any number of them)"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
+    if base := plan.base:
+        others = f", with {base.num_jobs} job{'' if base.num_jobs == 1 else 's'} when planned" if base.num_jobs else ""
+        kept += f"\nbase: {bytes_text(base.num_bytes)}, in memory once for all jobs on it{others}"
     parameters = f"{plan.num_parameters:,} parameters"
     if 0 < plan.num_trained_parameters < plan.num_parameters:
         parameters += f" ({plan.num_trained_parameters:,} trained, the others frozen)"

@@ -571,6 +571,8 @@ class SampleFigures(google.protobuf.message.Message):
     DURATION_S_FIELD_NUMBER: builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
+    NUM_PASSES_FIELD_NUMBER: builtins.int
+    NUM_SHARED_PASSES_FIELD_NUMBER: builtins.int
     num_prompt_tokens: builtins.int
     """Of all prompts together."""
     num_tokens: builtins.int
@@ -578,11 +580,15 @@ class SampleFigures(google.protobuf.message.Message):
     load_s: builtins.float
     """Seconds until the weights were in memory; 0 where they were already."""
     duration_s: builtins.float
-    """Seconds from there to the last token."""
+    """Seconds from when the answers were begun to the last token."""
     tokens_per_second: builtins.float
     """Tokens of answers in one second of that."""
     weights: builtins.str
     """The weights that answered, as a message."""
+    num_passes: builtins.int
+    """Passes over the model from the first prompt to the last of these tokens."""
+    num_shared_passes: builtins.int
+    """Of these, the passes that were for other calls too: calls for one model are answered together."""
     def __init__(
         self,
         *,
@@ -592,8 +598,10 @@ class SampleFigures(google.protobuf.message.Message):
         duration_s: builtins.float = ...,
         tokens_per_second: builtins.float = ...,
         weights: builtins.str = ...,
+        num_passes: builtins.int = ...,
+        num_shared_passes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "load_s", b"load_s", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "tokens_per_second", b"tokens_per_second", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "load_s", b"load_s", "num_passes", b"num_passes", "num_prompt_tokens", b"num_prompt_tokens", "num_shared_passes", b"num_shared_passes", "num_tokens", b"num_tokens", "tokens_per_second", b"tokens_per_second", "weights", b"weights"]) -> None: ...
 
 global___SampleFigures = SampleFigures
 

@@ -1801,6 +1801,7 @@ class MemoryPlan(google.protobuf.message.Message):
     DEVICE_RANGE_FIELD_NUMBER: builtins.int
     NUM_NODES_FIELD_NUMBER: builtins.int
     NODE_RANGE_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -1879,6 +1880,10 @@ class MemoryPlan(google.protobuf.message.Message):
         fewest.
         """
 
+    @property
+    def base(self) -> global___SharedBase:
+        """What it shares with other jobs that train adapters on the same model; unset where it has nothing to share."""
+
     def __init__(
         self,
         *,
@@ -1908,9 +1913,10 @@ class MemoryPlan(google.protobuf.message.Message):
         device_range: global___DeviceRange | None = ...,
         num_nodes: builtins.int = ...,
         node_range: global___DeviceRange | None = ...,
+        base: global___SharedBase | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "device_range", b"device_range", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "device_range", b"device_range", "kept", b"kept", "node_range", b"node_range", "num_steps", b"num_steps", "prediction", b"prediction", "references", b"references", "ways", b"ways"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_steps", b"_num_steps", "base", b"base", "compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_range", b"device_range", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "lanes", b"lanes", "message", b"message", "node_range", b"node_range", "num_devices", b"num_devices", "num_nodes", b"num_nodes", "num_parameters", b"num_parameters", "num_steps", b"num_steps", "num_trained_parameters", b"num_trained_parameters", "parallel", b"parallel", "prediction", b"prediction", "references", b"references", "steps_estimated", b"steps_estimated", "warnings", b"warnings", "ways", b"ways"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_steps", b"_num_steps"]) -> typing.Literal["num_steps"] | None: ...
 
 global___MemoryPlan = MemoryPlan
@@ -2014,6 +2020,28 @@ class ReferencePass(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
 
 global___ReferencePass = ReferencePass
+
+@typing.final
+class SharedBase(google.protobuf.message.Message):
+    """SharedBase is the frozen weights under a job's adapters, which are in memory once for all jobs of the node on them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_JOBS_FIELD_NUMBER: builtins.int
+    num_bytes: builtins.int
+    """What they take. It is among host_bytes, as base."""
+    num_jobs: builtins.int
+    """Resident jobs that were on them when the plan was made, without this one."""
+    def __init__(
+        self,
+        *,
+        num_bytes: builtins.int = ...,
+        num_jobs: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_bytes", b"num_bytes", "num_jobs", b"num_jobs"]) -> None: ...
+
+global___SharedBase = SharedBase
 
 @typing.final
 class KeptMemory(google.protobuf.message.Message):

@@ -3,8 +3,9 @@ has answered.
 
 The child runs as `python -m MODULE REQUEST --events-fd N --held`. REQUEST is a JSON file. Events, and at the end one
 answer or one error, come up the pipe N. The child waits for a byte on its standard input, which the daemon sends once
-the limits are set. A child that stays after its answer gets further requests there.
-`children.entry` is the other side. A child ends with the daemon; a worker does not, which `worker_link` is for.
+the limits are set. A child that stays after its answer gets further requests there; one that answers several calls at a
+time is a `children.shared.SharedChild`. `children.entry` is the other side. A child ends with the daemon; a worker does
+not, which `worker_link` is for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ OnEvent = Callable[[WorkerLine], Awaitable[None]]
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # What C++, Rust and OpenBLAS write before they end a process that was refused memory, which looks like a crash then.
 _LAST_WORDS_WITHOUT_MEMORY = ("bad_alloc", "memory allocation of ", "Memory allocation still failed")
-_LONG_LINE_BYTES = 64 * 1024
+LONG_LINE_BYTES = 64 * 1024
+"""From which on a line is parsed in a thread."""
 OUT_OF_MEMORY_KILLER = "the kernel's out-of-memory killer"
 # How long a child that has answered, or has closed its pipe, may take to exit.
 _EXIT_S = 10.0
@@ -155,6 +157,11 @@ class Child:
         """Whether it has not ended, as far as the daemon knows."""
         return self._process.returncode is None
 
+    @property
+    def who(self) -> str:
+        """What it is, for error messages."""
+        return self._task.who
+
     async def answer(self, on_event: OnEvent | None = None, *, stays: bool = False) -> Any:
         """Pass every event to `on_event`, and return the answer. At the end the child is gone, however that comes.
 
@@ -175,13 +182,7 @@ class Child:
         `answer`."""
         line = json.dumps(request).encode("ascii") + b"\n"
         assert len(line) <= MAX_REQUEST_BYTES, len(line)
-        self._oom_kills_before = oom_kills()
         return await self._answer(line, on_event, True)
-
-    async def end(self) -> None:
-        """End it at once, and return when it is gone."""
-        self.kill()
-        await self.wait()
 
     async def _answer(self, request: bytes | None, on_event: OnEvent | None, stays: bool) -> Any:
         has_answered = False
@@ -190,14 +191,24 @@ class Child:
             has_answered = True
             return answer
         except HorizonError as error:
-            meant = next((meant for kind, meant in self._task.meanings.items() if isinstance(error, kind)), None)
-            if meant is None:
+            meant = self.meant(error)
+            if meant is error:
                 raise
-            # A copy: an error that is raised keeps where that was.
-            raise copy.copy(meant) from error
+            raise meant from error
         finally:
             if not (stays and has_answered):
                 await self.end()
+
+    def meant(self, error: HorizonError) -> HorizonError:
+        """What an error means for whoever asked, by the task's `meanings`."""
+        meant = next((meant for kind, meant in self._task.meanings.items() if isinstance(error, kind)), None)
+        # A copy: an error that is raised keeps where that was.
+        return error if meant is None else copy.copy(meant)
+
+    async def end(self) -> None:
+        """End it at once, and return when it is gone."""
+        self.kill()
+        await self.wait()
 
     async def _in_time(self, request: bytes | None, on_event: OnEvent | None, stays: bool) -> Any:
         wall_s = self._task.limits.wall_s
@@ -205,7 +216,7 @@ class Child:
         try:
             async with scope:
                 if request is not None:
-                    await self._send(request)
+                    await self.send(request)
                 answer = await self._read_to_the_answer(on_event)
                 if not stays:
                     await self._exit_code()
@@ -229,18 +240,28 @@ class Child:
             self._process.stdin.close()
         return code
 
-    async def _send(self, request: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None, "it was started with a pipe"
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input, and wait until little of it is left to write."""
+        self._oom_kills_before = oom_kills()
+        self.write(data)
         # Of a child that is gone the events end, and that tells why.
         with contextlib.suppress(ConnectionError):
-            stdin.write(request)
-            await stdin.drain()
+            await self._stdin.drain()
+
+    def write(self, data: bytes) -> None:
+        """Write to its standard input, where it is not gone."""
+        if not self._stdin.is_closing():
+            self._stdin.write(data)
+
+    @property
+    def _stdin(self) -> asyncio.StreamWriter:
+        assert self._process.stdin is not None, "it was started with a pipe"
+        return self._process.stdin
 
     async def _read_to_the_answer(self, on_event: OnEvent | None) -> Any:
-        while raw := await self._read_line():
+        while raw := await self.read_line():
             # A long line is parsed in a thread: it would hold up the event loop.
-            line = decode_line(raw) if len(raw) < _LONG_LINE_BYTES else await asyncio.to_thread(decode_line, raw)
+            line = decode_line(raw) if len(raw) < LONG_LINE_BYTES else await asyncio.to_thread(decode_line, raw)
             match line:
                 case Answer():
                     return line.value
@@ -249,13 +270,17 @@ class Child:
                     raise line.error
                 case event if on_event is not None:
                     await on_event(event)
+        raise await self.death()
+
+    async def death(self) -> HorizonError:
+        """Why it ended without an answer."""
         code = await self._exit_code()
         if code == -signal.SIGXCPU:
-            raise Stalled(f"{self._task.who} took more than {self._task.limits.cpu_s} s of processor time")
-        raise death_of(self._task.who, code, oom_killed=oom_kills() > self._oom_kills_before, log_file=self.log)
+            return Stalled(f"{self._task.who} took more than {self._task.limits.cpu_s} s of processor time")
+        return death_of(self._task.who, code, oom_killed=oom_kills() > self._oom_kills_before, log_file=self.log)
 
-    async def _read_line(self) -> bytes:
-        """Return the next line, or nothing at the end."""
+    async def read_line(self) -> bytes:
+        """Return the next line that it writes, or nothing at the end."""
         try:
             async with asyncio.timeout(self._task.limits.silence_s):
                 line = await self._events.readline()

@@ -194,9 +194,13 @@ class EventWriter:
     def send(self, line: Line) -> None:
         """Log one line and send it; blocks while the pipe is full, and only logs once the daemon is gone."""
         self._log(line)
+        self.write(encode_line(line))
+
+    def write(self, line: bytes) -> None:
+        """Send what is a line already."""
         if self._descriptor is None:
             return
-        data = memoryview(encode_line(line))
+        data = memoryview(line)
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
@@ -262,18 +266,23 @@ def end_of(work: Callable[[], Any], who: str) -> Answer | Failure | None:
     try:
         return Answer(work())
     except HorizonError as error:
-        traceback.print_exc()
+        _print_traceback()
         return Failure(error)
     except MemoryError:
         return None
     except OSError as error:
         if error.errno == errno.ENOMEM:
             return None
-        traceback.print_exc()
+        _print_traceback()
         return Failure(IoFailed(f"{who} could not read or write a file: {os_problem(error)}"))
     except Exception as error:  # noqa: BLE001  # whatever it is, the daemon learns the true reason
-        with contextlib.suppress(MemoryError):
-            traceback.print_exc()
+        _print_traceback()
         if any(words in str(error) for words in _NO_MEMORY):
             return None
         return Failure(WorkerFailed(f"{type(error).__name__}: {error}"))
+
+
+def _print_traceback() -> None:
+    # A log that may not grow any more is no reason to end.
+    with contextlib.suppress(MemoryError, OSError):
+        traceback.print_exc()

@@ -39,6 +39,7 @@ from horizon_server.jobs.reports import Reports
 from horizon_server.jobs.requests import (
     MOVED,
     AttemptDevices,
+    Explained,
     Move,
     Stopped,
     first_request,
@@ -50,7 +51,7 @@ from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import Participant
 from horizon_server.planning.machine import worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
-from horizon_server.store.planes import lent_memory
+from horizon_server.records.plan import HeldMemory
 from horizon_server.worker_link.daemon_end import Worker, replay_journal
 from horizon_server.worker_link.orders import CALL, GIVE_UP, stop_order
 from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion
@@ -70,14 +71,6 @@ _LONGEST_PAUSE_WITH_MEMORY_S = 60.0
 CANCEL_GRACE_S = 60.0
 
 
-class _Explained(Exception):
-    """An error of a worker whose log's last lines are among the job's events already."""
-
-    def __init__(self, cause: HorizonError) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
-
-
 @dataclass(kw_only=True, eq=False)
 class Attempt:
     """One execution of a job.
@@ -91,7 +84,7 @@ class Attempt:
     devices: AttemptDevices
     find_devices: Callable[[Sequence[str]], AttemptDevices]
     """Returns those of some names."""
-    other_bytes: Callable[[], int]
+    others: Callable[[], HeldMemory]
     """Planned host memory of all other resident jobs."""
     make_room: Callable[[int], Awaitable[None]]
     """Called with the planned host memory before it is taken, to free what is held for other work and can be done
@@ -162,7 +155,7 @@ class Attempt:
             await work()
         except Stopped as error:
             await self._finish("stopped", reason=error.reason, message=error.message)
-        except _Explained as error:
+        except Explained as error:
             await self._fail(self._judge(error.cause))
         except (HorizonError, OSError) as error:
             if isinstance(error, _UNEXPLAINED):
@@ -291,7 +284,8 @@ class Attempt:
         if prepared is None or self._wanted:
             raise Stopped
         assert self.job.plan is not None, "no job is queued without a plan"
-        await self.make_room(self.job.plan.kept_host_bytes)
+        others = self.others()
+        await self.make_room(others.needed_bytes(*self.job.plan.held))
         # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since
         # the submission. The kind of device may not: on another one, a job that has begun would compute in other
         # numbers.
@@ -306,16 +300,17 @@ class Attempt:
                 data=prepared.size,
                 num_devices=len(self.devices.names),
                 gpus=self.devices.gpus,
+                bases=others.bases,
             ),
             self.devices,
-            other_bytes=self.other_bytes(),
+            other_bytes=others.num_bytes,
         )
         # Of the node's devices, those that it is on.
         plan = dataclasses.replace(plan, device=self.devices.turns.device)
         known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=plan.summary, **known):
             raise Stopped
-        with lent_memory(plan.plane_bytes) as planes:
+        async with self.runtime.bases.lent_planes(plan, self.job.job_id) as planes:
             request = first_request(
                 self.devices, plan, model, prepared, fleet, job=self.job, runtime=self.runtime, log_file=self._log
             )
@@ -341,7 +336,9 @@ class Attempt:
             except OtherVersion as error:
                 raise Stopped(**HAD_OTHER_VERSION) from error
             except HorizonError as error:
-                self._asked_for = await self._again(self._asked_for, error)
+                # An earlier daemon's worker that dies before it was asked for its memory takes that along.
+                has_memory = self._asked_for is not None and self._asked_for.plan.plane_bytes.keys() <= planes.keys()
+                self._asked_for = await self._again(self._asked_for if has_memory else None, error)
             else:
                 if answer["outcome"] != "moved" or self._wanted is StopRequest.CANCEL or self._asked_for is None:
                     break
@@ -399,7 +396,7 @@ class Attempt:
         verdict = self._judge(error)
         is_last = self._wanted or not verdict.restart or verdict.pause_s > _LONGEST_PAUSE_WITH_MEMORY_S
         if request is None or is_last:
-            raise _Explained(error)
+            raise Explained(error)
         log.warning("the worker is replaced", why=verdict.message)
         self._move, message = None, verdict.message  # its worker may have died before it heard of the move
         known: dict[str, Any] = verdict.fields | {"journal_line": 0, "not_before_s": 0.0}
@@ -503,6 +500,8 @@ class Attempt:
                     await replay_journal(self._log.parent, after, self._reports.handle)
                 raise
             planes |= found
+            if is_earlier:
+                self.runtime.bases.take_over(self.job, planes)
             self._reports.join_turns(worker, greeting, self.job)
         if self._wanted:  # while the worker was being started, or by an earlier daemon
             worker.send_order(stop_order(self._wanted))

@@ -213,6 +213,7 @@ class QueueView:
             device=kind_of(plan.device),
             host_bytes=plan.kept_host_bytes,
             device_bytes=plan.kept_device_bytes,
+            base=plan.base,
             num_devices=least,
             more_devices=most - least,
             further_nodes=plan.least_nodes - 1,
@@ -253,7 +254,7 @@ def _window(condition: NodeCondition, now_s: float) -> Window | None:
 
 def _stored_bytes(job: JobRecord) -> int:
     assert job.plan is not None, "no job is queued without a plan"
-    return sum(job.plan.host_bytes.get(part, 0) for part in ("weights", "moments"))
+    return sum(job.plan.host_bytes.get(part, 0) for part in ("weights", "moments", "base"))
 
 
 def _closed_why(condition: NodeCondition, now_s: float) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from horizon_server.control_groups import WorkerGroup, worker_group
-from horizon_server.errors import DoesNotFit
+from horizon_server.errors import DoesNotFit, HorizonError
 from horizon_server.events import Payload
 from horizon_server.jobs.joint_turn import JointTurn
 from horizon_server.jobs.preparation import Preparation, PreparedJob
@@ -39,6 +39,14 @@ class Stopped(Exception):
     def __init__(self, reason: str = "", message: str = "") -> None:
         super().__init__(message)
         self.reason, self.message = reason, message
+
+
+class Explained(Exception):
+    """An error of a worker whose log's last lines are among the job's events already."""
+
+    def __init__(self, cause: HorizonError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
@@ -40,3 +41,4 @@ class Runtime:
     calls: CallNews
     environment: Mapping[str, str]
     worker_module: str
+    bases: Bases = field(default_factory=Bases)

@@ -22,6 +22,7 @@ from horizon_server.jobs.requests import WAITS_FOR_MEMORY
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.records.job import RESIDENT, JobRecord, JobState, StopRequest
+from horizon_server.records.plan import HeldMemory
 from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.admission import decide
 from horizon_server.scheduling.state import Decision
@@ -62,7 +63,7 @@ class Scheduler:
 
     runtime: Runtime
     turns: Mapping[str, DeviceTurns]
-    make_attempt: Callable[[JobRecord, tuple[str, ...], Callable[[], int]], Attempt]
+    make_attempt: Callable[[JobRecord, tuple[str, ...], Callable[[], HeldMemory]], Attempt]
     when_idle: Callable[[], Coroutine[Any, Any, None]]
     held_bytes: Callable[[], int] = lambda: 0
     look_every_s: float = LOOK_EVERY_S
@@ -220,8 +221,9 @@ class Scheduler:
         self.runtime.metrics.set_maintenance(*((window.start_s, window.end_s) if window else (0.0, 0.0)))
         self.runtime.metrics.set_residents(
             {name: len(turns.participants) for name, turns in self.turns.items()},
-            self.promised_bytes() + self.held_bytes(),
+            self.promised().num_bytes + self.held_bytes(),
         )
+        self.runtime.metrics.set_bases(self.runtime.bases.num_bytes, self.runtime.bases.num_jobs)
         self.runtime.metrics.set_share_uses(
             self.runtime.view.shares.uses(situation.now_s), self.runtime.view.shares.weight_of
         )
@@ -278,7 +280,9 @@ class Scheduler:
             self._start(queued[job_id], devices)
 
     def _start(self, job: JobRecord, devices: tuple[str, ...], *, adopt: bool = False) -> None:
-        attempt = self.make_attempt(job, devices, lambda: self.promised_bytes(but=job.job_id))
+        if adopt:
+            self.runtime.bases.expect(job)
+        attempt = self.make_attempt(job, devices, lambda: self.promised(but=job.job_id))
         residence = Residence(
             devices=devices, since_s=self.runtime.folders.resident_since_s(job) if adopt else time.time()
         )
@@ -302,6 +306,7 @@ class Scheduler:
             await self._fail(job_id, error)
         finally:
             del self._running[job_id]
+            self.runtime.bases.leave(job_id)
             if attempt.job.reason in (WAITS_FOR_MEMORY, WAITS_FOR_NODES):
                 self._held_back[job_id] = time.time() + _HELD_BACK_S
             else:  # its memory is free; two jobs that wait would otherwise wake each other all the time
@@ -321,10 +326,10 @@ class Scheduler:
             for job_id, one in self._running.items()
         }
 
-    def promised_bytes(self, *, but: str = "") -> int:
+    def promised(self, *, but: str = "") -> HeldMemory:
         """Return the planned host memory of all resident jobs, of all but one where that is named."""
         plans = (one.attempt.job.plan for job_id, one in self._running.items() if job_id != but)
-        return sum(plan.kept_host_bytes for plan in plans if plan is not None)
+        return HeldMemory(plan.held for plan in plans if plan is not None)
 
     def _begin_chore(self) -> None:
         """Do what is only done when no job needs the node."""

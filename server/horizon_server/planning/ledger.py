@@ -3,7 +3,8 @@
 Stored planes come from the very layout that allocates them; the device's slots follow the engine's layer stream,
 gradient sink and activations; what frameworks allocate by themselves is calibrated, and says so. Torch-free.
 
-Host components: weights, moments, gradients (the planes), activations, staging, other. Device components: weights,
+Host components: weights, moments, gradients (the planes), base (of the planes, what is frozen under adapters and may be
+in memory once for several jobs), activations, staging, other. Device components: weights,
 gradients, activations, workspace. On the `host` device the device is host memory too: its slots count as staging, its
 activations as activations and its workspace in other, so that the host's sum is the whole process.
 
@@ -41,6 +42,7 @@ from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NUM_SLOTS, DeviceKind, Execution, Residency
 from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
+from horizon_server.store.base_plane import can_be_shared, file_bytes, frozen_bytes
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
@@ -203,7 +205,7 @@ def plan_memory(
     if element_bytes == _BF16:
         layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
     host = {
-        **own_share(_plane_bytes(layout, execution.grad_bytes), layout, execution),
+        **_plane_shares(layout, execution),
         "activations": on_host * element_bytes,
         "staging": _landing_bytes(layout, recipe.tokens_per_step, execution),
         "other": _process_bytes(layout, model, tokens_per_step, execution.num_threads) + first_norm_bytes(layout),
@@ -263,6 +265,16 @@ def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
     if device_kind == "host":
         return _HOST_MICRO_BATCH
     return _CUDA_MICRO_BATCH if hidden_size <= _WIDE_MODEL else _CUDA_MICRO_BATCH // 2
+
+
+def _plane_shares(layout: StoreLayout, execution: Execution) -> dict[str, int]:
+    """The planes by component, of one node."""
+    shares = own_share(_plane_bytes(layout, execution.grad_bytes), layout, execution)
+    # Several nodes divide the frozen weights, each job in its way.
+    if execution.num_nodes == 1 and can_be_shared(layout):
+        shares["base"] = file_bytes(layout)
+        shares["weights"] -= frozen_bytes(layout)
+    return shares
 
 
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:

@@ -33,8 +33,8 @@ from horizon_server.planning.nodes import check_exact, check_nodes, link_speed
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import evaluated_folder
 from horizon_server.planning.settling import MAX_PLAN_BYTES, Case, settle, settle_range
-from horizon_server.planning.spec_warnings import spec_warnings
-from horizon_server.planning.trainable import open_for_training
+from horizon_server.planning.spec_warnings import of_lanes, spec_warnings
+from horizon_server.planning.trainable import open_for_training, shared_base
 from horizon_server.records.execution import (
     DEFAULT_COMPUTE_DTYPE,
     ELEMENT_BYTES,
@@ -109,6 +109,7 @@ class Planner:
         layer_memory: returns what a model's layers keep, where no formula says it.
         has_bf16: whether the CPU has instructions for bf16.
         free_devices: returns the names of the devices that no job is on; without it, all are free.
+        jobs_on: returns how many resident jobs are on the base of a key.
         numa_nodes: those with memory.
     """
 
@@ -123,6 +124,7 @@ class Planner:
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
         has_bf16: bool = True,
         free_devices: Callable[[], Collection[str]] | None = None,
+        jobs_on: Callable[[str], int] = lambda _: 0,
         numa_nodes: Collection[int] = (),
     ) -> None:
         self._settings = settings
@@ -133,6 +135,7 @@ class Planner:
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
         self._free_devices = free_devices
+        self._jobs_on = jobs_on
         self._numa_nodes = numa_nodes
         self._arena_limit_bytes = settings.arena_limit(memory().limit_bytes)
         self.network_bytes_per_s: float | None = None
@@ -150,6 +153,7 @@ class Planner:
         accelerators: Sequence[Accelerator],
         *,
         free_devices: Callable[[], Collection[str]] | None = None,
+        jobs_on: Callable[[str], int] = lambda _: 0,
     ) -> Planner:
         """Return the planner of this node; `book` holds its speed."""
         return cls(
@@ -161,6 +165,7 @@ class Planner:
             layer_memory=LayerProbe(child_environment()),
             has_bf16=book.machine.has_bf16,
             free_devices=free_devices,
+            jobs_on=jobs_on,
             numa_nodes=[node.index for node in numa.nodes()],
         )
 
@@ -258,6 +263,7 @@ class Planner:
         longest_document: int | None = None,
         data: DataSize | None = None,
         other_bytes: int = 0,
+        bases: Collection[str] = (),
         num_nodes: int | None = None,
         num_devices: int | None = None,
         gpus: Sequence[Accelerator] = (),
@@ -268,6 +274,7 @@ class Planner:
             longest_document: that of the data, once prepared.
             data: all its documents, which the pass before the first step goes over, and the steps that they make.
             other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
+            bases: keys of those that other resident jobs have in memory.
             num_nodes: that the job is to use; without, the fewest of its range.
             num_devices: that it is to use of each; without, as many as it may use of the node's.
             gpus: those, in the order of its ranks; without, the first ones.
@@ -275,9 +282,8 @@ class Planner:
         free = self._memory().available_bytes - self._settings.host_memory_reserve_bytes
         limit = max(0, min(self.host_limit_bytes - other_bytes, free))
         execution = self._execution(spec, num_devices, gpus, num_nodes=num_nodes)
-        return self._planned_here(
-            spec, folder, execution, limit, gpus=gpus, data=data, longest_document=longest_document
-        )
+        known = {"gpus": gpus, "data": data, "longest_document": longest_document, "bases": bases}
+        return self._planned_here(spec, folder, execution, limit, **known)
 
     def plan_to_continue(
         self,
@@ -296,6 +302,7 @@ class Planner:
             spec, folder, execution, before.host_limit_bytes, gpus=gpus, data=data, longest_document=longest_document
         )
         assert plan.plane_bytes == before.plane_bytes, "planes are as large for every number of devices"
+        plan = dataclasses.replace(plan, base=before.base)
         plan = plan if before.num_steps is None else plan.with_steps(before.num_steps)
         return plan.with_references_done(1.0)
 
@@ -337,11 +344,12 @@ class Planner:
         gpus: Sequence[Accelerator] = (),
         data: DataSize | None = None,
         longest_document: int | None = None,
+        bases: Collection[str] = (),
         num_on_node: int = MAX_LANES,
         most_nodes: int = MAX_LANES,
     ) -> Plan:
-        """`gpus` are as in `plan_to_start`. `num_on_node` are the devices of the kind that the node has, `most_nodes`
-        the nodes that the job may have; without, there are enough."""
+        """`gpus` and `bases` are as in `plan_to_start`. `num_on_node` are the devices of the kind that the node has,
+        `most_nodes` the nodes that the job may have; without, there are enough."""
         folder = open_for_training(path, spec.train)
         check_exact(folder, execution, spec.nodes)
         longest = folder.shape.max_position_embeddings
@@ -350,6 +358,10 @@ class Planner:
                 f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
             )
             raise InvalidSpec.of("train.sequence_length", what)
+        base = shared_base(folder, spec)
+        if base is not None:
+            base = dataclasses.replace(base, num_jobs=self._jobs_on(base.key))
+            limit_bytes += base.num_bytes if base.key in bases else 0
         # Which GPUs a job with a range continues on is not known when its memory is kept.
         differ = execution.deals_lanes and not spec.gpus.is_range
         gpus = gpus or self._accelerators[: execution.num_ranks]
@@ -379,6 +391,7 @@ class Planner:
             device=execution.device_kind,
             host_limit_bytes=limit_bytes,
             plane_bytes=lent_planes(folder.layout, grad_dtype_bytes=execution.grad_bytes, max_ranks=execution.lanes),
+            base=base,
             num_parameters=folder.layout.num_parameters,
             num_trained_parameters=folder.layout.num_trained_parameters,
             message=settled.message,
@@ -490,7 +503,7 @@ class Planner:
     def _warnings(self, case: Case, execution: Execution) -> list[str]:
         """What is likely not meant although it fits."""
         warnings = spec_warnings(case.spec, case.folder, num_steps=case.num_steps, estimated=case.is_estimated)
-        warnings += _of_lanes(case.spec, execution)
+        warnings += of_lanes(case.spec, execution)
         if case.spec.nodes.is_range and execution.wire != "float32":
             warnings.append(
                 f"nodes is {case.spec.nodes.plain} and train.wire is {execution.wire}, with which the result depends "
@@ -560,26 +573,6 @@ def _lanes(spec: JobSpec) -> int:
         )
         raise InvalidSpec.of("train.lanes", what)
     return lanes
-
-
-def _of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
-    """What slows down a step that is divided among lanes or devices."""
-    if execution.lanes == 1:
-        return []
-    tokens, of_lane = spec.train.tokens_per_step, spec.train.tokens_per_step // execution.lanes
-    if execution.num_ranks > 1 and spec.train.sequence_length * execution.num_ranks > tokens:
-        return [
-            f"train.tokens_per_step is {tokens} for {execution.num_ranks} devices, and a row may have "
-            f"train.sequence_length, {spec.train.sequence_length}: a row is not divided, so some devices may wait for "
-            "others; use a larger train.tokens_per_step"
-        ]
-    if 0 < of_lane < execution.micro_batch_tokens:
-        return [
-            f"each of train.lanes {execution.lanes} has about {of_lane} tokens of a step, fewer than the "
-            f"{execution.micro_batch_tokens} that are computed at once where there are as many; use a larger "
-            "train.tokens_per_step or fewer lanes"
-        ]
-    return []
 
 
 def _check_names(asked: Span, gpus: Sequence[Accelerator]) -> None:

@@ -29,15 +29,25 @@ _HEAP_BYTES = 3 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMemory:
-    """`planes` hold the weights, in memory files; `private` is what the child may have besides."""
+    """`planes` hold the weights, in memory files; `private` is what the child may have besides. Where there is room,
+    the layers stay in fp32 instead of being made anew for each pass, which takes `layers` more."""
 
     planes: int
     private: int
+    layers: int
+    keeps_layers: bool = False
 
     @property
     def total(self) -> int:
         """All of it."""
         return self.planes + self.private
+
+    def for_room(self, free_bytes: int) -> SampleMemory:
+        """The same with the layers kept, where that takes at most half of what is free: the rest is for jobs and for
+        other children, which need not wait until this one ends."""
+        if self.keeps_layers or self.total + self.layers > free_bytes // 2:
+            return self
+        return dataclasses.replace(self, private=self.private + self.layers, keeps_layers=True)
 
 
 def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:
@@ -85,7 +95,7 @@ def sample_memory(layout: StoreLayout) -> SampleMemory:
     edge = max(embedding, head + (embedding if layout.tied else 0))
     slots = NUM_SLOTS * max(layers, default=0) + edge
     planes = sum(plane_sizes(layout, grad_dtype_bytes=0).values())
-    return SampleMemory(planes=planes, private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES)
+    return SampleMemory(planes=planes, private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES, layers=sum(layers) * _FP32)
 
 
 def cache_limit_bytes(spec: JobSpec, folder: ModelFolder) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from horizon_server.planning.lora import left_out
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.records.execution import Execution
 from horizon_server.spec import LORA, JobSpec
 
 # Whole models are trained at 1e-6 to 1e-4, adapters at 1e-4 to 1e-3, tiny models from nothing at up to 1e-2.
@@ -24,6 +25,26 @@ def spec_warnings(spec: JobSpec, found: ModelFolder, *, num_steps: int | None, e
         *_of_adapters(spec, found),
         *_of_evaluations(spec, found),
     ]
+
+
+def of_lanes(spec: JobSpec, execution: Execution) -> list[str]:
+    """Return what slows down a step that is divided among lanes or devices."""
+    if execution.lanes == 1:
+        return []
+    tokens, of_lane = spec.train.tokens_per_step, spec.train.tokens_per_step // execution.lanes
+    if execution.num_ranks > 1 and spec.train.sequence_length * execution.num_ranks > tokens:
+        return [
+            f"train.tokens_per_step is {tokens} for {execution.num_ranks} devices, and a row may have "
+            f"train.sequence_length, {spec.train.sequence_length}: a row is not divided, so some devices may wait for "
+            "others; use a larger train.tokens_per_step"
+        ]
+    if 0 < of_lane < execution.micro_batch_tokens:
+        return [
+            f"each of train.lanes {execution.lanes} has about {of_lane} tokens of a step, fewer than the "
+            f"{execution.micro_batch_tokens} that are computed at once where there are as many; use a larger "
+            "train.tokens_per_step or fewer lanes"
+        ]
+    return []
 
 
 def _of_the_schedule(spec: JobSpec, num_steps: int | None, *, estimated: bool) -> Iterator[str]:

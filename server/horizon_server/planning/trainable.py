@@ -10,7 +10,9 @@ from horizon_server.expressions import chosen_names
 from horizon_server.planning.lora import with_lora
 from horizon_server.planning.lr_groups import with_lr_groups
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.spec import EVERYTHING, LORA, TrainSpec
+from horizon_server.records.plan import SharedBase
+from horizon_server.spec import EVERYTHING, LORA, JobSpec, TrainSpec
+from horizon_server.store.base_plane import base_key, can_be_shared, file_bytes
 from horizon_server.store.layout import with_decay, with_trained
 
 
@@ -32,3 +34,11 @@ def open_for_training(folder: Path, train: TrainSpec) -> ModelFolder:
         trained = chosen_names("train.trainable", train.trainable, names, to="train")
         layout = with_trained(layout, trained.__contains__, is_bfloat16=found.is_bfloat16)
     return dataclasses.replace(found, layout=with_lr_groups(layout, train.lr_groups))
+
+
+def shared_base(folder: ModelFolder, spec: JobSpec) -> SharedBase | None:
+    """Return the frozen weights that a job shares with others of its node; `folder` is laid out for it. None where it
+    has none, and where nodes divide them. Raises InvalidModel: the folder cannot be read."""
+    if spec.nodes.most > 1 or not can_be_shared(folder.layout):
+        return None
+    return SharedBase(key=base_key(folder.path, folder.layout), num_bytes=file_bytes(folder.layout))

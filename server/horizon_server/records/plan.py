@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,6 +75,60 @@ class ReferencePass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedBase:
+    """The frozen weights under a job's adapters, which are in memory once for all jobs of the node whose `key` is the
+    same. `num_bytes` of the job's planned host memory are theirs: `base` in the ledger."""
+
+    key: str
+    """What decides their bytes: the model's files, which tensors are frozen, and how these are kept and laid out."""
+    num_bytes: int
+    num_jobs: int = 0
+    """Resident jobs that were on them when the plan was made, without this one."""
+
+
+class HeldMemory:
+    """Host memory that jobs have together: each base once, whatever number of them is on it. A job is the bytes that it
+    has alone, and its base."""
+
+    def __init__(self, jobs: Iterable[tuple[int, SharedBase | None]] = ()) -> None:
+        self.num_bytes = 0
+        self._users: Counter[str] = Counter()
+        for num_bytes, base in jobs:
+            self.add(num_bytes, base)
+
+    def needed_bytes(self, num_bytes: int, base: SharedBase | None) -> int:
+        """What one more job takes beside these."""
+        return num_bytes - (base.num_bytes if base is not None and self._users[base.key] else 0)
+
+    def add(self, num_bytes: int, base: SharedBase | None) -> None:
+        """One more job is in memory."""
+        self.num_bytes += self.needed_bytes(num_bytes, base)
+        if base is not None:
+            self._users[base.key] += 1
+
+    def remove(self, num_bytes: int, base: SharedBase | None) -> None:
+        """A job leaves: its base stays for as long as others are on it."""
+        if base is not None:
+            self._users[base.key] -= 1
+        self.num_bytes -= self.needed_bytes(num_bytes, base)
+
+    @property
+    def bases(self) -> frozenset[str]:
+        """The keys of those that are there."""
+        return frozenset(key for key, number in self._users.items() if number)
+
+    def num_on(self, base: SharedBase | None) -> int:
+        """How many of the jobs are on a base."""
+        return 0 if base is None else self._users[base.key]
+
+    def copy(self) -> HeldMemory:
+        """The same, to be changed by itself."""
+        copied = HeldMemory()
+        copied.num_bytes, copied._users = self.num_bytes, self._users.copy()
+        return copied
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """Bytes by component, such as weights and moments. The host's sum is the worker process's; the device's is its
     arena."""
@@ -116,6 +171,8 @@ class Plan(Ledger):
     """The others are frozen."""
     plane_bytes: dict[str, int] = field(default_factory=dict)
     """The sizes of the store's planes, which the daemon lends the worker."""
+    base: SharedBase | None = None
+    """The frozen weights that it shares with other jobs on the same base; None where it has none, or none to share."""
     device: str
     """The name of the device: host, cuda, or of several such as cuda:1; of a job on several devices all their names
     with commas between. Before it starts, the kind alone."""
@@ -202,6 +259,11 @@ class Plan(Ledger):
         """Host memory of this node that is kept for the job, on whatever number of devices or nodes."""
         kept = self.device_range or self.node_range
         return self.host_total_bytes if kept is None else kept.host_bytes
+
+    @property
+    def held(self) -> tuple[int, SharedBase | None]:
+        """What it adds to the memory that jobs have together, see `HeldMemory`."""
+        return self.kept_host_bytes, self.base
 
     @property
     def kept_device_bytes(self) -> int:

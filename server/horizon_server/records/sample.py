@@ -1,4 +1,4 @@
-"""Prompts for a checkpoint: what may be asked, the request to the child that answers, and its figures.
+"""Prompts for a checkpoint: what may be asked, what the child that answers is told, and its figures.
 
 Free of torch and transformers, as the daemon imports it.
 """
@@ -75,7 +75,10 @@ class SampleOptions:
 @dataclass(frozen=True, kw_only=True)
 class SampleFigures:
     """What answering took. `load_s` is until the weights were in memory and tried, the start of the process included,
-    and 0 where they were in memory already; `duration_s` is from there to the last token.
+    and 0 where they were in memory already; `duration_s` is from when the answers were begun to the last token.
+
+    `num_passes` are the passes over the model from the first prompt to the last token, and `num_shared_passes` those of
+    them that were for other calls too.
     """
 
     num_prompt_tokens: int
@@ -85,6 +88,8 @@ class SampleFigures:
     tokens_per_second: float
     weights: str = ""
     """What answered, as a message."""
+    num_passes: int = 0
+    num_shared_passes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +108,29 @@ class SampleAdapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRequest:
-    """One call of the child. `folder` holds the model; of an adapter, its base. `answers` is the folder whose
+class SampleModel:
+    """What a child answers with. `folder` holds the model; of an adapter, its base. `answers` is the folder whose
     generation_config.json says where answers end: that of the checkpoint, or where it is None, `folder`.
+
+    The answers that are computed together are at most `num_sequences`, and their keys and values take at most
+    `cache_bytes`. With `keeps_layers`, all layers stay in fp32 from pass to pass.
     """
 
     folder: Path
-    prompts: tuple[SamplePrompt, ...]
-    options: SampleOptions
     num_threads: int
     cache_bytes: int
+    num_sequences: int = MAX_ANSWERS
+    keeps_layers: bool = False
     adapter: SampleAdapter | None = None
     answers: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCall:
+    """One call of the child."""
+
+    prompts: tuple[SamplePrompt, ...]
+    options: SampleOptions
 
 
 def require_few(prompts: Sequence[Any]) -> None:

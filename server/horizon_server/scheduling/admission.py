@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 
+from horizon_server.records.plan import HeldMemory
 from horizon_server.scheduling.ranges import Changes, on_number
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Decision, Job, Node, Resident, Rules, kind_of
@@ -174,11 +175,12 @@ def _being_loaded(number: int, whose: str = "") -> str:
 @dataclass(kw_only=True)
 class _HeadOfQueue:
     """The first job that the free memory does not hold: when it is predicted to start, which resident jobs' memory it
-    gets then, and how much memory it leaves free."""
+    gets then, what is in memory with it, and how much memory that leaves free."""
 
     job: Job
     start_s: float
     freed_by: list[Resident]
+    memory: HeldMemory
     spare_bytes: int
 
 
@@ -190,7 +192,7 @@ class _Round:
     ) -> None:
         self._node, self._shares, self._rules, self._now_s, self._held = node, shares, rules, now_s, held
         self._residents = list(residents)
-        self._free_bytes = node.host_bytes - sum(job.host_bytes for job in residents)
+        self._memory = HeldMemory(one.held for one in residents)
         self._free_nodes = sum(not why for why in node.further.values()) - sum(map(_nodes_of, residents))
         self._waiting: Sequence[Job] = ()
         self._next: _HeadOfQueue | None = None
@@ -215,6 +217,14 @@ class _Round:
         for one in residents:
             self._count_loading(one)
 
+    @property
+    def _free_bytes(self) -> int:
+        return self._node.host_bytes - self._memory.num_bytes
+
+    def _needed_bytes(self, job: Job) -> int:
+        """Memory that a job takes beside the resident ones."""
+        return self._memory.needed_bytes(*job.held)
+
     def run(self, waiting: Sequence[Job], ends: Mapping[str, float | None], explain: bool) -> Decision:
         """Goes through the jobs in their order."""
         self._waiting = [job for job in waiting if self._may_be_loaded(job)]
@@ -223,17 +233,19 @@ class _Round:
             if self._start and (message := self._held(job, self._residents)):
                 self._why[job.job_id] = message
                 self._behind_quota.add(job.job_id)
-            elif job.host_bytes > self._free_bytes and self._next is None:
+            elif self._needed_bytes(job) > self._free_bytes and self._next is None:
                 givers = self._givers(job)
                 self._next = self._make_next(job, givers, ends)
             elif self._devices_for(job) is None:
                 self._why[job.job_id] = self._why_no_device(job)
             elif message := self._why_no_nodes(job):
                 self._why[job.job_id] = message
-            elif job.host_bytes <= self._free_bytes and (message := self._why_not_loading(job)):
+            elif self._needed_bytes(job) <= self._free_bytes and (message := self._why_not_loading(job)):
                 self._why[job.job_id] = message
                 self._num_expected[job.device] += job.num_devices
-            elif job.host_bytes <= self._free_bytes and (self._next is None or self._may_pass(job, self._next)):
+            elif self._needed_bytes(job) <= self._free_bytes and (
+                self._next is None or self._may_pass(job, self._next)
+            ):
                 self._load(job)
             elif explain:
                 assert self._next is not None
@@ -299,7 +311,7 @@ class _Round:
         loaded = as_resident(job, devices, self._now_s)
         self._residents.append(loaded)
         self._count_loading(loaded)
-        self._free_bytes -= job.host_bytes
+        self._memory.add(*job.held)
         self._free_nodes -= job.further_nodes
         self._parts.clear()
 
@@ -384,20 +396,25 @@ class _Round:
                 end_s = min(end_s, displaceable_s(one, self._rules))
             return self._now_s if one.is_stopping else max(self._now_s, end_s)
 
-        start_s, free_bytes, freed_by = self._now_s, self._free_bytes, list[Resident]()
+        start_s, memory, freed_by = self._now_s, self._memory.copy(), list[Resident]()
         for time_s, _, _, one in sorted(
             (release_s(one), not one.is_stopping, one.job_id, one) for one in self._residents
         ):
-            if free_bytes < job.host_bytes:
+            if not self._holds(memory, job):
                 start_s = time_s
                 freed_by.append(one)
             elif time_s > start_s:
                 break
-            free_bytes += one.host_bytes
+            memory.remove(*one.held)
         start_s = self._node.open_from(start_s)
+        memory.add(*job.held)
         # While the start is not known, any memory may be what the job is waiting for.
-        spare_bytes = free_bytes - job.host_bytes if start_s < math.inf else 0
-        return _HeadOfQueue(job=job, start_s=start_s, freed_by=freed_by, spare_bytes=spare_bytes)
+        spare_bytes = self._node.host_bytes - memory.num_bytes if start_s < math.inf else 0
+        return _HeadOfQueue(job=job, start_s=start_s, freed_by=freed_by, memory=memory, spare_bytes=spare_bytes)
+
+    def _holds(self, memory: HeldMemory, job: Job) -> bool:
+        """Whether there is room for a job beside what is in memory."""
+        return memory.num_bytes + memory.needed_bytes(*job.held) <= self._node.host_bytes
 
     def _may_pass(self, job: Job, first: _HeadOfQueue) -> bool:
         """Whether the job has ended before the next one starts, or leaves the memory that the next one needs."""
@@ -406,9 +423,11 @@ class _Round:
             part = self._part_of(job)
             if part > 0 and ready_s + job.remaining_s / part <= first.start_s:
                 return True
-        if job.host_bytes > first.spare_bytes:
+        needed_bytes = first.memory.needed_bytes(*job.held)
+        if needed_bytes > first.spare_bytes:
             return False
-        first.spare_bytes -= job.host_bytes
+        first.memory.add(*job.held)
+        first.spare_bytes -= needed_bytes
         return True
 
     def _part_of(self, job: Job) -> float:
@@ -479,18 +498,20 @@ class _Round:
     def _displaced_by(self, job: Job, givers: Sequence[Resident]) -> list[Resident]:
         """The resident jobs to displace now: none where that does not make enough room, or where enough is being freed
         already."""
-        free_bytes = self._free_bytes + sum(one.host_bytes for one in self._residents if one.is_stopping)
+        memory = HeldMemory(one.held for one in self._residents if not one.is_stopping)
         chosen = []
         for one in givers:
-            if free_bytes < job.host_bytes and displaceable_s(one, self._rules) <= self._now_s:
+            if not self._holds(memory, job) and displaceable_s(one, self._rules) <= self._now_s:
                 chosen.append(one)
-                free_bytes += one.host_bytes
-        if free_bytes < job.host_bytes:
+                memory.remove(*one.held)
+        if not self._holds(memory, job):
             return []
         for one in reversed(chosen):
-            if free_bytes - one.host_bytes >= job.host_bytes:
+            memory.add(*one.held)
+            if self._holds(memory, job):
                 chosen.remove(one)
-                free_bytes -= one.host_bytes
+            else:
+                memory.remove(*one.held)
         return chosen
 
     def _why_next(self, first: _HeadOfQueue, displaced: Sequence[Resident]) -> str:
@@ -512,11 +533,11 @@ class _Round:
         return f"{self._needs(first.job)}; {how}"
 
     def _why_behind(self, job: Job, first: _HeadOfQueue) -> str:
-        if job.host_bytes > self._free_bytes:
+        if self._needed_bytes(job) > self._free_bytes:
             return f"{self._needs(job)}; job {first.job.job_id} is next"
         behind = (
             f"waiting behind job {first.job.job_id}, which is next and waits for "
-            f"{size_text(first.job.host_bytes)} of host memory"
+            f"{size_text(self._needed_bytes(first.job))} of host memory"
         )
         if first.start_s == math.inf:
             return f"{behind}; when that starts is not known yet, so no other job may pass it"
@@ -526,4 +547,4 @@ class _Round:
 
     def _needs(self, job: Job) -> str:
         free_bytes = max(0, self._free_bytes)
-        return f"waiting for {size_text(job.host_bytes)} of host memory, {size_text(free_bytes)} are free"
+        return f"waiting for {size_text(self._needed_bytes(job))} of host memory, {size_text(free_bytes)} are free"

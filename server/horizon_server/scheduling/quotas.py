@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from horizon_server.records.plan import HeldMemory
 from horizon_server.records.sharing import Allowance
 from horizon_server.scheduling.state import Job, Resident
 from horizon_server.scheduling.texts import jobs_text, time_text
@@ -65,13 +66,14 @@ def why_not_resident(
     if quota.max_resident_jobs is not None and len(residents) >= quota.max_resident_jobs:
         used = f"quota: {len(residents)} of {quota.max_resident_jobs} running jobs of {name} (--max-resident-jobs)"
         return f"{used}; {_freed_by(allowance, residents, now_s, ends or {})}"
-    host_bytes = sum(one.host_bytes for one in residents)
-    if quota.max_host_bytes is not None and host_bytes + job.host_bytes > quota.max_host_bytes:
+    memory = HeldMemory(one.held for one in residents)
+    host_bytes, needed_bytes = memory.num_bytes, memory.needed_bytes(*job.held)
+    if quota.max_host_bytes is not None and host_bytes + needed_bytes > quota.max_host_bytes:
         used = (
             f"quota: {size_text(host_bytes)} of {size_text(quota.max_host_bytes)} host memory of {name} "
             "(--max-host-memory)"
         )
-        used = f"{used}, and this job needs {size_text(job.host_bytes)}"
+        used = f"{used}, and this job needs {size_text(needed_bytes)}"
         fitting = residents if job.host_bytes <= quota.max_host_bytes else ()
         return f"{used}; {_freed_by(allowance, fitting, now_s, ends or {})}"
     hours, limit = device_s / 3600, quota.device_hours_per_week

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from horizon_server.records.plan import HeldMemory
 from horizon_server.records.sharing import Outlook
 from horizon_server.scheduling.admission import (
     QuotaCheck,
@@ -22,6 +23,7 @@ from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Job, Node, Resident, Rules, kind_of
 from horizon_server.scheduling.texts import ITS_SHARE, span_text
 from horizon_server.scheduling.turns import URGENT_PRIORITY, next_turn, steady_shares
+from horizon_server.texts import size_text
 
 # A turn far in the future may be long: its length is this part of the time since the start, so that days take as many
 # turns as hours.
@@ -89,6 +91,8 @@ def outlooks(
         "its user is above the share: it is checkpointed, unloaded and queued again to make room",
     )
     why |= {one.job_id: "stopping: its host memory is being freed" for one in residents if one.is_stopping}
+    memory = HeldMemory(one.held for one in residents)
+    why = {one.job_id: why[one.job_id] + _base_text(one, memory) for one in (*waiting, *residents)}
     places = {job.job_id: i for i, job in enumerate(in_order(waiting, residents, shares, rules, now_s), 1)}
     if asked:
         parts[asked] = simulation.first_shares.get(asked, 0.0)
@@ -102,6 +106,16 @@ def outlooks(
         )
         for job_id, text in why.items()
     }
+
+
+def _base_text(job: Job, memory: HeldMemory) -> str:
+    """With how many resident jobs a job shares the frozen weights under its adapters; nothing where it is with none."""
+    num_others = memory.num_on(job.base) - isinstance(job, Resident)
+    if job.base is None or num_others < 1:
+        return ""
+    others = "1 job" if num_others == 1 else f"{num_others} jobs"
+    shared = "is shared" if isinstance(job, Resident) else "is in memory already, shared"
+    return f"; its base ({size_text(job.base.num_bytes)}) {shared} with {others}"
 
 
 def _pause_text(estimate: Estimate, node: Node, now_s: float) -> str:

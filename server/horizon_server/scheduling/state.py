@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from horizon_server.records.plan import SharedBase
+
 
 def kind_of(device: str) -> str:
     """The kind of a device, or of several with commas between: cuda of cuda:0,cuda:1."""
@@ -31,6 +33,8 @@ class Job:
     device: str
     host_bytes: int
     device_bytes: int
+    base: SharedBase | None = None
+    """What of `host_bytes` is there once for all jobs on it."""
     num_devices: int = 1
     more_devices: int = 0
     further_nodes: int = 0
@@ -43,6 +47,11 @@ class Job:
     change_s: float = 0.0
     """What it is expected to cost to continue on other devices, in the same memory: from the last step on those that it
     has to its first turn on the others."""
+
+    @property
+    def held(self) -> tuple[int, SharedBase | None]:
+        """What it adds to the memory that jobs have together, see `HeldMemory`."""
+        return self.host_bytes, self.base
 
     @property
     def most_devices(self) -> int:

@@ -19,6 +19,7 @@ from horizon_server.planning.machine import Accelerator, HostMemory, host_memory
 from horizon_server.records.account import Principal
 from horizon_server.records.boxes import Box
 from horizon_server.records.job import RESIDENT, JobRecord
+from horizon_server.records.plan import HeldMemory
 from horizon_server.records.sharing import NodeCondition, NodeMode, ShareUse
 from horizon_server.services.access import may_see
 from horizon_server.services.fleet.boxes import Boxes
@@ -170,7 +171,7 @@ class NodeFacts:
                 for name, turns in scheduler.turns.items()
             ),
             share_uses=tuple(scheduler.runtime.view.shares.uses(now_s)),
-            host_memory_promised_bytes=sum(job.plan.kept_host_bytes for job in residents if job.plan)
+            host_memory_promised_bytes=HeldMemory(job.plan.held for job in residents if job.plan).num_bytes
             + scheduler.held_bytes(),
             further_nodes=further_nodes(scheduler.runtime.nodes),
             boxes=self._boxes.all(),

@@ -21,7 +21,7 @@ from horizon_server.errors import BadSetting, QuotaExceeded
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.records.account import Principal
 from horizon_server.records.job import RESIDENT
-from horizon_server.records.plan import Plan
+from horizon_server.records.plan import HeldMemory, Plan
 from horizon_server.records.sharing import Allowance, Holder, QuotaUse
 from horizon_server.scheduling.quotas import WEEK_S, why_not_queued, why_not_stored
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
@@ -158,7 +158,7 @@ class Quotas:
                 QuotaUse(
                     queued_jobs=len(of_user if is_user else of_project),
                     resident_jobs=len(jobs),
-                    host_bytes=sum(job.plan.kept_host_bytes for job in jobs if job.plan),
+                    host_bytes=HeldMemory(job.plan.held for job in jobs if job.plan).num_bytes,
                     stored_bytes=sum(stored.get(one, 0) for one in names),
                     retained_bytes=sum(retained.get(one, 0) for one in names),
                     device_hours=sum(s for key, s in device_s.items() if key[is_user] == name) / 3600,

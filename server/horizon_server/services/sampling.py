@@ -6,17 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.child import streamed
 from horizon_server.children.entry import Answer
 from horizon_server.codec import to_plain
 from horizon_server.errors import NotFound, WorkerFailed
-from horizon_server.events import SampledPrompt, SampledText
+from horizon_server.events import SampledPrompt, SampledText, WorkerLine
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import (
@@ -30,15 +28,17 @@ from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord
 from horizon_server.records.sample import (
     SampleAdapter,
+    SampleCall,
     SampleFigures,
+    SampleModel,
     SampleOptions,
     SamplePrompt,
-    SampleRequest,
     check_sample,
 )
 from horizon_server.services.access import require_create, require_sample
 from horizon_server.services.jobs import JobService
-from horizon_server.services.sampling_child import SamplingChild
+from horizon_server.services.sampling_child import SamplingChild, WantedModel
+from horizon_server.services.sampling_turns import SamplingTurns
 from horizon_server.store.adapter_files import read_adapter_folder
 from horizon_server.store.checkpoint_parts import adapter_part, model_part
 from horizon_server.store.generation_config import GENERATION_CONFIG_FILE
@@ -47,13 +47,12 @@ Sampled = SampledText | SampledPrompt | SampleFigures
 
 
 class Samples:
-    """Answers prompts: one call at a time on the node, and callers take turns. Thread: belongs to one event loop."""
+    """Answers prompts: the calls for one model at a time on the node, together. Thread: belongs to one event loop."""
 
     def __init__(self, jobs: JobService, child: SamplingChild, *, num_threads: int) -> None:
         """The calls are answered by `child`, with that many threads."""
         self._jobs, self._child, self._num_threads = jobs, child, num_threads
-        self._turn = asyncio.Lock()
-        self._of_user: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns = SamplingTurns()
 
     async def sample(
         self,
@@ -63,7 +62,7 @@ class Samples:
         prompts: Sequence[SamplePrompt],
         options: SampleOptions,
     ) -> AsyncGenerator[Sampled, None]:
-        """Yield texts of the answers to `prompts` as they come, then what it took. Closing it ends the child.
+        """Yield texts of the answers to `prompts` as they come, then what it took. Closing it drops the call.
 
         Raises:
             NotFound: when the caller has no such job, or it has no such checkpoint.
@@ -85,12 +84,12 @@ class Samples:
                     yield text
             return
         checkpoints = self._jobs.folders.checkpoints(job.job_id)
-        # First the user's own turn: what waits for it must not keep others waiting.
-        async with self._of_user[principal.name], self._turn:
+        async with self._turns.of_user(principal.name):
             with await self._jobs.leases.take(checkpoints, step):
                 folder, adapter, weights = await self._answering(job, checkpoints, step)
                 answers = _answers_folder(checkpoints.of_step(step), folder)
-                texts = self._call(prompts, options, folder, adapter, answers, weights)
+                call = SampleCall(prompts=tuple(prompts), options=options)
+                texts = self._call(principal.name, call, self._model(folder, adapter, answers), weights)
                 async with contextlib.aclosing(texts):
                     async for text in texts:
                         yield text
@@ -107,40 +106,38 @@ class Samples:
         require_create(principal)
         check_sample(prompts, options)
         model_id, folder = await self._jobs.resources.model(principal, name)
-        async with self._of_user[principal.name], self._turn:
+        async with self._turns.of_user(principal.name):
             with self._jobs.resources.reading_model(model_id):
-                texts = self._call(prompts, options, folder, None, folder, f"the model {name}")
+                call = SampleCall(prompts=tuple(prompts), options=options)
+                texts = self._call(principal.name, call, self._model(folder, None, folder), f"the model {name}")
                 async with contextlib.aclosing(texts):
                     async for text in texts:
                         yield text
 
-    async def _call(
-        self,
-        prompts: Sequence[SamplePrompt],
-        options: SampleOptions,
-        folder: Path,
-        adapter: SampleAdapter | None,
-        answers: Path,
-        weights: str,
-    ) -> AsyncGenerator[Sampled, None]:
-        """Ask the child, whose turn it is."""
-        memory = await asyncio.to_thread(_memory, folder, adapter)
-        request = SampleRequest(
+    def _model(self, folder: Path, adapter: SampleAdapter | None, answers: Path) -> SampleModel:
+        return SampleModel(
             folder=folder,
-            prompts=tuple(prompts),
-            options=options,
             num_threads=self._num_threads,
             cache_bytes=CACHE_BYTES,
             adapter=adapter,
             answers=answers,
         )
-        try:
-            async with contextlib.aclosing(self._answered(request, memory)) as texts:
-                async for text in texts:
-                    yield replace(text, weights=weights) if isinstance(text, SampleFigures) else text
-        finally:
-            # A job may wait for this memory.
-            self._jobs.scheduler.wake()
+
+    async def _call(
+        self, user: str, call: SampleCall, model: SampleModel, weights: str
+    ) -> AsyncGenerator[Sampled, None]:
+        """Ask the child, when it is the model's turn."""
+        memory = await asyncio.to_thread(_memory, model.folder, model.adapter)
+        wanted = await asyncio.to_thread(WantedModel.of, model)
+        async with self._turns.of_model(wanted):
+            try:
+                texts = self._answered(self._child.answer(wanted, call, memory, user=user))
+                async with contextlib.aclosing(texts):
+                    async for text in texts:
+                        yield replace(text, weights=weights) if isinstance(text, SampleFigures) else text
+            finally:
+                # A job may wait for this memory.
+                self._jobs.scheduler.wake()
 
     async def _answering(
         self, job: JobRecord, checkpoints: CheckpointFolder, step: int
@@ -177,9 +174,8 @@ class Samples:
             return base, adapter, f"{job.spec.model} with the adapter merged into it"
         return base, adapter, f"{job.spec.model} in {kept_as}, as the adapter was trained on it, with the adapter"
 
-    async def _answered(self, request: SampleRequest, memory: SampleMemory) -> AsyncGenerator[Sampled, None]:
+    async def _answered(self, lines: AsyncGenerator[WorkerLine | Answer, None]) -> AsyncGenerator[Sampled, None]:
         start_s = time.monotonic()
-        lines = streamed(lambda on_event: self._child.answer(request, memory, on_event))
         async with contextlib.aclosing(lines):
             async for line in lines:
                 if isinstance(line, SampledText | SampledPrompt):

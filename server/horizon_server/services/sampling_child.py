@@ -1,5 +1,6 @@
-"""The child that answers prompts: one on the node. It stays for a while when it has answered, so that the next call for
-the same model need not load it again; its memory goes to whoever needs it first."""
+"""The child that answers prompts: one on the node, and one model in it. Calls for this model share it. It stays for a
+while after the last answer, so that the next call need not load the model again; its memory goes to whoever needs it
+first."""
 
 from __future__ import annotations
 
@@ -7,19 +8,21 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from horizon_server.children.child import Child, ChildTask, Limits, OnEvent
+from horizon_server.children.child import ChildTask, Limits
+from horizon_server.children.entry import Answer
+from horizon_server.children.shared import SharedChild
 from horizon_server.codec import to_plain
 from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, Stalled, WorkerCrashed
+from horizon_server.events import WorkerLine
 from horizon_server.planning.sampling import SampleMemory
-from horizon_server.records.sample import SampleOptions, SampleRequest
+from horizon_server.records.sample import SampleCall, SampleModel
 from horizon_server.texts import size_text
 
-# Of one call, its turn not counted.
+# Of one call, from when the child has room for it.
 LIMIT_S = 900.0
 # Between two looks at the files that the idle child's model was loaded from.
 LOOK_EVERY_S = 5.0
@@ -32,31 +35,32 @@ _Files = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Model:
+class WantedModel:
     """All that the answers of a child depend on besides prompts and options."""
 
-    request: SampleRequest
+    model: SampleModel
     files: _Files
 
     @classmethod
-    def of(cls, request: SampleRequest) -> _Model:
-        """The model that a request asks for, as its files are now. Blocking."""
-        return cls(request=replace(request, prompts=(), options=SampleOptions()), files=_files(request))
+    def of(cls, model: SampleModel) -> WantedModel:
+        """A model as its files are now. Blocking."""
+        return cls(model=model, files=_files(model))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Idle:
-    child: Child
-    model: _Model
+@dataclass(kw_only=True, eq=False)
+class _Loaded:
+    """A child. While calls use it, `num_calls` says how many; else `watch` looks when it is to be ended."""
+
+    child: SharedChild
+    wanted: WantedModel
     memory: SampleMemory
-    watch: asyncio.Task[None]
+    num_calls: int = 0
+    watch: asyncio.Task[None] | None = None
 
 
 class SamplingChild:
-    """Starts the child, asks it, and ends it. `busy_bytes` is the host memory of a call that runs and of what others
-    hold, which the queue must leave to them.
-
-    Thread: belongs to one event loop. One call at a time; the others may come whenever they like.
+    """Starts the child, asks it, and ends it. Thread: belongs to one event loop. Calls for one model at a time, as
+    `SamplingTurns` has them; `held` and `make_room` may come whenever they like.
     """
 
     def __init__(
@@ -70,42 +74,46 @@ class SamplingChild:
     ) -> None:
         """`free_bytes` is what jobs leave of the host's memory, all but the one of that id; `keep_s` how long an idle
         child stays."""
-        self._limit_s, self.busy_bytes = limit_s, 0
+        self._limit_s, self._others_bytes = limit_s, 0
         self._environment, self._free_bytes = environment, free_bytes
         self._keep_s, self._look_every_s = keep_s, look_every_s
-        self._idle: _Idle | None = None
+        self._loaded: _Loaded | None = None
         self._ending: asyncio.Task[None] | None = None
-        # Held by whoever decides about the idle child's memory.
+        # Held by whoever decides about the child's memory.
         self._lock = asyncio.Lock()
 
     @property
+    def busy_bytes(self) -> int:
+        """Host memory of calls that run and of what others hold, which the queue must leave to them."""
+        loaded = self._loaded
+        return self._others_bytes + (loaded.memory.total if loaded is not None and loaded.num_calls else 0)
+
+    @property
     def held_bytes(self) -> int:
-        """Host memory of the child, with a call or idle."""
-        return self.busy_bytes + (self._idle.memory.total if self._idle is not None else 0)
+        """Host memory of the child, with calls or idle, and of what others hold."""
+        return self._others_bytes + (self._loaded.memory.total if self._loaded is not None else 0)
 
-    async def answer(self, request: SampleRequest, memory: SampleMemory, on_event: OnEvent) -> tuple[Any, bool]:
-        """Return the answer, and whether the model was in memory already. Whoever cancels it ends the child.
+    async def answer(
+        self, wanted: WantedModel, call: SampleCall, memory: SampleMemory, *, user: str
+    ) -> AsyncGenerator[WorkerLine | Answer, None]:
+        """Yield the events of a call as they come, then its answer, with whether the model was in memory already.
+        Closing it drops the call, and no other.
 
-        Raises as `Child.answer`, and DoesNotFit when running jobs leave too little memory.
+        Raises as `SharedChild.lines`, and DoesNotFit when running jobs leave too little memory.
         """
-        model = await asyncio.to_thread(_Model.of, request)
-        child = await self._take(model, memory)
-        was_loaded = child is not None
+        loaded = await self._join(wanted, memory)
+        was_loaded = loaded.child.has_begun
         try:
-            if child is not None:
-                answer = await child.ask(to_plain(request), on_event)
-            else:
-                child = await self._start(request, memory)
-                answer = await child.answer(on_event, stays=True)
-            if self._keep_s > 0:
-                # Nothing is waited for until the memory is that of an idle child.
-                watch = asyncio.create_task(self._watch(child, model), name="idle model")
-                self._idle = _Idle(child=child, model=model, memory=memory, watch=watch)
-            else:
-                await child.end()
+            async with contextlib.aclosing(loaded.child.lines(user, to_plain(call))) as lines:
+                async for line in lines:
+                    yield Answer((line.value, was_loaded)) if isinstance(line, Answer) else line
         finally:
-            self.busy_bytes -= memory.total
-        return answer, was_loaded
+            loaded.num_calls -= 1
+            if not loaded.num_calls and self._loaded is loaded:
+                # A task, so that a caller who leaves meanwhile does not leave the end undone.
+                loaded.watch = asyncio.create_task(self._watch(loaded), name="idle model")
+                if not self._keep_s or not loaded.child.is_running:
+                    await asyncio.wait({loaded.watch})
 
     @contextlib.asynccontextmanager
     async def held(self, num_bytes: int, refusal: Callable[[int, int], DoesNotFit]) -> AsyncIterator[None]:
@@ -115,16 +123,16 @@ class SamplingChild:
             await self._end()
             if num_bytes > (free := self._unpromised()):
                 raise refusal(num_bytes, free)
-            self.busy_bytes += num_bytes
+            self._others_bytes += num_bytes
         try:
             yield
         finally:
-            self.busy_bytes -= num_bytes
+            self._others_bytes -= num_bytes
 
     async def make_room(self, job_id: str, num_bytes: int) -> None:
         """End the idle child where a job that takes its memory now does not fit beside it; then the child's is free."""
         async with self._lock:
-            if self._idle is None or num_bytes > self._free_bytes(job_id) - self._idle.memory.total:
+            if self._loaded is None or num_bytes > self._free_bytes(job_id) - self._loaded.memory.total:
                 await self._end()
 
     async def close(self) -> None:
@@ -133,15 +141,15 @@ class SamplingChild:
         async with self._lock:
             await self._end()
 
-    async def _take(self, model: _Model, memory: SampleMemory) -> Child | None:
-        """Hold the memory for a call, and return the child that has the model already, if there is one."""
+    async def _join(self, wanted: WantedModel, memory: SampleMemory) -> _Loaded:
+        """Hold the memory for a call, and return the child that has the model, or is about to."""
         async with self._lock:
-            idle = self._idle
-            if idle is not None and idle.model == model and idle.child.is_running:
-                self._idle = None
-                idle.watch.cancel()
-                self.busy_bytes += memory.total
-                return idle.child
+            loaded = self._loaded
+            if loaded is not None and loaded.wanted == wanted and loaded.child.is_running:
+                if loaded.watch is not None:
+                    loaded.watch.cancel()
+                loaded.num_calls += 1
+                return loaded
             await self._end()
             if memory.total > (free := self._unpromised()):
                 raise DoesNotFit(
@@ -149,14 +157,20 @@ class SamplingChild:
                     f"{size_text(memory.planes)}), and the node's jobs leave {size_text(free)}; sample again when they "
                     "have ended, or pull the checkpoint"
                 )
-            self.busy_bytes += memory.total
-            return None
+            memory = memory.for_room(free)
+            self._others_bytes += memory.total
+            try:
+                child = await self._start(wanted.model, memory)
+            finally:
+                self._others_bytes -= memory.total
+            self._loaded = _Loaded(child=child, wanted=wanted, memory=memory, num_calls=1)
+            return self._loaded
 
     def _unpromised(self) -> int:
         """Host memory that neither jobs nor calls have."""
         return max(0, self._free_bytes("") - self.busy_bytes)
 
-    async def _start(self, request: SampleRequest, memory: SampleMemory) -> Child:
+    async def _start(self, model: SampleModel, memory: SampleMemory) -> SharedChild:
         task = ChildTask(
             module="horizon_server.worker.sampling",
             who="the child that answers prompts",
@@ -165,7 +179,6 @@ class SamplingChild:
                 memory_bytes=memory.private,
                 # The planes are files, in memory.
                 file_bytes=max(memory.planes, _LOG_BYTES),
-                wall_s=self._limit_s,
                 oom_score_adj=1000,
             ),
             meanings={
@@ -179,35 +192,37 @@ class SamplingChild:
                 WorkerCrashed: InvalidModel("answering with this checkpoint crashes; is its chat template right?"),
             },
         )
-        return await task.start(to_plain(request))
+        model = replace(model, keeps_layers=memory.keeps_layers)
+        return SharedChild(await task.start(to_plain(model)), limit_s=self._limit_s)
 
-    async def _watch(self, child: Child, model: _Model) -> None:
+    async def _watch(self, loaded: _Loaded) -> None:
         """End a child that is idle for its time, or whose model is not that of its files any more."""
         end_s = time.monotonic() + self._keep_s
-        while child.is_running and (left_s := end_s - time.monotonic()) > 0:
+        while loaded.child.is_running and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, self._look_every_s))
-            if await asyncio.to_thread(_files, model.request) != model.files:
+            if await asyncio.to_thread(_files, loaded.wanted.model) != loaded.wanted.files:
                 break
         async with self._lock:
-            if self._idle is not None and self._idle.child is child:
+            if self._loaded is loaded:
                 await self._end()
 
     async def _end(self) -> None:
-        """End the idle child, if there is one, and wait until its memory is free; the lock is held."""
-        if self._idle is not None:
-            idle, self._idle = self._idle, None
-            if idle.watch is not asyncio.current_task():
-                idle.watch.cancel()
+        """End the child if it is idle or gone, and wait until its memory is free; the lock is held."""
+        loaded = self._loaded
+        if loaded is not None and (not loaded.num_calls or not loaded.child.is_running):
+            self._loaded = None
+            if loaded.watch is not None and loaded.watch is not asyncio.current_task():
+                loaded.watch.cancel()
             # A task, so that a caller who leaves meanwhile does not leave the end undone.
-            self._ending = asyncio.create_task(idle.child.end(), name="end of the idle model")
+            self._ending = asyncio.create_task(loaded.child.end(), name="end of the idle model")
         if self._ending is not None:
             await asyncio.wait({self._ending}, timeout=_END_S)
 
 
-def _files(request: SampleRequest) -> _Files:
+def _files(model: SampleModel) -> _Files:
     """Every file that the child may read of the model. Blocking."""
-    adapter = None if request.adapter is None else request.adapter.folder
-    folders = {folder for folder in (request.folder, adapter, request.answers) if folder is not None}
+    adapter = None if model.adapter is None else model.adapter.folder
+    folders = {folder for folder in (model.folder, adapter, model.answers) if folder is not None}
     paths = {Path(parent, name) for folder in folders for parent, _, names in os.walk(folder) for name in names}
     found = []
     for path in sorted(paths):

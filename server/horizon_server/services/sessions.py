@@ -165,7 +165,7 @@ class Sessions:
                     return found
                 if has_ended:
                     raise WrongJobState(_ended(now or job))
-                if number <= session.done:
+                if found is None and number <= session.done:
                     raise NotFound(f"the result of call {number} of session {job.job_id} is not kept any more")
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:

@@ -42,7 +42,7 @@ class DigestBook:
     def known(self, model: Path) -> str:
         """The digest of a model folder whose files are as they were when it was made, or nothing. Reads no weights."""
         try:
-            return self._read(_identity(model, read_safetensors_headers(model)))
+            return self._read(files_identity(model))
         except (InvalidModel, OSError):
             return ""
 
@@ -99,6 +99,15 @@ def model_digest(folder: Path) -> str:
         InvalidModel: the folder has no config or no safetensors weights.
     """
     return _digest(folder, read_safetensors_headers(folder))
+
+
+def files_identity(model: Path) -> str:
+    """What names the files of a model folder as they are now: by inode, size and times, without reading weights.
+
+    Raises:
+        InvalidModel: the folder has no config or no safetensors weights.
+    """
+    return _identity(model, read_safetensors_headers(model))
 
 
 INIT_ADAPTER = "the adapter of init_from"

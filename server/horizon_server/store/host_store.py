@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
 from horizon_server.errors import InvalidModel
 from horizon_server.store import generations as generations_plane
 from horizon_server.store import native, packing, planes, reference
+from horizon_server.store.base_plane import BasePlane, can_be_shared, file_bytes, frozen_bytes
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.generations import Generations, KeptState
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
@@ -46,7 +48,8 @@ class HostStore:
     `packed` (uint8) where frozen weights are kept in fewer bits.
 
     `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold
-    zeros only. `generations` says which updates the units have.
+    zeros only. `generations` says which updates the units have. With a `base`, the frozen weights of its planes are in
+    a memory file that other jobs may map too.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class HostStore:
         rank: int = 0,
         max_ranks: int = 1,
         place: PlacePlane | None = None,
+        base: BasePlane | None = None,
     ) -> None:
         """Map `fds`; use `allocate` or `attach`."""
         self.layout = layout
+        self._base = base
         self.grad_dtype = grad_dtype
         self.fds = dict(fds)
         self._owns_fds = owns_fds
@@ -73,6 +78,8 @@ class HostStore:
         self.blank = {name for name in sizes if os.fstat(fds[name]).st_blocks == 0}
         for name, size_bytes in sizes.items():
             mapping = planes.map_memory_file(fds[name], size_bytes)
+            if base is not None:
+                base.lay_over(name, mapping)
             dtype = grad_dtype or torch.float32 if name == "grad" else _PLANE_DTYPES[name]
             # The tensor keeps the mapping alive, so closing the store never pulls memory from under a view.
             self._planes[name] = torch.frombuffer(mapping, dtype=dtype, count=size_bytes // dtype.itemsize)
@@ -80,7 +87,7 @@ class HostStore:
                 place(name, self._planes[name])
             # Now and on all threads, so that lack of memory shows here and not as a kill in the middle of a step.
             item_bytes = dtype.itemsize
-            parts = [(part.start * item_bytes, part.stop * item_bytes) for part in self.held(name)]
+            parts = [(part.start * item_bytes, part.stop * item_bytes) for part in self._own(name)]
             planes.touch(mapping, num_threads=num_threads or available_cpus(), parts=parts)
 
     @classmethod
@@ -108,11 +115,12 @@ class HostStore:
         rank: int = 0,
         max_ranks: int = 1,
         place: PlacePlane | None = None,
+        base: BasePlane | None = None,
     ) -> HostStore:
         """A store on memory files that another process created by `plane_sizes` and owns; contents stay as they are.
 
         Up to `max_ranks` processes may share it; this one is `rank`. `place` is given each plane before its memory is
-        touched, and may say where that is to be.
+        touched, and may say where that is to be. `base` is mapped where the layout has frozen weights.
 
         Raises:
             ValueError: a plane's descriptor is missing.
@@ -128,11 +136,31 @@ class HostStore:
             rank=rank,
             max_ranks=max_ranks,
             place=place,
+            base=base,
         )
 
     def held(self, plane: str) -> Sequence[slice]:
         """What of a plane is in this store's memory."""
         return [slice(0, self._planes[plane].numel())]
+
+    def _own(self, plane: str) -> Sequence[slice]:
+        """What of that is this job's alone."""
+        if self._base is None or plane not in ("hi", "lo", "packed"):
+            return self.held(plane)
+        starts = [(self.layout.offset_in(plane, unit), unit) for unit in self.layout.units]
+        return [
+            slice(s, s + unit.trained_elements) for s, unit in starts if plane != "packed" and unit.trained_elements
+        ]
+
+    def frozen_writable(self) -> AbstractContextManager[None]:
+        """Have the pages of frozen weights that other jobs map too writable within the block: drivers ask for that
+        where they pin memory, although they only read it."""
+        return nullcontext() if self._base is None else self._base.writable()
+
+    def loading_frozen(self, model: Path) -> AbstractContextManager[bool]:
+        """Tell whether the frozen weights have to be loaded from a model folder, within the block. Waits while another
+        job loads them. Raises as `BasePlane.loading`."""
+        return nullcontext(True) if self._base is None else self._base.loading(model)
 
     def reading(self, name: str, plane: str) -> AbstractContextManager[None]:
         """Have all of a parameter in a plane within the block, where the store holds only a part of it."""
@@ -149,6 +177,8 @@ class HostStore:
 
     def find_kept(self) -> KeptState | str:
         """The state of the weights in memory, or why there is none."""
+        if self._base is not None and not self._base.is_loaded:
+            return "the frozen weights are not there"
         return self.generations.find()
 
     def start_training(self, num_ranks: int) -> None:
@@ -158,7 +188,7 @@ class HostStore:
     def zero(self, names: Sequence[str]) -> list[torch.Tensor]:
         """What the caller has to fill with zeros, so that these planes are zero: nothing of a plane that was never
         written."""
-        return [self.plane(name)[part] for name in names if name not in self.blank for part in self.held(name)]
+        return [self.plane(name)[part] for name in names if name not in self.blank for part in self._own(name)]
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no
@@ -264,15 +294,19 @@ class HostStore:
         packing.pack(values, place, self.unit(unit.index, "packed"), unit.packed_parts[name], start=start)
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory by component: weights, moments, gradients."""
+        """Bytes of host memory by component: weights, moments, gradients, and under adapters the base."""
         totals = {"weights": 0, "moments": 0, "gradients": 0}
         for name, plane in self._planes.items():
             totals[_COMPONENTS[name]] += plane.nbytes
+        if can_be_shared(self.layout):
+            totals["base"] = file_bytes(self.layout)
+            totals["weights"] -= frozen_bytes(self.layout)
         return totals
 
     def close(self) -> None:
         """Let go of the planes. Memory is unmapped when its last view is gone; owned descriptors are closed now."""
         self._planes.clear()
+        self._base = None
         if self._owns_fds:
             for fd in self.fds.values():
                 os.close(fd)

@@ -45,6 +45,8 @@ def load_model(
     read from `adapters`, headers by stored name; without them A is random by `seed`, B zero, and a magnitude the norm
     of its weights.
 
+    Frozen weights that another job has loaded already, which this store maps too, are not read again.
+
     Raises:
         InvalidModel: a tensor is missing, left over, misshapen, of a dtype that cannot be trained, or not finite; it is
             named.
@@ -53,10 +55,11 @@ def load_model(
     own = [place for _, place in store.layout.tensors() if not place.adapts]
     added = [place for _, place in store.layout.tensors() if place.adapts]
     _check(store.layout, own, headers, folder)
-    tensors = [headers[place.name] for place in own]
+    tensors = [headers[place.name] for place in own if not place.trained]
+    trained = [headers[place.name] for place in own if place.trained]
     if adapters is not None:
         _check_tensors(added, adapters, next((header.file.parent for header in adapters.values()), folder))
-        tensors += [adapters[place.name] for place in added]
+        trained += [adapters[place.name] for place in added]
         added = []
     staging = _Staging()
     # A plane that was never touched is zero already: each byte of the store is written once.
@@ -67,7 +70,10 @@ def load_model(
     ]
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(_zero, parts))
-        list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
+        with store.loading_frozen(folder) as has_to_load:
+            if has_to_load:
+                list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
+        list(pool.map(lambda header: _load_tensor(store, header, staging), trained))
         list(pool.map(lambda place: _start_adapter(store, place, seed), [p for p in added if p.norm_dim is None]))
     # One after the other: each may take a weight in fp32.
     for place in added:

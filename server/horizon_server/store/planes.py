@@ -7,7 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -16,6 +16,7 @@ from horizon_server.errors import DoesNotFit
 
 _MADV_REMOVE = 9  # linux/mman.h, as the next one; the mmap module's own madvise takes no address
 _MADV_POPULATE_WRITE = 23
+_MAP_FIXED = 0x10
 _TOUCH_BYTES = 256 << 20
 
 
@@ -70,6 +71,19 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         return
 
 
+def map_over(mapping: mmap.mmap, start: int, num_bytes: int, *, fd: int, offset_bytes: int) -> None:
+    """Map a stretch of another memory file over a stretch of a mapping, in place of what is there; read-only, see
+    `protect`. Both begin on a page."""
+    flags, readable = mmap.MAP_SHARED | _MAP_FIXED, mmap.PROT_READ
+    _call(_libc().mmap, _address(mapping) + start, num_bytes, readable, flags, fd, offset_bytes)
+
+
+def protect(mapping: mmap.mmap, start: int, num_bytes: int, *, writable: bool) -> None:
+    """Say whether this process may write to a stretch of a mapping, which begins on a page."""
+    allowed = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    _call(_libc().mprotect, _address(mapping) + start, num_bytes, allowed)
+
+
 def touch(mapping: mmap.mmap, *, num_threads: int, parts: Iterable[tuple[int, int]] | None = None) -> None:
     """Have the kernel provide every page now, on several threads, leaving the contents as they are; with `parts`, those
     of these stretches (first byte and the one after the last), which begin on a page.
@@ -102,6 +116,28 @@ def give_back(memory: memoryview) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if stop > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_REMOVE):
         raise OSError(ctypes.get_errno(), "the kernel did not take memory back")
+
+
+def _address(mapping: mmap.mmap) -> int:
+    anchor = ctypes.c_char.from_buffer(mapping)
+    try:
+        return ctypes.addressof(anchor)
+    finally:
+        # The mapping cannot be unmapped while a ctypes object points into it.
+        del anchor
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, flags, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    libc.mmap.argtypes, libc.mmap.restype = [address, size, flags, flags, flags, offset], ctypes.c_ssize_t
+    libc.mprotect.argtypes = [address, size, flags]
+    return libc
+
+
+def _call(function: Callable[..., int], *arguments: int) -> None:
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), f"the kernel did not map memory: {os.strerror(ctypes.get_errno())}")
 
 
 def _touch_piece(mapping: mmap.mmap, base: int, start: int, size_bytes: int) -> None:

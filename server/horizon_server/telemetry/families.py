@@ -119,6 +119,11 @@ FAMILIES = (
         "horizon_host_memory_promised_bytes",
         "Planned host memory of all resident jobs together, and of the model that answers prompts.",
     ),
+    Metric(
+        "horizon_shared_base_bytes",
+        "Host memory of frozen weights under adapters, each base once for all resident jobs on it.",
+    ),
+    Metric("horizon_shared_base_jobs", "Resident jobs whose frozen weights are among these."),
     Metric("horizon_gpu_seconds_total", "Seconds of steps and evaluations that ran on a GPU.", ("project", "user")),
     Metric("horizon_host_memory_limit_bytes", "Host memory of the machine, or of the control group where lower."),
     Metric("horizon_host_memory_available_bytes", "Host memory that is free for jobs now."),

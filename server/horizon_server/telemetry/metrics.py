@@ -244,6 +244,11 @@ class Metrics:
         self._replace("horizon_resident_jobs", {(device,): count for device, count in counts.items()})
         self._series("horizon_host_memory_promised_bytes").set(promised_bytes)
 
+    def set_bases(self, num_bytes: int, num_jobs: int) -> None:
+        """Show how much memory the frozen weights take that resident jobs share, and how many jobs are on them."""
+        self._series("horizon_shared_base_bytes").set(num_bytes)
+        self._series("horizon_shared_base_jobs").set(num_jobs)
+
     def set_node_open(self, is_open: bool) -> None:
         """Show whether jobs may start."""
         self._series("horizon_node_open").set(is_open)

@@ -28,9 +28,9 @@ from horizon_server.records.job import StopRequest
 from horizon_server.spec import JobSpec
 from horizon_server.spec.evaluation import EXACT_MATCH, LOSS, GenerateSpec
 from horizon_server.store.host_store import HostStore
+from horizon_server.worker.answering import stop_tokens
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
-from horizon_server.worker.sampling import stop_tokens
 from horizon_server.worker_link.orders import Orders
 
 MAX_SHOWN_ANSWERS = 8

@@ -1,133 +1,285 @@
 """The child that answers prompts from a checkpoint or model folder: `python -m horizon_server.worker.sampling`.
 
 It loads the weights alone into a store of its own and computes on the host in fp32, at a lower priority than training:
-the node's jobs have the GPUs.
+the node's jobs have the GPUs. All calls that it has are answered together: a call joins between two tokens of the
+others, once there is room for it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from horizon_formats.formats import DatasetFormat
-from horizon_formats.row_checks import check_prompt_row
-from horizon_server.children.entry import EventWriter, serve
+from horizon_server.children.calls import Ask, Begun, CallPipe, Continue, Hold, Leave, Order
+from horizon_server.children.entry import Answer, EventWriter, Failure, end_of, serve
 from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.generator import TokenGenerator, generation_template
-from horizon_server.engine.generation.sequences import GenerationOptions, NewToken, ScoredPrompt
 from horizon_server.engine.template import Template
-from horizon_server.errors import DoesNotFit, FieldViolation, InvalidData, InvalidModel, naming
-from horizon_server.events import SampledPrompt, SampledText
+from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, naming
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
-from horizon_server.records.sample import (
-    MAX_MESSAGES,
-    MAX_PROMPT_TOKENS,
-    SampleAdapter,
-    SampleFigures,
-    SampleOptions,
-    SamplePrompt,
-    SampleRequest,
-)
+from horizon_server.records.sample import SampleAdapter, SampleCall, SampleFigures, SampleModel
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
 from horizon_server.store.base_digest import DigestBook, check_base
-from horizon_server.store.generation_config import listed_ends
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 from horizon_server.texts import size_text
 from horizon_server.worker import let_launchers_run
+from horizon_server.worker.answering import Answering, encoded, generation_options, stop_tokens
 
+_WHO = "the child that answers prompts"
 # Training on the same node has the processors first.
 _NICENESS = 10
-# How often text of one answer is sent.
-_TEXT_EVERY_S = 0.2
 # Processor time for the prompts of a call, which take milliseconds.
 RENDER_S = 30.0
-# What a tokenizer writes for bytes that are not a character yet.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# Tokens of prompts that a pass computes, where a call is alone, and where others wait for their next token.
+_ALONE_TOKENS, _PIECE_TOKENS = 1024, 256
+# How long prompts are read between two tokens of the others.
+_READ_S = 0.02
+
+
+@dataclass(eq=False, kw_only=True)
+class _Call:
+    """A call that has come: read prompt by prompt, then waiting for room, then answered."""
+
+    number: int
+    user: str
+    asked: SampleCall
+    arrived_s: float
+    render_s: float
+    prompts: list[list[int]] = field(default_factory=list)
+    is_held: bool = False
+    answering: Answering | None = None
+    begun_s: float = 0.0
+    num_passes: int = 0
+    num_shared_passes: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Its answers."""
+        return len(self.asked.prompts) * self.asked.options.num_samples
+
+    @property
+    def longest(self) -> list[int]:
+        """The most tokens of each answer with its prompt, once all prompts are read."""
+        options = self.asked.options
+        return [len(prompt) + options.max_tokens for prompt in self.prompts for _ in range(options.num_samples)]
 
 
 class Answerer:
-    """Answers requests one after the other. The first one says which model answers; it stays in memory for the
-    others."""
+    """Answers calls with one model, until no more come. What is wrong with a call ends that call alone; what is wrong
+    with the model, or with a pass over it, ends the child.
 
-    def __init__(self) -> None:
-        self._codec: TextCodec | None = None
+    Who waits for room: of the user that has the fewest answers running the oldest call, and no other before it. Calls
+    share passes, and nothing else: prompts that begin alike are computed once within a call only, so that the time
+    that one takes tells nothing of the prompts of others.
+    """
+
+    def __init__(self, model: SampleModel, pipe: CallPipe) -> None:
+        self._model, self._pipe = model, pipe
+        self._names = {model.folder: "the checkpoint" if model.adapter is None else "the base model"}
+        if model.adapter is not None:
+            self._names[model.adapter.folder] = "the checkpoint"
+        self._unread: deque[_Call] = deque()
+        self._waiting: list[_Call] = []
+        self._running: list[_Call] = []
         self._generator: TokenGenerator | None = None
 
-    def work(self, plain: Any, events: EventWriter) -> Any:
-        """Send the text of every answer as it comes, and return what it took."""
-        let_launchers_run()
-        request = from_plain(SampleRequest, plain)
-        names = {request.folder: "the checkpoint" if request.adapter is None else "the base model"}
-        if request.adapter is not None:
-            names[request.adapter.folder] = "the checkpoint"
-        with naming(names):
-            return to_plain(self.answer(request, events))
-
-    def answer(self, request: SampleRequest, events: EventWriter) -> SampleFigures:
-        """Answer the prompts of a request.
+    def run(self) -> None:
+        """Answer what comes.
 
         Raises:
             InvalidModel: the folder cannot be loaded, or its model cannot generate; it names the architecture.
-            InvalidData: a prompt cannot be rendered, or is too long; it names the prompt.
-            DoesNotFit: the prompts with their answers are too many and too long.
         """
-        start_s = time.perf_counter()
-        folder, options = request.folder, request.options
-        codec = self._codec = self._codec or TextCodec.from_folder(folder)
-        # Before the weights are read, which takes far longer. A template that never ends must not keep other callers
-        # waiting.
+        with naming(self._names):
+            self._codec = TextCodec.from_folder(self._model.folder)
+            self._stops = stop_tokens(self._model.answers or self._model.folder, self._codec)
+            while (orders := self._pipe.orders(wait=not self._has_work)) is not None:
+                for order in orders:
+                    self._obey(order)
+                self._read_prompts()
+                self._let_in()
+                self._step()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._unread or self._following()) or any(not call.is_held for call in self._running)
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Ask():
+                asked = from_plain(SampleCall, order.request)
+                now_s = time.perf_counter()
+                self._unread.append(
+                    _Call(number=order.call, user=order.user, asked=asked, arrived_s=now_s, render_s=RENDER_S)
+                )
+            case Leave():
+                for call in [call for call in self._calls if call.number == order.call]:
+                    self._remove(call)
+            case Hold() | Continue():
+                for call in self._calls:
+                    if call.number == order.call:
+                        call.is_held = isinstance(order, Hold)
+
+    @property
+    def _calls(self) -> list[_Call]:
+        return [*self._unread, *self._waiting, *self._running]
+
+    def _remove(self, call: _Call) -> None:
+        for calls in (self._unread, self._waiting, self._running):
+            with contextlib.suppress(ValueError):
+                calls.remove(call)
+        if call.answering is not None:
+            call.answering.drop()
+
+    def _tried(self, call: _Call, work: Callable[[], object]) -> bool:
+        """Do a part of a call. Where it cannot be done, the call ends; returns whether it could."""
+
+        def named() -> None:
+            with naming(self._names):
+                work()
+
+        end = end_of(named, _WHO)
+        if isinstance(end, Answer):
+            return True
+        # Made here, where the memory that the work took is free again.
+        self._remove(call)
+        self._pipe.send(call.number, end or Failure(OutOfMemory(f"{_WHO} ran out of memory")))
+        return False
+
+    def _read_prompts(self) -> None:
+        """Read prompts of the calls that have come, one of each in turn, for a short while where others wait for their
+        next token."""
+        end_s = time.perf_counter() + _READ_S
+        while self._unread and not (self._running and time.perf_counter() > end_s):
+            call = self._unread.popleft()
+            if not self._tried(call, partial(self._read_prompt, call)):
+                continue
+            if len(call.prompts) < len(call.asked.prompts):
+                self._unread.append(call)
+                continue
+            # Only now: reading the weights takes far longer. What fails here fails for all.
+            generator = self._generator = self._generator or _generator(self._model)
+            if self._tried(call, partial(self._require_room, call, generator)):
+                self._waiting.append(call)
+
+    def _read_prompt(self, call: _Call) -> None:
+        """Raises InvalidModel for a template that does not end: it must not keep others waiting."""
         endless = InvalidModel(
             f"the model's chat template takes more than {RENDER_S:g} s for these prompts; send fewer, or correct the "
             "template"
         )
-        with processor_time_limit(RENDER_S, endless):
-            prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
-        generator = self._generator = self._generator or _generator(request)
-        of_prompts = (generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
-        needed_bytes = options.num_samples * sum(of_prompts)
-        if needed_bytes > request.cache_bytes:
+        index, before_s = len(call.prompts), time.process_time()
+        # Not 0, which would be no limit.
+        with processor_time_limit(max(call.render_s, 1e-3), endless):
+            call.prompts.append(encoded(self._codec, index, call.asked.prompts[index]))
+        call.render_s -= time.process_time() - before_s
+
+    def _require_room(self, call: _Call, generator: TokenGenerator) -> None:
+        """Raises DoesNotFit: the prompts with their answers are too many and too long, even alone."""
+        needed_bytes, allowed_bytes = sum(map(generator.cache_bytes, call.longest)), self._model.cache_bytes
+        if needed_bytes > allowed_bytes:
             raise DoesNotFit(
-                f"keys and values of {len(prompts)} prompts with answers of up to {options.max_tokens} tokens take "
-                f"{size_text(needed_bytes)}, and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a "
-                "time, or lower "
-                "max_tokens"
+                f"keys and values of {len(call.prompts)} prompts with answers of up to {call.asked.options.max_tokens} "
+                f"tokens take {size_text(needed_bytes)}, and {size_text(allowed_bytes)} are allowed; send fewer "
+                "prompts at a time, or lower max_tokens"
             )
-        how = generation_options(options, stop_tokens(request.answers or folder, codec))
-        loaded_s = time.perf_counter()
-        answering = Answering(generator, prompts, how, codec, stop=options.stop, send=events.send)
-        while answering.step():
-            pass
-        duration_s = time.perf_counter() - loaded_s
-        num_tokens = answering.num_tokens
-        return SampleFigures(
-            num_prompt_tokens=sum(map(len, prompts)),
-            num_tokens=num_tokens,
-            load_s=loaded_s - start_s,
-            duration_s=duration_s,
-            tokens_per_second=num_tokens / duration_s,
+
+    def _let_in(self) -> None:
+        """Have calls join while there is room for the next one."""
+        while call := self._following():
+            self._waiting.remove(call)
+            if self._tried(call, partial(self._begin, call)):
+                self._running.append(call)
+
+    def _following(self) -> _Call | None:
+        """The next one of those that wait, where there is room for it."""
+        sequences: Counter[str] = Counter()
+        for call in self._running:
+            sequences[call.user] += call.num_sequences
+        following = min(self._waiting, key=lambda call: (sequences[call.user], call.number), default=None)
+        return following if following is not None and (not self._running or self._fits(following)) else None
+
+    def _fits(self, call: _Call) -> bool:
+        generator = self._generator
+        assert generator is not None, "its prompts are read"
+        return (
+            generator.num_sequences + call.num_sequences <= self._model.num_sequences
+            and generator.kept_bytes(call.longest) <= self._model.cache_bytes
         )
 
+    def _begin(self, call: _Call) -> None:
+        assert self._generator is not None, "its prompts are read"
+        call.begun_s = time.perf_counter()
+        self._pipe.send(call.number, Begun())
+        options = call.asked.options
+        call.answering = Answering(
+            self._generator,
+            call.prompts,
+            generation_options(options, self._stops),
+            self._codec,
+            stop=options.stop,
+            send=partial(self._pipe.send, call.number),
+        )
 
-def _generator(request: SampleRequest) -> TokenGenerator:
-    template, store = _loaded(request)
-    return TokenGenerator(template, store, HostDevice(num_threads=request.num_threads))
+    def _step(self) -> None:
+        """Have the next token of every answer, and end the calls that have their last one."""
+        running = {call.answering.ticket: call for call in self._running if call.answering and not call.is_held}
+        if self._generator is None or not running:
+            return
+        held = [call.answering.ticket for call in self._running if call.answering and call.is_held]
+        most = _ALONE_TOKENS if len(running) == 1 else _PIECE_TOKENS
+        for ticket, new in self._generator.step(held=held, most_prompt_tokens=most):
+            answering = running[ticket].answering
+            assert answering is not None, "it has a ticket"
+            answering.take(new)
+        for call in running.values():
+            call.num_passes += 1
+            call.num_shared_passes += len(running) > 1
+            if call.answering is not None and not call.answering.is_busy:
+                self._running.remove(call)
+                self._pipe.send(call.number, Answer(to_plain(_figures(call, call.answering.num_tokens))))
 
 
-def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
+def _figures(call: _Call, num_tokens: int) -> SampleFigures:
+    duration_s = time.perf_counter() - call.begun_s
+    return SampleFigures(
+        num_prompt_tokens=sum(map(len, call.prompts)),
+        num_tokens=num_tokens,
+        load_s=call.begun_s - call.arrived_s,
+        duration_s=duration_s,
+        tokens_per_second=num_tokens / duration_s,
+        num_passes=call.num_passes,
+        num_shared_passes=call.num_shared_passes,
+    )
+
+
+def answer_calls(plain: Any, events: EventWriter) -> None:
+    """Answer the calls that come by the standard input, with the model that the request says."""
+    let_launchers_run()
+    Answerer(from_plain(SampleModel, plain), CallPipe(sys.stdin.buffer, events)).run()
+
+
+def _generator(model: SampleModel) -> TokenGenerator:
+    template, store = _loaded(model)
+    resident_layers = template.num_layers if model.keeps_layers else 0
+    return TokenGenerator(template, store, HostDevice(num_threads=model.num_threads), resident_layers=resident_layers)
+
+
+def _loaded(model: SampleModel) -> tuple[Template, HostStore]:
     """The weights that answer, and the model that computes with them."""
-    folder, asked = request.folder, request.adapter
+    folder, asked = model.folder, model.adapter
     adapter = None if asked is None else _adapter(folder, asked)
     spec = None if asked is None else asked.spec
     # Next to its base as the evaluations of its job, so that no bit differs from them.
@@ -136,7 +288,7 @@ def _loaded(request: SampleRequest) -> tuple[Template, HostStore]:
     template = generation_template(
         lambda own: Template.from_folder(folder, layout=layout, recipe=recipe, own_attention=own)
     )
-    store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
+    store = HostStore.allocate(layout, grad_dtype=None, num_threads=model.num_threads)
     if spec is not None:
         assert adapter is not None
         names = {place.name for _, place in layout.tensors() if place.adapts}
@@ -153,189 +305,5 @@ def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:
     return read_adapter_folder(asked.folder)
 
 
-def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:
-    """The tokens of a prompt: of a chat as the model's template renders it, with the assistant's cue.
-
-    Raises:
-        InvalidData: the model has no chat template, the template refuses the chat, or there are too many tokens.
-    """
-    name = f"prompts[{index}]"
-    if prompt.ids:
-        ids = list(prompt.ids)
-    elif prompt.text:
-        ids = [*codec.leading_ids, *codec.encode_ids(prompt.text)]
-    elif codec.chat_template is None:
-        raise _refused(name, "has messages, and the model has no chat template; send a text instead")
-    else:
-        chat = _chat(name, prompt)
-        # The template writes the tokens before a text by itself.
-        ids = codec.encode_ids(codec.chat_template.render(chat.messages, tools=chat.tools, add_generation_prompt=True))
-    if not 1 <= len(ids) <= MAX_PROMPT_TOKENS:
-        raise _refused(name, f"has {len(ids)} tokens; it must have 1 to {MAX_PROMPT_TOKENS}")
-    codec.check_ids(ids)
-    return ids
-
-
-def _chat(name: str, prompt: SamplePrompt) -> Chat:
-    """The chat of a prompt as templates read it: one with tools as the same row of a dataset."""
-    if not prompt.chat_json:
-        return Chat(messages=[dataclasses.asdict(message) for message in prompt.messages])
-    try:
-        row = json.loads(prompt.chat_json)
-    except (ValueError, RecursionError) as error:
-        raise _refused(name, f"has a chat_json that is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise _refused(name, "has a chat_json that is not an object with messages")
-    if problems := check_prompt_row(row):
-        raise _refused(name, f"cannot be used: {problems[0][0]} {problems[0][1]}")
-    if len(row["messages"]) > MAX_MESSAGES:
-        raise _refused(name, f"has {len(row['messages'])} messages; at most {MAX_MESSAGES} are allowed")
-    chat = normalise(row, DatasetFormat.MESSAGES, {})
-    assert isinstance(chat, Chat), "a row of messages is a chat"
-    return chat
-
-
-def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:
-    """What ends an answer: by generation_config.json, else by config.json, and the tokenizer's own end-of-text
-    token."""
-    return frozenset(listed_ends(folder)) | ({codec.eos_id} if codec.eos_id is not None else set())
-
-
-def generation_options(options: SampleOptions, stops: frozenset[int]) -> GenerationOptions:
-    """Return what the engine is asked for; `stops` are the tokens that end the model's answers."""
-    return GenerationOptions(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        num_samples=options.num_samples,
-        stop_tokens=stops | frozenset(options.stop_ids),
-        logprobs=options.logprobs,
-        prompt_logprobs=options.prompt_logprobs,
-    )
-
-
-Piece = SampledText | SampledPrompt
-
-
-class Answering:
-    """The answers to some prompts while their tokens come, as text. Closed by `drop` where it is given up."""
-
-    def __init__(
-        self,
-        generator: TokenGenerator,
-        prompts: Sequence[Sequence[int]],
-        options: GenerationOptions,
-        codec: TextCodec,
-        *,
-        stop: Sequence[str],
-        send: Callable[[Piece], None],
-    ) -> None:
-        self._generator, self._prompts, self._codec, self._send = generator, prompts, codec, send
-        self._ticket = generator.add(prompts, options)
-        self._writers = {
-            (prompt, sample): _AnswerWriter(prompt, sample, codec, stop, send)
-            for prompt in range(len(prompts))
-            for sample in range(options.num_samples)
-        }
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(writer.num_tokens for writer in self._writers.values())
-
-    def step(self) -> bool:
-        """Have the next token of every answer. Returns whether more come."""
-        for _, new in self._generator.step():
-            if isinstance(new, ScoredPrompt):
-                ids = tuple(self._prompts[new.prompt])
-                self._send(
-                    SampledPrompt(
-                        prompt=new.prompt,
-                        tokens=ids,
-                        texts=_texts(self._codec, ids),
-                        logprobs=new.logprobs,
-                        top=new.top,
-                        top_texts=tuple(_texts(self._codec, [token for token, _ in top]) for top in new.top),
-                    )
-                )
-            elif self._writers[new.prompt, new.sample].add(new):
-                self._generator.end(self._ticket, new.prompt, new.sample)
-        return self._generator.is_busy(self._ticket)
-
-
-class _AnswerWriter:
-    """Sends the text of one answer, a piece at a time."""
-
-    def __init__(
-        self, prompt: int, sample: int, codec: TextCodec, stop: Sequence[str], send: Callable[[Piece], None]
-    ) -> None:
-        self._prompt, self._sample, self._codec, self._stop, self._send = prompt, sample, codec, stop, send
-        # What may be the beginning of a text that ends the answer is not sent.
-        self._held_back = max((len(text) - 1 for text in stop), default=0)
-        self._tokens: list[int] = []
-        self._news: list[NewToken] = []
-        self._num_sent = 0
-        self._sent_s = float("-inf")
-        self.num_tokens = 0
-
-    def add(self, new: NewToken) -> bool:
-        """Add a token. Returns whether a text has ended the answer before its last token."""
-        self.num_tokens += 1
-        self._news.append(new)
-        # The reader gets the reason of the end; the token that ended the answer is no text.
-        if new.ended != "stop":
-            self._tokens.append(new.token)
-        now_s = time.monotonic()
-        if not self._stop and not new.ended and now_s - self._sent_s < _TEXT_EVERY_S:
-            return False
-        # The whole again: what a token adds depends on those before it.
-        text: str = self._codec.tokenizer.decode(self._tokens, skip_special_tokens=True)
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        ended, is_stopped = new.ended or "", bool(found)
-        if is_stopped:
-            text, ended = text[: min(found)], "stop"
-        elif not ended:
-            text = text.rstrip(_INCOMPLETE)
-            text = text[: max(self._num_sent, len(text) - self._held_back)]
-        if not ended and now_s - self._sent_s < _TEXT_EVERY_S:
-            return False
-        piece = text[self._num_sent :]
-        if piece or ended:
-            self._send_piece(piece, ended)
-            self._num_sent, self._sent_s = max(self._num_sent, len(text)), now_s
-        return is_stopped and new.ended is None
-
-    def _send_piece(self, text: str, ended: str) -> None:
-        news, self._news = self._news, []
-        has_logprobs, has_top = any(new.logprob is not None for new in news), any(new.top for new in news)
-        self._send(
-            SampledText(
-                prompt=self._prompt,
-                sample=self._sample,
-                text=text,
-                num_tokens=self.num_tokens,
-                ended=ended,
-                tokens=tuple(new.token for new in news),
-                texts=_texts(self._codec, [new.token for new in news]),
-                logprobs=tuple(new.logprob or 0.0 for new in news) if has_logprobs else (),
-                top=tuple(new.top for new in news) if has_top else (),
-                top_texts=tuple(_texts(self._codec, [token for token, _ in new.top]) for new in news)
-                if has_top
-                else (),
-            )
-        )
-
-
-def _texts(codec: TextCodec, tokens: Iterable[int]) -> tuple[str, ...]:
-    """The text of each token by itself, also of those that are no text of an answer."""
-    return tuple(codec.tokenizer.decode([token], skip_special_tokens=False) for token in tokens)
-
-
-def _refused(name: str, what: str) -> InvalidData:
-    return InvalidData(f"{name} {what}", violations=[FieldViolation(field=name, description=f"{name} {what}")])
-
-
 if __name__ == "__main__":
-    sys.exit(serve(Answerer().work, who="the child that answers prompts", niceness=_NICENESS, stays=True))
+    sys.exit(serve(answer_calls, who=_WHO, niceness=_NICENESS))

@@ -7,7 +7,7 @@ from horizon_server.engine.generation.generator import TokenGenerator, generatio
 from horizon_server.engine.template import Template
 from horizon_server.events import SampledPrompt, SampledText
 from horizon_server.records.session import Sample, Sampled, SampledAnswer
-from horizon_server.worker.sampling import Answering, Piece, encoded, generation_options, stop_tokens
+from horizon_server.worker.answering import Answering, Piece, encoded, generation_options, stop_tokens
 from horizon_server.worker.set_up import SetUp
 from horizon_server.worker_link.request import WorkerRequest
 
@@ -36,16 +36,14 @@ class SessionSampler:
         options = call.options
         prompts = [encoded(self._codec, index, prompt) for index, prompt in enumerate(call.prompts)]
         pieces: list[Piece] = []
-        answering = Answering(
+        Answering(
             self._generator,
             prompts,
             generation_options(options, self._stops),
             self._codec,
             stop=options.stop,
             send=pieces.append,
-        )
-        while answering.step():
-            pass
+        ).answer()
         answers = [
             [_answer_of(pieces, index, sample) for sample in range(options.num_samples)]
             for index in range(len(prompts))

@@ -23,7 +23,8 @@ from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import Execution
 from horizon_server.spec import TrainSpec
-from horizon_server.store import numa
+from horizon_server.store import base_plane, numa
+from horizon_server.store.base_plane import BasePlane
 from horizon_server.store.checkpoint import AdapterExport
 from horizon_server.store.host_store import HostStore, PlacePlane
 from horizon_server.store.layout import StoreLayout
@@ -205,8 +206,17 @@ def attached_store(
             max_ranks=execution.lanes,
             place=place,
         )
+    base, shared = None, request.plan.base
+    if shared is not None:
+        base = BasePlane(template.layout, request.planes[base_plane.PLANE], key=shared.key)
     return HostStore.attach(
-        template.layout, request.planes, grad_dtype=grad_dtype, rank=rank, max_ranks=execution.lanes, place=place
+        template.layout,
+        request.planes,
+        grad_dtype=grad_dtype,
+        rank=rank,
+        max_ranks=execution.lanes,
+        place=place,
+        base=base,
     )
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import Result
 
-from horizon_client.cli.harness import Harness
+from horizon_client.cli.harness import Harness, trusting
+from horizon_client.errors import BadFile
 from horizon_client.profiles import Endpoint
 from horizon_server.records.job import JobRecord
 
@@ -132,6 +133,21 @@ def test_who_may_not_record_is_refused_before_the_program_runs(
     assert not said.exists()
 
 
+def test_the_daemons_ca_is_trusted_besides_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca, bundle = tmp_path / "daemon.pem", tmp_path / "bundle.pem"
+    ca.write_text("the daemon's")
+    assert trusting(None, bundle) == trusting(Path("system"), bundle) == {}
+    variables = trusting(ca, bundle)
+    assert variables == {"REQUESTS_CA_BUNDLE": str(bundle), "SSL_CERT_FILE": str(bundle)}
+    assert "BEGIN CERTIFICATE" in bundle.read_text() and bundle.read_text().endswith("the daemon's")
+    (tmp_path / "proxy.pem").write_text("the proxy's")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "proxy.pem"))
+    trusting(ca, bundle)
+    assert bundle.read_text() == "the proxy's\nthe daemon's"
+    with pytest.raises(BadFile, match=r"nowhere\.pem"):
+        trusting(tmp_path / "nowhere.pem", bundle)
+
+
 def test_what_is_missing_or_does_not_belong_together(run: Run, said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = run("checkpoint", "eval", "first", "--tasks", "arc", "--set", "a=gsm8k")
     assert both.exit_code == 2 and "--tasks or --set" in both.stderr
@@ -143,6 +159,26 @@ def test_what_is_missing_or_does_not_belong_together(run: Run, said: Path, monke
     missing = run("checkpoint", "eval", "first", "--tasks", "arc")
     assert missing.exit_code == 2 and "pip install 'horizon-train[eval]'" in missing.stderr
     assert not said.exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"config.json": {"max_position_embeddings": 512}, "tokenizer_config.json": {"model_max_length": 64}}, "512"),
+        ({"config.json": {"max_position_embeddings": 131072}}, "4096"),
+        ({"adapter_config.json": {}, "tokenizer_config.json": {"model_max_length": 1024}}, "1024"),
+        ({"config.json": {}, "tokenizer_config.json": {"model_max_length": 10**30}}, "4096"),
+        ({}, "4096"),
+    ],
+)
+def test_prompts_are_as_long_as_the_model_takes(files: dict[str, Any], most: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    fields: dict[str, Any] = {"limit": None, "num_fewshot": None, "include_path": None, "results": None, "url": None}
+    command = Harness(tasks=["a"], batch_size=1, **fields).command(
+        "job@1", Endpoint(server="127.0.0.1:7171", token="a", ca_file=None), tmp_path, tmp_path
+    )
+    assert f"max_length={most}" in command[command.index("--model_args") + 1].split(",")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +196,6 @@ def test_where_the_daemon_is_asked(server: str, ca: str | None, url: str | None,
     command = harness.command("job@1", endpoint, tmp_path, tmp_path)
     given = dict(zip(command[4::2], command[5::2], strict=True))
     model = dict(one.split("=", 1) for one in given["--model_args"].split(","))
-    assert model["base_url"] == address and model["max_length"] == "4096"
-    assert model.get("ca_cert_path") == ("/ca.pem" if ca == "/ca.pem" else None)
+    assert model["base_url"] == address
     assert (given["--tasks"], given["--num_fewshot"], given["--batch_size"]) == ("a,b", "2", "8")
     assert not any("hzn_secret" in part for part in command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.support.processes import processes_of
 from horizon_server.events import StepDone
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.job import JobState
+from horizon_server.worker_link.daemon_end import Worker
+from horizon_server.worker_link.protocol import WorkerGreeting
 
 S = JobState
 
@@ -103,6 +106,33 @@ async def test_a_worker_whose_daemon_died_trains_on_and_is_taken_over(make_daemo
         assert (done.attempt, done.step, done.num_restarts) == (1, 60, 0)
         events = [event.payload for event in await daemon.events(job.job_id)]
         assert [event.step for event in events if isinstance(event, StepDone)] == list(range(1, 61))
+
+
+async def test_a_worker_that_dies_before_the_new_daemon_has_its_memory_is_followed_by_one_with_new_memory(
+    make_daemon: MakeDaemon, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_daemon(state_dir) as daemon:
+        job = await daemon.submit(ADA, "long", Script(num_steps=6, hold_at=4, checkpoint_every=2))
+        await daemon.until(job.job_id, S.RUNNING, step=3)
+        await daemon.vanish()
+    connect = Worker.connect
+
+    async def dies(worker: Worker, *, after: int, wants_planes: bool) -> tuple[WorkerGreeting, dict[str, int]]:
+        if wants_planes:
+            worker.num_lines = after
+            worker.kill()
+            await worker.wait()
+            raise ConnectionResetError
+        return await connect(worker, after=after, wants_planes=wants_planes)
+
+    monkeypatch.setattr(Worker, "connect", dies)
+    async with make_daemon(state_dir, max_restarts=1) as daemon:
+        await daemon.until(job.job_id, S.RUNNING, attempt=2)
+        daemon.release("long")
+        done = await daemon.until(job.job_id, S.SUCCEEDED)
+        assert (done.attempt, done.step) == (2, 6)
+    request = json.loads((state_dir / "jobs" / job.job_id / "attempt-2/request.json").read_bytes())
+    assert request["planes"].keys() == request["plan"]["plane_bytes"].keys() != set()
 
 
 async def test_what_a_worker_reported_before_it_ended_is_not_lost(make_daemon: MakeDaemon, state_dir: Path) -> None:

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.support.daemon_process import DaemonProcess
+from tests.support.pushed_state import PushedState
 
 from horizon_client.job_spec_types import JobSpec
 
@@ -170,6 +172,38 @@ def test_the_figures_are_those_of_its_own_model_and_are_recorded(
         assert len(kept) == 6 and {one.num_samples for one in kept if one.task == "box_choice"} == {2}
         shown = run("horizon_client", "job", "get", "measured")
         assert "task box_choice:" in shown.stdout and "2 of 6 documents" in shown.stdout
+
+
+def test_an_adapter_is_measured_beside_its_base(
+    daemon: DaemonProcess,
+    pushed: PushedState,
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    tasks: Path,
+    tmp_path: Path,
+) -> None:
+    lora = {"trainable": "lora", "lora": {"rank": 4}, "max_steps": 20, "learning_rate": 5e-3}
+    with daemon.client(daemon.user("ada")) as client:
+        spec = {**SPEC, "name": "adapter", "dataset": "demo-chats", "method": "sft", "train": {**SPEC["train"], **lora}}
+        job = client.jobs.submit(cast("JobSpec", spec))
+        assert client.jobs.wait(job.job_id, timeout_s=240).state == "SUCCEEDED"
+        client.checkpoints.pull(job.job_id, tmp_path / "adapter")
+    url = f"http://{daemon.endpoints['http']}"
+    one = ("--tasks", "box_likelihood")
+    done = run(
+        "horizon_client", "checkpoint", "eval", "adapter", *one, "--include-path", tasks, "--url", url, "-o", "json"
+    )
+    assert done.returncode == 0, done.stderr
+    model = f"pretrained={pushed.model},peft={tmp_path / 'adapter'},dtype=float32"
+    plain = run(
+        *("lm_eval", "run", "--model", "hf", "--model_args", model, "--device", "cpu", *one),
+        *("--include_path", tasks, "--output_path", tmp_path / "plain"),
+    )
+    assert plain.returncode == 0, plain.stderr
+    (file,) = (tmp_path / "plain").rglob("results_*.json")
+    expected = json.loads(file.read_text())["results"]["box_likelihood"]
+    ours = {one["metric"]: one["value"] for one in json.loads(done.stdout)["results"]}
+    print(ours, expected)
+    assert math.log(ours["perplexity"]) == pytest.approx(math.log(expected["perplexity,none"]), rel=1e-6)
 
 
 def test_a_task_that_is_not_there_records_nothing(

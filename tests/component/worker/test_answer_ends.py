@@ -18,7 +18,7 @@ from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.events import EvalAnswer, EvalDone, Message
-from horizon_server.worker.sampling import stop_tokens
+from horizon_server.worker.answering import stop_tokens
 
 END = 2
 # Short enough to be known by heart after a few steps, and with a wrong number behind the end to be found where nothing

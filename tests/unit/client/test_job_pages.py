@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from horizon_client.cli.job_views import advice_lines, data_text, event_line, plan_page
-from horizon_client.resources import DeviceRange, MemoryPlan, MessageEvent, PredictedWays, PrepareEvent
+from horizon_client.resources import DeviceRange, MemoryPlan, MessageEvent, PredictedWays, PrepareEvent, SharedBase
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
 
@@ -76,6 +76,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
         lanes=8,
         parallel=parallel,
         ways=ways,
+        base=None,
     )
     assert f"computed on cuda in bfloat16 by 2 devices in 8 lanes{wanted}\n" in plan_page(plan)
     span = DeviceRange(least=1, most=4, host_bytes=3 << 30, device_bytes=0)
@@ -84,6 +85,12 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
     assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page
     nodes = ", planned for 1 of 1 to 4 nodes (3.0 GiB of this node's memory are kept for any number of them): it fits"
     assert f"{wanted.removesuffix(': it fits')}{nodes}\n" in plan_page(dataclasses.replace(plan, node_range=span))
+    base = SharedBase(num_bytes=3 << 30, num_jobs=0)
+    text = "\nbase: 3.0 GiB, in memory once for all jobs on it"
+    assert f"it fits{text}\n" in plan_page(dataclasses.replace(plan, base=base))
+    for number, others in ((1, "1 job"), (9, "9 jobs")):
+        shared = dataclasses.replace(plan, base=dataclasses.replace(base, num_jobs=number))
+        assert f"it fits{text}, with {others} when planned\n" in plan_page(shared)
     # A hint needs no prediction, and submit says it after the warnings.
     hinted = dataclasses.replace(plan, hint="another tool is faster", warnings=("no",))
     assert plan_page(hinted).endswith("\nhint: another tool is faster")

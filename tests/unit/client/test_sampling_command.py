@@ -121,7 +121,14 @@ def test_an_answer_comes_when_it_is_complete() -> None:
         return SampledText(prompt=prompt, text=text, num_tokens=2, ended=ended, **NO_TOKENS)
 
     figures = SampleFigures(
-        num_prompt_tokens=3, num_tokens=4, load_s=1.0, duration_s=2.0, tokens_per_second=2.0, weights="tiny in nf4"
+        num_prompt_tokens=3,
+        num_tokens=4,
+        load_s=1.0,
+        duration_s=2.0,
+        tokens_per_second=2.0,
+        weights="tiny in nf4",
+        num_passes=2,
+        num_shared_passes=0,
     )
     noted = Noted()
     pieces: list[Any] = [piece(0, "a"), piece(1, "x", "stop"), piece(0, "b", "length"), figures]
@@ -146,7 +153,14 @@ def test_the_time_that_a_caller_waited_is_said() -> None:
         (0.0, 5.0, "tokens/s), after 3.0 s of waiting"),
     ):
         figures = SampleFigures(
-            num_prompt_tokens=3, num_tokens=4, load_s=load_s, duration_s=2.0, tokens_per_second=2.0, weights=""
+            num_prompt_tokens=3,
+            num_tokens=4,
+            load_s=load_s,
+            duration_s=2.0,
+            tokens_per_second=2.0,
+            weights="",
+            num_passes=2,
+            num_shared_passes=1,
         )
         times, noted = iter((100.0, 100.0 + end_s)), Noted()
         assert list(answers([figures], [], noted, clock=times.__next__)) == []

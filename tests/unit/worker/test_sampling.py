@@ -10,38 +10,28 @@ from typing import Any
 
 import pytest
 from tests.support.adapters import write_adapter_checkpoint
+from tests.support.scripted_calls import answered, ask
 
 from horizon_formats.formats import DatasetFormat
-from horizon_server.codec import from_plain, to_plain
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import Chat, normalise
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.engine.generation.sequences import NewToken
 from horizon_server.errors import DoesNotFit, HorizonError, InvalidData, InvalidModel
+from horizon_server.events import SampledText
 from horizon_server.records.sample import (
     MAX_PROMPT_TOKENS,
     SampleAdapter,
-    SampleFigures,
     SampleMessage,
-    SampleOptions,
+    SampleModel,
     SamplePrompt,
-    SampleRequest,
 )
 from horizon_server.store.manifest import read_manifest
-from horizon_server.worker import sampling
-from horizon_server.worker.sampling import Answerer, _AnswerWriter, encoded, stop_tokens
+from horizon_server.worker import answering, sampling
+from horizon_server.worker.answering import _AnswerWriter, encoded, stop_tokens
 
+BOX = SamplePrompt(text="The lab box")
 CHAT = SamplePrompt(messages=(SampleMessage(role="user", content="Who are you?"),))
-
-
-class Sent:
-    """Takes the place of the daemon's pipe."""
-
-    def __init__(self) -> None:
-        self.lines: list[Any] = []
-
-    def send(self, line: Any) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -54,47 +44,32 @@ def codec(folder: Path) -> TextCodec:
     return TextCodec.from_folder(folder)
 
 
-def request(folder: Path, *prompts: SamplePrompt, cache_bytes: int = 2**30, **options: Any) -> SampleRequest:
-    return SampleRequest(
-        folder=folder,
-        prompts=prompts or (SamplePrompt(text="The lab box"),),
-        options=SampleOptions(**{"max_tokens": 8, **options}),
-        num_threads=1,
-        cache_bytes=cache_bytes,
-    )
-
-
-def answer(asked: SampleRequest, sent: Sent) -> SampleFigures:
-    """What a new child answers."""
-    return Answerer().answer(asked, sent)  # type: ignore[arg-type]
-
-
-def text_of(sent: Sent, prompt: int = 0) -> str:
-    return "".join(line.text for line in sent.lines if line.prompt == prompt)
+def model_of(folder: Path, **changes: Any) -> SampleModel:
+    return SampleModel(**{"folder": folder, "num_threads": 1, "cache_bytes": 2**30, **changes})
 
 
 def test_the_answers_of_a_call_are_those_of_each_prompt_alone(folder: Path) -> None:
-    both, alone = Sent(), Sent()
-    figures = answer(request(folder, SamplePrompt(text="The lab box"), CHAT), both)
-    answer(request(folder, CHAT), alone)
+    both = answered(model_of(folder), [ask(1, BOX, CHAT)])
+    alone = answered(model_of(folder), [ask(1, CHAT)])
 
-    assert text_of(both, 1) == text_of(alone, 0) != ""
-    assert [line.ended for line in both.lines if line.ended] == ["length", "length"]
-    assert figures.num_tokens == 16
-    assert figures.duration_s > 0
+    assert both.text(1, 1) == alone.text(1) != ""
+    assert [line.ended for line in both.lines[1] if isinstance(line, SampledText) and line.ended] == ["length"] * 2
+    assert both.figures(1).num_tokens == 16
+    assert both.figures(1).duration_s > 0
 
 
 def test_the_answers_of_a_model_that_stayed_are_those_of_a_new_child(folder: Path) -> None:
-    drawn = request(folder, CHAT, temperature=0.9, seed=7)
-    long = request(folder, SamplePrompt(text="The lab box " * 30), CHAT, max_tokens=40, temperature=1.3)
-    answerer, first, between, again, fresh = Answerer(), Sent(), Sent(), Sent(), Sent()
-    for asked, sent in ((drawn, first), (long, between), (drawn, again)):
-        answerer.answer(asked, sent)  # type: ignore[arg-type]
-    answer(drawn, fresh)
+    drawn: dict[str, Any] = {"temperature": 0.9, "seed": 7}
+    long: dict[str, Any] = {"max_tokens": 40, "temperature": 1.3}
+    prompts = (SamplePrompt(text="The lab box " * 30), CHAT)
+    # The next one comes when the one before it has ended.
+    orders = [ask(1, CHAT, **drawn)], [ask(2, *prompts, **long)], [ask(3, CHAT, **drawn)]
+    stayed = answered(model_of(folder), orders[0], *[[]] * 8, orders[1], *[[]] * 40, orders[2])
+    fresh = answered(model_of(folder), [ask(1, CHAT, **drawn)])
 
-    assert text_of(first) == text_of(again) == text_of(fresh) != ""
-    answer(long, fresh := Sent())
-    assert [text_of(between, 0), text_of(between, 1)] == [text_of(fresh, 0), text_of(fresh, 1)]
+    assert stayed.text(1) == stayed.text(3) == fresh.text(1) != ""
+    fresh = answered(model_of(folder), [ask(1, *prompts, **long)])
+    assert [stayed.text(2, 0), stayed.text(2, 1)] == [fresh.text(1, 0), fresh.text(1, 1)]
 
 
 def test_a_chat_is_rendered_with_the_cue_for_an_answer(codec: TextCodec) -> None:
@@ -120,8 +95,7 @@ def test_tools_and_their_calls_are_rendered_as_in_training(folder: Path, tmp_pat
         "}}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     )
     codec = TextCodec.from_folder(model)
-    asked = request(model, SamplePrompt(chat_json=json.dumps(WITH_TOOLS)))
-    [prompt] = from_plain(SampleRequest, to_plain(asked)).prompts
+    prompt = SamplePrompt(chat_json=json.dumps(WITH_TOOLS))
     row = normalise(WITH_TOOLS, DatasetFormat.MESSAGES, {})
     assert isinstance(row, Chat) and codec.chat_template is not None
     wanted = codec.chat_template.render(row.messages, tools=row.tools)
@@ -163,12 +137,12 @@ def test_a_template_that_never_ends_is_ended(folder: Path, tmp_path: Path, monke
     )
     monkeypatch.setattr(sampling, "RENDER_S", 0.3)
     with pytest.raises(InvalidModel, match=r"chat template takes more than 0\.3 s"):
-        answer(request(endless, CHAT), Sent())
+        answered(model_of(endless), [ask(1, CHAT)]).figures(1)
 
 
 def test_what_takes_more_than_the_cache_may_have_is_refused_with_the_numbers(folder: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"1 prompts with answers of up to 8 tokens take .* MiB"):
-        answer(request(folder, cache_bytes=100), Sent())
+        answered(model_of(folder, cache_bytes=100), [ask(1, BOX)]).figures(1)
 
 
 def test_an_answer_ends_with_what_the_folder_says(codec: TextCodec, folder: Path, tmp_path: Path) -> None:
@@ -183,16 +157,15 @@ def test_an_answer_ends_with_what_the_folder_says(codec: TextCodec, folder: Path
 
 
 def test_an_answer_ends_with_what_the_checkpoint_of_an_adapter_says(folder: Path, tmp_path: Path) -> None:
-    sent, first = Sent(), Sent()
-    prompt = SamplePrompt(text="The lab box")
-    answer(request(folder, prompt), first)
+    first = answered(model_of(folder), [ask(1, BOX)])
     codec = TextCodec.from_folder(folder)
     # What the model writes first ends its answer, where the folder next to the weights says so.
-    begin = codec.encode_ids(text_of(first))[0]
+    begin = codec.encode_ids(first.text(1))[0]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, begin]}))
-    asked = replace(request(folder, prompt), answers=tmp_path)
-    figures = answer(from_plain(SampleRequest, to_plain(asked)), sent)
-    assert (text_of(sent), figures.num_tokens, sent.lines[-1].ended) == ("", 1, "stop")
+    ended = answered(model_of(folder, answers=tmp_path), [ask(1, BOX)])
+    last = ended.lines[1][-2]
+    assert isinstance(last, SampledText)
+    assert (ended.text(1), ended.figures(1).num_tokens, last.ended) == ("", 1, "stop")
 
 
 def test_a_broken_generation_config_lists_nothing(codec: TextCodec, folder: Path, tmp_path: Path) -> None:
@@ -203,21 +176,21 @@ def test_a_broken_generation_config_lists_nothing(codec: TextCodec, folder: Path
 
 
 def test_text_is_sent_in_whole_characters(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_TEXT_EVERY_S", 0.0)
-    sent = Sent()
-    writer = _AnswerWriter(4, 0, codec, (), sent.send)
+    monkeypatch.setattr(answering, "_TEXT_EVERY_S", 0.0)
+    sent: list[SampledText] = []
+    writer = _AnswerWriter(4, 0, codec, (), sent.append)  # type: ignore[arg-type]
     text = "na\u00efve \u4e2d\u6587 \U0001f600!"
     ids = codec.encode_ids(text)
     for token in ids:
         writer.add(NewToken(prompt=4, token=token, ended=None))
     writer.add(NewToken(prompt=4, token=codec.eos_id or 0, ended="stop"))
 
-    assert text_of(sent, 4) == text
-    assert all("\N{REPLACEMENT CHARACTER}" not in line.text for line in sent.lines)
-    assert len(sent.lines) > 3
-    last = sent.lines[-1]
+    assert "".join(line.text for line in sent) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in line.text for line in sent)
+    assert len(sent) > 3
+    last = sent[-1]
     assert (last.prompt, last.text, last.num_tokens, last.ended) == (4, "", len(ids) + 1, "stop")
-    assert [token for line in sent.lines for token in line.tokens] == [*ids, codec.eos_id or 0]
+    assert [token for line in sent for token in line.tokens] == [*ids, codec.eos_id or 0]
 
 
 def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Path) -> None:
@@ -226,7 +199,7 @@ def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Pat
     for file in broken.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(HorizonError) as caught:
-        Answerer().work(to_plain(request(broken)), Sent())  # type: ignore[arg-type]
+        answered(model_of(broken), [ask(1, BOX)])
     assert str(tmp_path) not in caught.value.message
     assert isinstance(caught.value, InvalidModel)
 
@@ -236,13 +209,11 @@ def test_an_adapter_answers_as_its_merged_model_does(folder: Path, tmp_path: Pat
     base = read_manifest(checkpoint).base
     assert base is not None
     adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, digests=tmp_path / "digests")
-    alone, adapted, merged = Sent(), Sent(), Sent()
-    answer(request(folder, CHAT), alone)
-    with_adapter = replace(request(folder, CHAT), adapter=adapter)
-    answer(from_plain(SampleRequest, to_plain(with_adapter)), adapted)
-    answer(request(checkpoint / "merged", CHAT), merged)
+    alone = answered(model_of(folder), [ask(1, CHAT)])
+    adapted = answered(model_of(folder, adapter=adapter), [ask(1, CHAT)])
+    merged = answered(model_of(checkpoint / "merged"), [ask(1, CHAT)])
 
-    assert text_of(adapted) == text_of(merged) != text_of(alone)
-    other = replace(with_adapter, adapter=replace(adapter, base_sha256="0" * 64))
+    assert adapted.text(1) == merged.text(1) != alone.text(1)
+    other = model_of(folder, adapter=replace(adapter, base_sha256="0" * 64))
     with pytest.raises(InvalidModel, match="the model is not the one that the checkpoint's adapter was trained on"):
-        answer(other, Sent())
+        answered(other, [ask(1, CHAT)])

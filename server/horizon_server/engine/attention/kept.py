@@ -36,6 +36,8 @@ class KeptKeys:
     def __init__(self, num_layers: int) -> None:
         self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._free: list[int] = []
+        # Tokens that each place in use needs room for.
+        self._needed: dict[int, int] = {}
         self.num_places = self.capacity = 0
 
     def take(self, number: int, *, capacity: int) -> list[int]:
@@ -47,24 +49,36 @@ class KeptKeys:
         # The first ones, so that what is computed over all places is little more than what is wanted.
         self._free.sort()
         taken, self._free = self._free[:number], self._free[number:]
+        self._needed |= dict.fromkeys(taken, places_of(capacity))
         return taken
 
     def give_back(self, places: Sequence[int]) -> None:
-        """Places whose sequences have ended; the memory stays until all have."""
+        """Places whose sequences have ended. The memory gets smaller once half of it, or more, is for none: what is
+        kept is copied for that, so not for each one that ends."""
         self._free += places
-        if len(self._free) == self.num_places:
+        for place in places:
+            del self._needed[place]
+        if not self._needed:
             self._buffers = [[] for _ in self._buffers]
             self._free, self.num_places, self.capacity = [], 0, 0
+            return
+        # A copy may still be on its way in compute: any of these sizes has room for the places in use.
+        if (capacity := max(self._needed.values())) <= self.capacity // 2:
+            self.capacity = capacity
+        if (num_places := max(self._needed) + 1) <= self.num_places // 2:
+            self.num_places = num_places
+            self._free = [place for place in self._free if place < num_places]
 
     def layer(self, layer: int, like: Sequence[Tensor]) -> list[Tensor]:
         """What a layer keeps, with room for all places; `like` are keys and values, [G, T, E]. Shapes: [B, G, C, E]."""
         before, shape = self._buffers[layer], (self.num_places, self.capacity)
         if not before or (before[0].shape[0], before[0].shape[2]) != shape:
             # Zeros: what is hidden is multiplied too, and must be finite.
-            grown = [new.new_zeros(shape[0], new.shape[0], shape[1], new.shape[2]) for new in like]
-            for buffer, old in zip(grown, before, strict=False):
-                buffer[: old.shape[0], :, : old.shape[2]] = old
-            self._buffers[layer] = grown
+            resized = [new.new_zeros(shape[0], new.shape[0], shape[1], new.shape[2]) for new in like]
+            for buffer, old in zip(resized, before, strict=False):
+                num_places, capacity = min(old.shape[0], shape[0]), min(old.shape[2], shape[1])
+                buffer[:num_places, :, :capacity] = old[:num_places, :, :capacity]
+            self._buffers[layer] = resized
         return self._buffers[layer]
 
     def copy(self, source: int, targets: Sequence[int]) -> None:

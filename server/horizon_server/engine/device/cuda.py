@@ -113,9 +113,10 @@ class CudaDevice(QueuedDevice):
             memory = store.plane(plane)
             # The embedding begins before a `grad` plane that leaves it out, and a frozen unit where the next one does.
             cuts = {max(0, store.layout.offset_in(plane, unit)) for unit in units}
-            for part in store.held(plane):
-                inside = {cut - part.start for cut in cuts if part.start < cut < part.stop}
-                self._pinned.add(memory[part], cuts=sorted({0, *inside, part.stop - part.start}))
+            with store.frozen_writable():
+                for part in store.held(plane):
+                    inside = {cut - part.start for cut in cuts if part.start < cut < part.stop}
+                    self._pinned.add(memory[part], cuts=sorted({0, *inside, part.stop - part.start}))
         # Gradients are rounded to bf16 in parts: a buffer for the whole would take half a slot more.
         wanted = min(CAST_ELEMENTS, max(unit.trained_elements for unit in units))
         if self._cast is None or self._cast.numel() < wanted:

@@ -20,9 +20,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,6 +32,7 @@ from horizon_server.engine.cross_entropy import log_probabilities
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.generation.cache import LayerCacheSize, SequenceCache
 from horizon_server.engine.generation.choosing import Choice, choose
+from horizon_server.engine.generation.found import Found, add_scores, new_token, scored_prompt, tensors, write_top
 from horizon_server.engine.generation.kept_trial import try_kept
 from horizon_server.engine.generation.passes import Pass, RowPass, SequencePass
 from horizon_server.engine.generation.sequences import (
@@ -43,7 +43,7 @@ from horizon_server.engine.generation.sequences import (
     NewToken,
     ScoredPrompt,
     Sequence,
-    Top,
+    in_pieces,
     refused,
 )
 from horizon_server.engine.generation.trial import try_cache
@@ -59,17 +59,6 @@ from horizon_server.store.host_store import HostStore
 _UNITS_AHEAD = 2
 _LEAST_SHARED = 16
 """Tokens that prompts have in common at their beginning, from which on these are computed once."""
-
-
-@dataclass(eq=False, kw_only=True)
-class _Found:
-    """What a pass is to find, where compute writes it. Shapes: [C], [P], and with K likeliest tokens [C, K], [P, K]."""
-
-    tokens_C: Tensor
-    logprobs_C: Tensor
-    logprobs_P: Tensor
-    top_C: tuple[Tensor, Tensor] | None
-    top_P: tuple[Tensor, Tensor] | None
 
 
 def generation_template(make: Callable[[bool], Template]) -> Template:
@@ -213,7 +202,7 @@ class TokenGenerator:
 
     def drop(self, ticket: int) -> None:
         """Answer the prompts of a ticket no more, and free what they hold."""
-        self._give_back([sequence.place for sequence in self._running if sequence.ticket == ticket])
+        self._give_back([one.place for one in self._running if one.ticket == ticket and not one.followers])
         self._running = [sequence for sequence in self._running if sequence.ticket != ticket]
         charged = self._charged.pop(ticket, 0)
         if not self._is_released:
@@ -233,21 +222,55 @@ class TokenGenerator:
         if all(sequence.ticket != ticket for sequence in self._running):
             self.drop(ticket)
 
-    def step(self) -> list[tuple[int, New]]:
-        """The next token of every answer, with the ticket of each. A ticket ends with its last token."""
+    @property
+    def num_sequences(self) -> int:
+        """Answers that are not at their end."""
+        return sum(len(sequence.samples) for sequence in self._running)
+
+    def kept_bytes(self, more: SequenceOf[int] = ()) -> int:
+        """What is kept of the prompts that are being answered, with further sequences of at most so many tokens."""
+        if not self._packs:
+            running = (len(sequence.samples) * self.cache_bytes(sequence.capacity) for sequence in self._running)
+            return sum(running) + sum(map(self.cache_bytes, more))
+        num_places = max(self._kept.num_places, self.num_sequences + len(more))
+        # All places have the room of the largest.
+        return num_places * self.cache_bytes(max(self._kept.capacity, *map(places_of, more), 0))
+
+    def step(self, *, held: Collection[int] = (), most_prompt_tokens: int | None = None) -> list[tuple[int, New]]:
+        """The next token of every answer, with the ticket of each; none of the tickets that are `held`. A ticket ends
+        with its last token.
+
+        With `most_prompt_tokens`, no more tokens of prompts are computed in this pass, and the others in later ones: so
+        a long prompt does not keep the answers to others waiting. Where sequences run one after the other, a prompt is
+        always computed at once.
+        """
         # The caller may have released it after the last token.
         self._take_device()
-        if not self._running:
+        running = [one for one in self._running if one.ticket not in held and not one.waits]
+        if most_prompt_tokens is not None and self._packs:
+            running = in_pieces(running, most_prompt_tokens)
+        if not running:
             return []
-        found = self._pass(self._running)
+        found = self._pass(running)
         news: list[tuple[int, New]] = []
-        still: list[Sequence] = []
+        computed = set(map(id, running))
+        still = [sequence for sequence in self._running if id(sequence) not in computed]
         first_scored = place = 0
-        for sequence in self._running:
+        for sequence in running:
             if sequence.scores_prompt:
-                scored = slice(first_scored, first_scored + sequence.num_new - 1)
+                scored = slice(first_scored, first_scored + sequence.num_scored)
                 first_scored = scored.stop
-                news.append((sequence.ticket, _scored(sequence, found, scored)))
+                add_scores(sequence, found, scored)
+                if not sequence.later_ids.numel():
+                    news.append((sequence.ticket, scored_prompt(sequence)))
+            if sequence.later_ids.numel():
+                sequence.num_computed += sequence.num_new
+                sequence.new_ids, sequence.later_ids = sequence.later_ids, sequence.later_ids[:0]
+                still.append(sequence)
+                continue
+            if sequence.followers:
+                self._begin_followers(sequence)
+                continue
             places = range(place, place + sequence.num_chosen)
             place = places.stop
             sequence.num_computed += sequence.num_new
@@ -266,7 +289,7 @@ class TokenGenerator:
                     still.append(one)
                 else:
                     ended_places.append(one.place)
-                news.append((sequence.ticket, _new_token(one, token, ended, found, at)))
+                news.append((sequence.ticket, new_token(one, token, ended, found, at)))
             self._give_back(ended_places)
         # Those that ended give their cache's memory back here.
         self._running = still
@@ -370,7 +393,8 @@ class TokenGenerator:
         self._charged[ticket] = charged
 
     def _begun(self, ticket: int, prompts: SequenceOf[SequenceOf[int]], options: GenerationOptions) -> list[Sequence]:
-        """The sequences of prompts. What all of them have in common at their beginning is computed here, once."""
+        """The sequences of prompts. What all of them have in common at their beginning is computed once, before the
+        rest."""
         ids = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
         longest = [len(prompt) + options.max_tokens for prompt in prompts]
         samples = list(range(options.num_samples))
@@ -386,13 +410,20 @@ class TokenGenerator:
             for index, (prompt, capacity) in enumerate(zip(ids, longest, strict=True))
         ]
         if num_shared:
-            shared = self._sequence(ticket, 0, [], options, ids[0][:num_shared], num_shared)
-            self._pass([shared])
-            self._copy(shared, begun)
-            self._kept.give_back([shared.place])
+            # In the place of the first one, which has room for all of it.
+            shared = copy.copy(begun[0])
+            shared.samples, shared.new_ids, shared.followers = [], ids[0][:num_shared], begun
             for sequence in begun:
-                sequence.num_computed = num_shared
+                sequence.num_computed, sequence.waits = num_shared, True
+            return [shared, *begun]
         return begun
+
+    def _begin_followers(self, shared: Sequence) -> None:
+        """Have what begins with the tokens of a sequence continue from them."""
+        others = [sequence for sequence in shared.followers if sequence.place != shared.place]
+        self._copy(shared, others)
+        for sequence in shared.followers:
+            sequence.waits = False
 
     def _sequence(
         self,
@@ -433,7 +464,7 @@ class TokenGenerator:
         work = partial(self._kept.copy, source.place, [one.place for one in targets])
         self._device.compute.submit(work, label="copy of what is kept")
 
-    def _pass(self, sequences: SequenceOf[Sequence]) -> _Found:
+    def _pass(self, sequences: SequenceOf[Sequence]) -> Found:
         """Compute the new tokens of all sequences, and what follows them. Returns it on the host."""
         template, device = self._template, self._device
         ids_N = torch.cat([sequence.new_ids for sequence in sequences])
@@ -460,23 +491,23 @@ class TokenGenerator:
                 done.popleft().wait()
         on_host = self._empty(sequences, lambda tensor: tensor)
         device.d2h.wait(device.compute.record())
-        for source, target in zip(_tensors(found), _tensors(on_host), strict=True):
+        for source, target in zip(tensors(found), tensors(on_host), strict=True):
             if target.numel():
                 device.read_back(source, target)
         device.d2h.record().wait()
         device.raise_failure()
         return on_host
 
-    def _empty(self, sequences: SequenceOf[Sequence], place: Callable[[Tensor], Tensor]) -> _Found:
+    def _empty(self, sequences: SequenceOf[Sequence], place: Callable[[Tensor], Tensor]) -> Found:
         num_chosen = sum(sequence.num_chosen for sequence in sequences)
-        num_scored = sum(sequence.num_new - 1 for sequence in sequences if sequence.scores_prompt)
+        num_scored = sum(sequence.num_scored for sequence in sequences)
 
         def top(num: int, most: int) -> tuple[Tensor, Tensor] | None:
             if not most:
                 return None
             return place(torch.zeros(num, most, dtype=torch.int64)), place(torch.zeros(num, most))
 
-        return _Found(
+        return Found(
             tokens_C=place(torch.zeros(num_chosen, dtype=torch.int64)),
             logprobs_C=place(torch.zeros(num_chosen)),
             logprobs_P=place(torch.zeros(num_scored)),
@@ -484,13 +515,13 @@ class TokenGenerator:
             top_P=top(num_scored, max(sequence.options.prompt_logprobs or 0 for sequence in sequences)),
         )
 
-    def _enqueue_head(self, sequences: SequenceOf[Sequence], rows: Pass, flat: Tensor, found: _Found) -> None:
+    def _enqueue_head(self, sequences: SequenceOf[Sequence], rows: Pass, flat: Tensor, found: Found) -> None:
         """Choose the next tokens, and score the prompts that are to be."""
         place = scored = 0
         at: list[tuple[int, list[Choice]]] = []
         for index, sequence in enumerate(sequences):
             if sequence.scores_prompt:
-                targets = self._device.place(sequence.new_ids[1:].contiguous())
+                targets = self._device.place(sequence.scored_ids)
                 for start in range(0, targets.numel(), self._head_chunk):
                     part = slice(start, min(start + self._head_chunk, targets.numel()))
                     into = slice(scored + part.start, scored + part.stop)
@@ -511,7 +542,7 @@ class TokenGenerator:
         rows: Pass,
         chosen: SequenceOf[tuple[int, list[Choice]]],
         flat: Tensor,
-        found: _Found,
+        found: Found,
         into: slice,
     ) -> None:
         logits_SV = self._logits(rows.last_hidden([index for index, _ in chosen]), flat)
@@ -521,7 +552,7 @@ class TokenGenerator:
         tokens_C = choose(logits_SV, [choice for _, choices in chosen for choice in choices])
         found.tokens_C[into] = tokens_C
         found.logprobs_C[into] = log_probabilities(logits_SV, tokens_C)
-        _write_top(logits_SV, found.top_C, into)
+        write_top(logits_SV, found.top_C, into)
 
     def _score(
         self,
@@ -530,12 +561,12 @@ class TokenGenerator:
         part: slice,
         targets: Tensor,
         flat: Tensor,
-        found: _Found,
+        found: Found,
         into: slice,
     ) -> None:
         logits_PV = self._logits(rows.hidden(index)[:, part], flat)
         found.logprobs_P[into] = log_probabilities(logits_PV, targets)
-        _write_top(logits_PV, found.top_P, into)
+        write_top(logits_PV, found.top_P, into)
 
     def _logits(self, hidden_1CD: Tensor, flat: Tensor) -> Tensor:
         parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._head.unit_index]}
@@ -552,42 +583,3 @@ def _num_shared(prompts: SequenceOf[SequenceOf[int]]) -> int:
     first = prompts[0][:most]
     num = next((i for i in range(most) if any(prompt[i] != first[i] for prompt in prompts)), most)
     return num if num >= _LEAST_SHARED else 0
-
-
-def _tensors(found: _Found) -> list[Tensor]:
-    return [found.tokens_C, found.logprobs_C, found.logprobs_P, *(found.top_C or ()), *(found.top_P or ())]
-
-
-def _write_top(logits_CV: Tensor, top: tuple[Tensor, Tensor] | None, into: slice) -> None:
-    if top is not None:
-        tokens, logprobs = top
-        values, tokens[into] = torch.log_softmax(logits_CV.float(), -1).topk(tokens.shape[1], -1)
-        logprobs[into] = values
-
-
-def _top_at(top: tuple[Tensor, Tensor] | None, at: int, most: int | None) -> Top:
-    if top is None or not most:
-        return ()
-    tokens, logprobs = (part[at, :most].tolist() for part in top)
-    return tuple(zip(tokens, logprobs, strict=True))
-
-
-def _scored(sequence: Sequence, found: _Found, places: slice) -> ScoredPrompt:
-    most = sequence.options.prompt_logprobs
-    return ScoredPrompt(
-        prompt=sequence.prompt,
-        logprobs=tuple(found.logprobs_P[places].tolist()),
-        top=tuple(_top_at(found.top_P, at, most) for at in range(places.start, places.stop)),
-    )
-
-
-def _new_token(sequence: Sequence, token: int, ended: Ended | None, found: _Found, at: int) -> NewToken:
-    most = sequence.options.logprobs
-    return NewToken(
-        prompt=sequence.prompt,
-        sample=sequence.samples[0],
-        token=token,
-        ended=ended,
-        logprob=None if most is None else float(found.logprobs_C[at]),
-        top=_top_at(found.top_C, at, most),
-    )

@@ -6,9 +6,11 @@ Shapes: T = tokens of a sequence in a pass, D = hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from horizon_server.engine.generation.cache import SequenceCache
@@ -17,6 +19,8 @@ from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.errors import InvalidData
 
 Ended = Literal["stop", "length"]
+_LEAST_PIECE = 16
+"""Tokens of a prompt that a pass computes, where it does not compute all of it."""
 Top: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at a place with their log-probabilities, the likeliest first."""
 
@@ -92,7 +96,9 @@ class GeneratedAnswer:
 @dataclass(eq=False, kw_only=True)
 class Sequence:
     """A prompt and its answer, or until they differ, all of its answers. `new_ids` are the tokens that the next pass
-    computes. `hidden_1TD` and `calls` are compute's, of a model whose sequences run one after the other."""
+    computes, and `later_ids` those of the prompt that come after them. `followers` are sequences that begin with these
+    tokens, and are computed once they are; then this one, which has no answer, is at its end. `hidden_1TD` and `calls`
+    are compute's, of a model whose sequences run one after the other."""
 
     ticket: int
     prompt: int
@@ -103,6 +109,12 @@ class Sequence:
     """In `KeptKeys`, of a model whose sequences are one row; the others have a `cache`."""
     new_ids: Tensor
     capacity: int
+    later_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    followers: SequenceOf[Sequence] = ()
+    waits: bool = False
+    """For the sequence that it follows."""
+    scores: list[float] = field(default_factory=list)
+    tops: list[Top] = field(default_factory=list)
     num_computed: int = 0
     num_generated: int = 0
     hidden_1TD: Tensor | None = None
@@ -114,14 +126,34 @@ class Sequence:
         return self.new_ids.numel()
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether the next pass computes tokens of the prompt."""
+        return self.num_generated == 0
+
+    @property
     def scores_prompt(self) -> bool:
-        """Whether the next pass is to score the tokens of the prompt."""
-        return self.options.prompt_logprobs is not None and self.num_computed == 0
+        """Whether the next pass is to score tokens of the prompt."""
+        return self.options.prompt_logprobs is not None and self.is_prompt
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens of the prompt that the next pass scores: each by the token before it."""
+        return self.num_new - (not self.later_ids.numel()) if self.scores_prompt else 0
+
+    @property
+    def scored_ids(self) -> Tensor:
+        """These tokens."""
+        return torch.cat([self.new_ids[1:], self.later_ids[:1]])
 
     @property
     def num_chosen(self) -> int:
         """Tokens that the next pass chooses."""
-        return len(self.samples) if self.options.max_tokens else 0
+        return len(self.samples) if self.options.max_tokens and not self.later_ids.numel() else 0
+
+    def take_piece(self, num_tokens: int) -> None:
+        """Have the next pass compute at most so many tokens of the prompt."""
+        ids = torch.cat([self.new_ids, self.later_ids])
+        self.new_ids, self.later_ids = ids[:num_tokens], ids[num_tokens:]
 
     @property
     def choices(self) -> list[Choice]:
@@ -136,6 +168,22 @@ class Sequence:
             )
             for sample in self.samples[: self.num_chosen]
         ]
+
+
+def in_pieces(sequences: SequenceOf[Sequence], most_tokens: int) -> list[Sequence]:
+    """The sequences of a pass that computes at most so many tokens of prompts: an equal part of each, but not less than
+    is worth a pass, and of those first of which least is computed."""
+    prompts = sorted((one for one in sequences if one.is_prompt), key=lambda one: one.num_computed)
+    left, part = most_tokens, max(_LEAST_PIECE, most_tokens // max(1, len(prompts)))
+    chosen = [one for one in sequences if not one.is_prompt]
+    for index, sequence in enumerate(prompts):
+        if left <= 0:
+            break
+        # The last one takes what the others have left.
+        sequence.take_piece(min(left, part if index + 1 < len(prompts) else left))
+        left -= sequence.num_new
+        chosen.append(sequence)
+    return chosen
 
 
 def refused(name: str, description: str) -> InvalidData:
