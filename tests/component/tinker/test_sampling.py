@@ -149,5 +149,5 @@ def test_a_client_is_handed_to_another_process(base: SamplingClient, adapter: Tr
 
 
 def test_what_cannot_be_sampled_says_why(base: SamplingClient) -> None:
-    with pytest.raises((BadRequestError, RequestFailedError), match="positions"):
+    with pytest.raises((BadRequestError, RequestFailedError), match="at most 1024"):
         base.sample(types.ModelInput.from_ints([5] * 1024), 1, types.SamplingParams(max_tokens=6)).result(PATIENCE_S)
