@@ -59,7 +59,8 @@ Spec = Annotated[
     str,
     Field(
         description="The whole job spec as YAML or JSON text. model and dataset are names that list_models and "
-        "list_datasets show, or an id of the Hugging Face hub that the node has. No file is read or sent."
+        "list_datasets show, or an id of the Hugging Face hub that the node has. Files of this machine are not "
+        "sent, but for the config.json of a model folder that is only planned."
     ),
 ]
 Overrides = Annotated[
