@@ -42,7 +42,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="runs of each, whose median counts")
-    parser.add_argument("--streamed", action="store_true", help="keep no layers in fp32, as where memory is short")
+    parser.add_argument("--streamed", action="store_true", help="keep no weights in fp32, as where memory is short")
     arguments = parser.parse_args()
     torch.set_num_threads(available_cpus())
     torch.manual_seed(0)
@@ -163,7 +163,7 @@ def _generator(folder: Path, *, resident_layers: int) -> TokenGenerator:
     load_model(store, folder)
     template = generation_template(lambda own: Template.from_folder(folder, layout=layout, own_attention=own))
     device = HostDevice(num_threads=available_cpus())
-    return TokenGenerator(template, store, device, resident_layers=resident_layers)
+    return TokenGenerator(template, store, device, resident_layers=resident_layers, resident_head=resident_layers > 0)
 
 
 if __name__ == "__main__":

@@ -193,9 +193,11 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_
     alone = [generator.generate([prompt], options())[0] for prompt in PROMPTS]
     slow = HostDevice(num_threads=1, max_delay_s=0.0005, delay_seed=3)
     resident = begin(model, store, device=slow, resident_layers=2, num_weight_slots=1).generate(PROMPTS, options())
+    all_resident = begin(model, store, resident_layers=2, resident_head=True).generate(PROMPTS, options())
 
     assert alone == together
     assert resident == together
+    assert all_resident == together
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "mixtral"])

@@ -160,14 +160,14 @@ async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: 
     assert wakes
 
 
-async def test_layers_stay_in_fp32_where_there_is_room_and_answer_the_same(make: Any, folder: Path) -> None:
+async def test_weights_stay_in_fp32_where_there_is_room_and_answer_the_same(make: Any, folder: Path) -> None:
     least = sample_memory(sample_layout(open_model_folder(folder)))
     answers = []
-    for free_bytes, keeps in ((2 * (least.total + least.layers), True), (2 * least.total + least.layers, False)):
+    for free_bytes, keeps in ((2 * (least.total + least.kept), True), (2 * least.total + least.kept, False)):
         samples, child, _ = make(free_bytes=free_bytes)
         answers.append(text_of(await everything(samples)))
-        assert child._loaded is not None and child._loaded.memory.keeps_layers is keeps
-        assert child.held_bytes == least.total + keeps * least.layers
+        assert child._loaded is not None and child._loaded.memory.keeps_weights is keeps
+        assert child.held_bytes == least.total + keeps * least.kept
     assert answers[0] == answers[1] != ""
 
 

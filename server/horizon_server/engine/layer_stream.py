@@ -49,8 +49,10 @@ class LayerStream:
         *,
         num_slots: int,
         resident_layers: int = 0,
+        resident_head: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
+        """`resident_head` is for weights that nothing updates while the slots are open."""
         assert num_slots >= 1
         self._ranks, self._ownership = ranks, ranks.ownership(template.layout)
         self._sent_rows: Tensor | None = None
@@ -59,16 +61,19 @@ class LayerStream:
         units = template.layout.units
         # Resident unit -> how often it had been updated when it was copied.
         self._copied = {unit.index: -1 for unit in resident_units(template.layout, resident_layers)}
+        if resident_head:
+            self._copied[units[-1].index] = -1
         # Where compute is in fp32, all weights come exact.
         exact = template.exact_elements if device.compute_dtype != torch.float32 else lambda *, in_layers: 0
+        head_elements = template.head_elements + exact(in_layers=False)
         self._rings = SlotRings(
             device,
             units,
             allocate=lambda num_elements: device.allocate("weights", num_elements, device.compute_dtype),
             give_back=device.free,
-            elements_of=lambda unit: unit.num_elements,
+            elements_of=lambda unit: head_elements if unit.kind == "head" else unit.num_elements,
             num_slots=num_slots,
-            edge_elements=max(units[0].num_elements, template.head_elements) + exact(in_layers=False),
+            edge_elements=max(units[0].num_elements + exact(in_layers=False), head_elements),
             more_layer_elements=exact(in_layers=True),
             resident=self._copied,
         )

@@ -30,12 +30,12 @@ _HEAP_BYTES = 3 * 2**30
 @dataclass(frozen=True, kw_only=True)
 class SampleMemory:
     """`planes` hold the weights, in memory files; `private` is what the child may have besides. Where there is room,
-    the layers stay in fp32 instead of being made anew for each pass, which takes `layers` more."""
+    layers and head stay in fp32 instead of being made anew for each pass, which takes `kept` more."""
 
     planes: int
     private: int
-    layers: int
-    keeps_layers: bool = False
+    kept: int
+    keeps_weights: bool = False
 
     @property
     def total(self) -> int:
@@ -43,11 +43,11 @@ class SampleMemory:
         return self.planes + self.private
 
     def for_room(self, free_bytes: int) -> SampleMemory:
-        """The same with the layers kept, where that takes at most half of what is free: the rest is for jobs and for
-        other children, which need not wait until this one ends."""
-        if self.keeps_layers or self.total + self.layers > free_bytes // 2:
+        """The same with weights that are kept, where that takes at most half of what is free: the rest is for jobs and
+        for other children, which need not wait until this one ends."""
+        if self.total + self.kept > free_bytes // 2:
             return self
-        return dataclasses.replace(self, private=self.private + self.layers, keeps_layers=True)
+        return dataclasses.replace(self, private=self.private + self.kept, keeps_weights=True)
 
 
 def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:
@@ -92,10 +92,15 @@ def evaluated_folder(folder: Path, train: TrainSpec) -> ModelFolder:
 def sample_memory(layout: StoreLayout) -> SampleMemory:
     """What a child that answers from weights of this layout takes at most."""
     embedding, *layers, head = (unit.num_elements for unit in layout.units)
-    edge = max(embedding, head + (embedding if layout.tied else 0))
+    head += embedding if layout.tied else 0
+    edge = max(embedding, head)
     slots = NUM_SLOTS * max(layers, default=0) + edge
     planes = sum(plane_sizes(layout, grad_dtype_bytes=0).values())
-    return SampleMemory(planes=planes, private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES, layers=sum(layers) * _FP32)
+    return SampleMemory(
+        planes=planes,
+        private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES,
+        kept=(sum(layers) + head) * _FP32,
+    )
 
 
 def cache_limit_bytes(spec: JobSpec, folder: ModelFolder) -> int:

@@ -113,14 +113,14 @@ class SampleModel:
     generation_config.json says where answers end: that of the checkpoint, or where it is None, `folder`.
 
     The answers that are computed together are at most `num_sequences`, and their keys and values take at most
-    `cache_bytes`. With `keeps_layers`, all layers stay in fp32 from pass to pass.
+    `cache_bytes`. With `keeps_weights`, layers and head stay in fp32 from pass to pass.
     """
 
     folder: Path
     num_threads: int
     cache_bytes: int
     num_sequences: int = MAX_ANSWERS
-    keeps_layers: bool = False
+    keeps_weights: bool = False
     adapter: SampleAdapter | None = None
     answers: Path | None = None
 

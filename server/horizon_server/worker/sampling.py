@@ -273,8 +273,13 @@ def answer_calls(plain: Any, events: EventWriter) -> None:
 
 def _generator(model: SampleModel) -> TokenGenerator:
     template, store = _loaded(model)
-    resident_layers = template.num_layers if model.keeps_layers else 0
-    return TokenGenerator(template, store, HostDevice(num_threads=model.num_threads), resident_layers=resident_layers)
+    return TokenGenerator(
+        template,
+        store,
+        HostDevice(num_threads=model.num_threads),
+        resident_layers=template.num_layers if model.keeps_weights else 0,
+        resident_head=model.keeps_weights,
+    )
 
 
 def _loaded(model: SampleModel) -> tuple[Template, HostStore]:

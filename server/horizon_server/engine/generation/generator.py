@@ -74,7 +74,7 @@ class TokenGenerator:
 
     What is kept of sequences is on the device where it fits beside the weights in flight, else in host memory: then
     each layer's part is copied to the device for its call and back, which changes the speed only. Weights of
-    `resident_layers` stay on the device. Thread: one driving thread.
+    `resident_layers` stay on the device, and with `resident_head` the head. Thread: one driving thread.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class TokenGenerator:
         *,
         num_weight_slots: int = NUM_SLOTS,
         resident_layers: int = 0,
+        resident_head: bool = False,
     ) -> None:
         """Try on the real weights whether the model can be computed token by token.
 
@@ -105,7 +106,13 @@ class TokenGenerator:
         # It never updates anything; the stream asks it when a unit may be read.
         updates = Optimizer(store, device, num_threads=1, table=None)
         self._stream = LayerStream(
-            template, store, device, updates, num_slots=num_weight_slots, resident_layers=resident_layers
+            template,
+            store,
+            device,
+            updates,
+            num_slots=num_weight_slots,
+            resident_layers=resident_layers,
+            resident_head=resident_head,
         )
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
