@@ -200,6 +200,24 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_
     assert all_resident == together
 
 
+def test_answers_that_end_with_their_first_token_are_copied_before_their_places_are_gone(
+    engine: Engine, begin: Begin
+) -> None:
+    model = lively(engine.tiny_model("qwen3"))
+    slow = HostDevice(num_threads=1, max_delay_s=0.02, delay_seed=1)
+    generator = begin(model, model.store(), device=slow)
+    how = options(num_samples=3, temperature=1.0, max_tokens=1, stop_tokens=frozenset())
+    for _ in range(3):
+        answers = generator.generate(PROMPTS[:2], how)
+        assert [len(one.tokens) for one in answers] == [1] * 6
+    # One answer of several is ended by its caller.
+    ticket = generator.add(PROMPTS[:1], options(num_samples=2, temperature=1.0, stop_tokens=frozenset()))
+    generator.step()
+    generator.end(ticket, 0, 1)
+    while generator.is_busy(ticket):
+        generator.step()
+
+
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "mixtral"])
 def test_prompts_that_join_between_tokens_and_are_held_have_the_answers_that_they_have_alone(
     architecture: str, engine: Engine, begin: Begin

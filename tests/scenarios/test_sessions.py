@@ -267,9 +267,16 @@ def test_a_program_that_ends_attaches_again(client: Client) -> None:
         assert whole.forward(rows_of(2)).result() == found
 
 
-def rewards_of(client: Client, *, most_steps: int) -> list[float]:
+def planes_of(daemon: DaemonProcess) -> set[str]:
+    """The memory files that the session's worker has mapped, by their inodes: all places where weights can be."""
+    (pid,) = daemon.worker_pids()
+    maps = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {fields[4] for fields in maps if len(fields) == 6 and fields[5].startswith("/memfd:")}
+
+
+def rewards_of(client: Client, *, most_steps: int, look: Callable[[], object] = lambda: None) -> list[float]:
     """The mean rewards of the steps of GRPO on a toy, until it is learned: an answer is the better, the more of its
-    tokens are divisible by eight."""
+    tokens are divisible by eight. `look` is called after every step."""
     with session_of(client, lora={"rank": 8, "alpha": 32}) as session:
         rewards: list[float] = []
         for step in range(most_steps):
@@ -290,12 +297,16 @@ def rewards_of(client: Client, *, most_steps: int) -> list[float]:
                     }
                 )
             session.forward_backward(rows, loss="importance_sampling")
-            session.optim_step(2e-2)
+            session.optim_step(2e-2).result()
+            look()
         return rewards
 
 
-def test_online_learning_raises_the_reward_the_same_way_each_time(client: Client) -> None:
-    rewards = rewards_of(client, most_steps=100)
+def test_online_learning_raises_the_reward_the_same_way_each_time(client: Client, daemon: DaemonProcess) -> None:
+    planes: list[set[str]] = []
+    rewards = rewards_of(client, most_steps=100, look=lambda: planes.append(planes_of(daemon)))
+    # Answers and steps are of the same memory, from the first step to the last: there is no second copy of a weight.
+    assert planes[0] and all(found == planes[0] for found in planes)
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.8, rewards
     assert rewards_of(client, most_steps=10) == rewards[:10]
 

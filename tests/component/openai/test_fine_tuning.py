@@ -130,7 +130,7 @@ def test_the_losses_of_its_steps_are_a_file(client: OpenAI, connect: Connect, do
     with pytest.raises(BadRequestError, match="goes with the job"):
         client.files.delete(file_id)
     with pytest.raises(NotFoundError, match="No such File object"):
-        connect("eve").files.content(file_id)
+        connect("bob").files.content(file_id)
     with pytest.raises(NotFoundError, match="No such File object"):
         client.files.retrieve("file-job_000000000000")
 

@@ -62,7 +62,6 @@ class KeptKeys:
             self._buffers = [[] for _ in self._buffers]
             self._free, self.num_places, self.capacity = [], 0, 0
             return
-        # A copy may still be on its way in compute: any of these sizes has room for the places in use.
         if (capacity := max(self._needed.values())) <= self.capacity // 2:
             self.capacity = capacity
         if (num_places := max(self._needed) + 1) <= self.num_places // 2:

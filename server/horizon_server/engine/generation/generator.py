@@ -470,6 +470,8 @@ class TokenGenerator:
         """Have sequences continue from what is kept of another one."""
         work = partial(self._kept.copy, source.place, [one.place for one in targets])
         self._device.compute.submit(work, label="copy of what is kept")
+        # Their places may be given back from now on, and what is kept get smaller.
+        self._device.compute.record().wait()
 
     def _pass(self, sequences: SequenceOf[Sequence]) -> Found:
         """Compute the new tokens of all sequences, and what follows them. Returns it on the host."""
