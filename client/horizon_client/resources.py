@@ -375,6 +375,8 @@ class SharedBase:
     """What they take. It is among host_bytes, as base."""
     num_jobs: int
     """Resident jobs that were on them when the plan was made, without this one."""
+    key: str
+    """Jobs of a node whose bases have the same key share them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2029,17 +2029,21 @@ class SharedBase(google.protobuf.message.Message):
 
     NUM_BYTES_FIELD_NUMBER: builtins.int
     NUM_JOBS_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     num_bytes: builtins.int
     """What they take. It is among host_bytes, as base."""
     num_jobs: builtins.int
     """Resident jobs that were on them when the plan was made, without this one."""
+    key: builtins.str
+    """Jobs of a node whose bases have the same key share them."""
     def __init__(
         self,
         *,
         num_bytes: builtins.int = ...,
         num_jobs: builtins.int = ...,
+        key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_bytes", b"num_bytes", "num_jobs", b"num_jobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "num_bytes", b"num_bytes", "num_jobs", b"num_jobs"]) -> None: ...
 
 global___SharedBase = SharedBase
 

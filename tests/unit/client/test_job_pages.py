@@ -85,7 +85,7 @@ def test_a_plan_for_several_devices_says_how_they_divide_a_step(
     assert f"in 8 lanes{wanted.removesuffix(': it fits')}{kept}\n" in page
     nodes = ", planned for 1 of 1 to 4 nodes (3.0 GiB of this node's memory are kept for any number of them): it fits"
     assert f"{wanted.removesuffix(': it fits')}{nodes}\n" in plan_page(dataclasses.replace(plan, node_range=span))
-    base = SharedBase(num_bytes=3 << 30, num_jobs=0)
+    base = SharedBase(num_bytes=3 << 30, num_jobs=0, key="base")
     text = "\nbase: 3.0 GiB, in memory once for all jobs on it"
     assert f"it fits{text}\n" in plan_page(dataclasses.replace(plan, base=base))
     for number, others in ((1, "1 job"), (9, "9 jobs")):
