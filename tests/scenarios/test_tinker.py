@@ -11,12 +11,21 @@ import torch
 from peft import PeftModel
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
-from tests.support.tinker_sdk import service_client
+from tests.support.tinker_sdk import service_client, without_leaks
 from tinker import ServiceClient, TrainingClient, types
 from transformers import AutoModelForCausalLM
 
+# The SDK may leave connections open at any moment.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 STEPS = 20
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    yield
+    with without_leaks():
+        pass
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tinker import RestClient, ServiceClient
 
 
 @contextmanager
-def _without_leaks() -> Iterator[None]:
-    """Have what the SDK leaves open while it connects be collected here: elsewhere it would be the error of a test that
-    has nothing to do with it."""
+def without_leaks() -> Iterator[None]:
+    """Have what the SDK leaves open be collected here: elsewhere it would be the error of a test that has nothing to do
+    with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         yield
@@ -23,7 +23,7 @@ def _without_leaks() -> Iterator[None]:
 
 def service_client(url: str, key: str, **options: Any) -> ServiceClient:
     """Connect, with a session."""
-    with _without_leaks():
+    with without_leaks():
         service = ServiceClient(base_url=url, api_key=key, **options)
         service.holder.get_session_id()
     return service
@@ -31,5 +31,5 @@ def service_client(url: str, key: str, **options: Any) -> ServiceClient:
 
 def rest_client(url: str, key: str) -> RestClient:
     """Connect, without one."""
-    with _without_leaks():
+    with without_leaks():
         return RestClient(base_url=url, api_key=key)

@@ -33,8 +33,14 @@ from horizon_server.events import WorkerLine
 OnEvent = Callable[[WorkerLine], Awaitable[None]]
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-# What C++, Rust and OpenBLAS write before they end a process that was refused memory, which looks like a crash then.
-_LAST_WORDS_WITHOUT_MEMORY = ("bad_alloc", "memory allocation of ", "Memory allocation still failed")
+# What C++, Rust, OpenBLAS and the C library write before they end a process that was refused memory, which looks like a
+# crash then.
+_LAST_WORDS_WITHOUT_MEMORY = (
+    "bad_alloc",
+    "memory allocation of ",
+    "Memory allocation still failed",
+    "cannot allocate memory for thread-local data",
+)
 LONG_LINE_BYTES = 64 * 1024
 """From which on a line is parsed in a thread."""
 OUT_OF_MEMORY_KILLER = "the kernel's out-of-memory killer"

@@ -60,6 +60,9 @@ def work(request, events):
     if mode == "native":
         os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc\\n")
         os.abort()
+    if mode == "loader":
+        os.write(2, b"cannot allocate memory for thread-local data: ABORT\\n")
+        os._exit(127)
     if mode == "busy":
         while True:
             pass
