@@ -81,7 +81,7 @@ def _table(found: JobMetrics, names: Sequence[str]) -> str:
 
 
 def evenly(found: JobMetrics, most: int) -> tuple[JobMetrics, int]:
-    """Return at most so many rows, the last one among them, and how many steps of the list are between two."""
+    """Return at most `most` evenly spaced rows, the last one among them, and the distance between two."""
     every = -(-len(found) // most) or 1
     return found[(len(found) - 1) % every :: every], every
 

@@ -30,7 +30,7 @@ _HEAP_BYTES = 3 * 2**30
 @dataclass(frozen=True, kw_only=True)
 class SampleMemory:
     """`planes` hold the weights, in memory files; `private` is what the child may have besides. Where there is room,
-    layers and head stay in fp32 instead of being made anew for each pass, which takes `kept` more."""
+    layers and head stay in fp32 instead of being converted in each pass, which takes `kept` more."""
 
     planes: int
     private: int

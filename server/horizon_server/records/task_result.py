@@ -9,7 +9,7 @@ from horizon_server.records.times import UnixTime
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """One metric of a task, of one checkpoint. The daemon has it as it was told."""
+    """One metric of a task, of one checkpoint. The daemon stores it as it was sent, unchecked."""
 
     step: int
     """The checkpoint's."""

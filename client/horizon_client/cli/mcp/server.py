@@ -50,10 +50,10 @@ def _add(server: MCPServer[Any], tool: Callable[..., Awaitable[dict[str, Any]]],
     """Offer a method as a tool: its docstring is what the assistant reads."""
 
     @functools.wraps(tool)
-    async def told(**arguments: Any) -> dict[str, Any]:
+    async def call(**arguments: Any) -> dict[str, Any]:
         try:
             return await tool(**arguments)
         except HorizonClientError as error:
             raise ToolError(error_text(error)) from error
 
-    server.add_tool(told, description=" ".join(inspect.getdoc(tool).split()), annotations=hints)  # type: ignore[union-attr]
+    server.add_tool(call, description=" ".join(inspect.getdoc(tool).split()), annotations=hints)  # type: ignore[union-attr]

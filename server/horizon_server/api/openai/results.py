@@ -16,8 +16,8 @@ from horizon_server.records.job import JobRecord, JobState
 
 _BEGINNING = "file-"
 _COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
-"""As OpenAI names them. Its `train_accuracy` is measured by no job here, and stays empty."""
-# Of longer jobs one step in so many is in the file: their losses are to be drawn, and the daemon writes it in memory.
+"""As OpenAI names them. No job measures `train_accuracy`, so it stays empty."""
+# The file of a longer job has every n-th step: the daemon builds it in memory, and a curve needs no more points.
 _MOST_STEPS = 100_000
 
 
