@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
-from tests.support.tinker_sdk import service_client, without_leaks
+from tests.support.tinker_sdk import close_connections, service_client
 from tinker import ServiceClient, TrainingClient, types
 from transformers import AutoModelForCausalLM
 
@@ -22,10 +22,9 @@ ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 @pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
+def _closed_after_each_test() -> Iterator[None]:
     yield
-    with without_leaks():
-        pass
+    close_connections()
 
 
 @pytest.fixture

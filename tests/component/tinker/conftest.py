@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.pushed_state import MODEL, PushedState
-from tests.support.tinker_sdk import rest_client, service_client, without_leaks
+from tests.support.tinker_sdk import close_connections, rest_client, service_client, without_leaks
 from tinker import RestClient, ServiceClient, TrainingClient, types
 
 Connect = Callable[..., ServiceClient]
@@ -29,10 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _collected_after_the_file() -> Iterator[None]:
+def _closed_after_the_file() -> Iterator[None]:
     yield
-    with without_leaks():
-        pass
+    close_connections()
 
 
 @pytest.fixture(autouse=True)
