@@ -63,8 +63,16 @@ class LayerCall:
         return replace(self, args=args, kwargs=kwargs).with_hidden(hidden_1TD)
 
 
+class CaptureEnded(Exception):
+    """The last layer of a capture was called: what the model computes after it, nothing reads."""
+
+
 class Tape:
-    """What the stubs do at the moment: record `calls`, in a capture, or replace the layers by a given hidden state."""
+    """What the stubs do at the moment: record `calls`, in a capture, or replace the layers by a given hidden state.
+
+    With `ends_captures`, the call of the last layer raises `CaptureEnded`. A model's first runs go to its end, which
+    shows whether it calls its layers again.
+    """
 
     def __init__(self, *, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -73,6 +81,7 @@ class Tape:
         self._last_hidden: Tensor | None = None
         self._injected: Tensor | None = None
         self.answer: Answer = ANSWERS[0]
+        self.ends_captures = False
 
     def on_call(self, index: int, hidden: Tensor, call: LayerCall) -> Any:
         """A stub was called. Each layer must be called once, in order, with what the one before gave."""
@@ -87,8 +96,10 @@ class Tape:
                 f"the model changes the hidden state between layers {index - 1} and {index}, which is not supported"
             )
         self.calls.append(call)
-        # The head has no weights during a capture; on the meta device it costs nothing and its result is not used.
         is_last = index == self.num_layers - 1
+        if is_last and self.ends_captures:
+            raise CaptureEnded
+        # The head has no weights during a capture; on the meta device it costs nothing and its result is not used.
         self._last_hidden = hidden.detach().to("meta") if is_last else hidden.detach()
         return self.answer(self._last_hidden)
 

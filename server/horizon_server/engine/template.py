@@ -13,12 +13,11 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,11 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 from horizon_server.engine.adapters import AdaptedMaps, Adapter, adapter_places, adapters_among, check_uses
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
+from horizon_server.engine.bound_module import BoundModule
 from horizon_server.engine.layer_stubs import (
     NUM_TRIAL_TOKENS,
     RUN_ERRORS,
+    CaptureEnded,
     LayerCall,
     Stub,
     Tape,
@@ -130,7 +131,10 @@ class Template:
         self._layers = [layer_list[group] for group in self.layer_groups]
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
+        self._bound_model, self._bound_base = BoundModule(model), BoundModule(self._base_model)
+        self._bound_layers = {group: BoundModule(layer) for group, layer in self.groups.items()}
         self._try(own_attention=own_attention)
+        self._tape.ends_captures = True
 
     @classmethod
     def from_folder(
@@ -407,8 +411,8 @@ class Template:
         self._tape.start_capture()
         self._noise_1TD = noise_1TD
         try:
-            with self._state.restored():
-                functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs, cache))
+            with self._state.restored(), suppress(CaptureEnded):
+                self._bound_base(parameters, **_accepted(self._bound_base, inputs, cache))
         finally:
             self._noise_1TD = None
         hidden_1TD, calls = self._tape.finish_capture()
@@ -499,7 +503,7 @@ class Template:
         dropout = self.adapter_dropout if self._is_training else 0.0
         adapted = AdaptedMaps(adapters, scale=self.adapter_scale, dropout=dropout) if adapters else nullcontext()
         with self._layer_states[self.layer_groups[index]].restored(), adapted:
-            output = functional_call(self._layers[index], own, args, kwargs)
+            output = self._bound_layers[self.layer_groups[index]](own, *args, **kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
             name = f"{self._prefixes['layer']}{index}"
@@ -541,7 +545,7 @@ class Template:
         positions_1C = torch.arange(num_tokens, device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         with self._state.restored(), self._tape.injecting(hidden_1CD):
-            output = functional_call(self._model, {**bound, **parameters}, kwargs=_accepted(self._model, inputs))
+            output = self._bound_model({**bound, **parameters}, **_accepted(self._bound_model, inputs))
         # Not `[0]`, whose backward copies the gradient into zeros of the whole.
         logits_CV: Tensor = output.logits.squeeze(0)
         if logits_CV.shape != (num_tokens, self.vocab_size):
@@ -589,9 +593,8 @@ def _forms(places: Sequence[Place]) -> list[object]:
     ]
 
 
-def _accepted(module: nn.Module, inputs: Mapping[str, Tensor], cache: Cache | None = None) -> dict[str, Any]:
+def _accepted(module: BoundModule, inputs: Mapping[str, Tensor], cache: Cache | None = None) -> dict[str, Any]:
     """The arguments that a forward has, by name, and no cache unless one is given."""
-    known = inspect.signature(module.forward).parameters
     # State space models have another name for it.
     caches = dict.fromkeys(("past_key_values", "cache_params"), cache) if cache is not None else {}
-    return {name: value for name, value in {**inputs, **caches, "use_cache": bool(caches)}.items() if name in known}
+    return module.accepted({**inputs, **caches, "use_cache": bool(caches)})
