@@ -71,8 +71,7 @@ def _compile(model: Model, library: CodeLibrary, target: Target, what: str, repo
     model.template.place_buffers(lambda tensor: tensor.to(target.device))
     start_s = time.perf_counter()
     # Not next to adapters, of which no point keeps products.
-    keeps = what == "the model" and any(point.engine == "products" for point in SIZES[model.kind].points)
-    keeping = model.template.num_layers if keeps else 0
+    keeping = model.template.num_layers if what == "the model" else 0
     refusals = build_missing(model.template, library, target, report.say, product_layers=keeping)
     seconds = time.perf_counter() - start_s
     for kind in call_patterns(model.template, target.dtype):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.traced_layers import layer_graphs
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from horizon_server.children.entry import EventWriter
 from horizon_server.engine.compiled import build
 from horizon_server.engine.compiled.call_pattern import NotCompilable
 from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
@@ -22,7 +24,11 @@ from horizon_server.engine.compiled.layers import is_complete, keeping_kinds
 from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_key, products_key
 from horizon_server.engine.compiled.trial import Trial
 from horizon_server.engine.template import Template
+from horizon_server.records.execution import Execution, Residency
+from horizon_server.spec import parse_job_spec
 from horizon_server.store.layout import with_trained
+from horizon_server.worker.compilation import compiled_layers
+from horizon_server.worker_link.orders import Orders
 
 TARGET = Target(dtype=torch.float32, device=torch.device("cpu"), num_threads=1, num_tokens=48)
 TEMPLATE = template_of(config_of("llama"))
@@ -128,3 +134,31 @@ def test_a_product_that_is_changed_in_place_is_not_kept() -> None:
                 joint=Graph(module=module, inputs=inputs, shape_env=graphs.joint.shape_env),
             )
         )
+
+
+def test_the_job_says_that_memory_planned_for_products_stays_unused() -> None:
+    class Heard(EventWriter):
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def send(self, line: Any) -> None:
+            self.texts.append(line.text)
+
+    heard, spec = Heard(), parse_job_spec({"name": "j", "model": "m", "dataset": "d", "train": {"max_steps": 1}})
+    for product_layers in (0, 2):
+        plan = SimpleNamespace(execution=Execution(residency=Residency(product_layers=product_layers)))
+        request: Any = SimpleNamespace(spec=spec, plan=plan, compiled=None)
+        # A node without a folder for compiled layers: all layers run eagerly.
+        layers = compiled_layers(
+            request,
+            cast(Any, None),
+            TEMPLATE,
+            kept=None,
+            num_steps=1,
+            take_device=lambda: True,
+            events=heard,
+            orders=Orders(),
+        )
+        assert layers.num_keeping == 0
+    (text,) = heard.texts
+    assert text.startswith("the activations of 0 of the last 2 layers are kept") and text.endswith("stays unused")

@@ -4,14 +4,11 @@ Loads no torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.records.execution import DeviceKind
-from horizon_server.spec import TrainSpec
-
-CompileChoice = Literal["auto", "on", "off"]
+from horizon_server.spec import CompileChoice, TrainSpec
 
 WORTH_COMPILING_FLOPS: Mapping[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 """Below this, compiling takes longer than it saves: about five minutes of training on the machines that we know."""

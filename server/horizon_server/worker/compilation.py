@@ -26,14 +26,14 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
-from horizon_server.planning.compiling import CompileChoice, compile_choice, flops_of_job, is_worth_compiling
+from horizon_server.planning.compiling import compile_choice, flops_of_job, is_worth_compiling
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
-from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
+from horizon_server.spec import EVERYTHING, CompileChoice, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
