@@ -70,7 +70,9 @@ def _compile(model: Model, library: CodeLibrary, target: Target, what: str, repo
     rows: list[dict[str, object]] = []
     model.template.place_buffers(lambda tensor: tensor.to(target.device))
     start_s = time.perf_counter()
-    refusals = build_missing(model.template, library, target, report.say)
+    # Not next to adapters, of which no point keeps products.
+    keeping = model.template.num_layers if what == "the model" else 0
+    refusals = build_missing(model.template, library, target, report.say, product_layers=keeping)
     seconds = time.perf_counter() - start_s
     for kind in call_patterns(model.template, target.dtype):
         cells: dict[str, object] = {"layers_of": what, "kind": kind}

@@ -1,9 +1,9 @@
 """The engine as a job runs it: rows joined, layers compiled, residents chosen as a plan does, and what is predicted for
 it.
 
-A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `products` keeps
-products instead of compiling, `fp8` has its products in FP8. `streamed` is a job without residents, `resident` one with
-all that fit.
+A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `fp8` has its products
+in FP8. `products` keeps products as well, as a plan does; `job` leaves them out, so that both can be compared.
+`streamed` is a job without residents, `resident` one with all that fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from horizon_server.records.plan import Ledger, StepPrediction
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
-_COMPILED: frozenset[Engine] = frozenset({"job", "streamed", "resident"})
+_COMPILED: frozenset[Engine] = frozenset({"job", "products", "streamed", "resident"})
 _NOTHING_STAYS: frozenset[Engine] = frozenset({"row by row", "streamed"})
 _NO_MICRO_BATCHES: frozenset[Engine] = frozenset({"row by row"})
 
@@ -69,11 +69,12 @@ def target_of(model: Model, num_tokens: int) -> Target:
     )
 
 
-def compiled_layers(task: Task, model: Model, num_tokens: int) -> CompiledLayers:
+def compiled_layers(task: Task, model: Model, num_tokens: int, *, product_layers: int = 0) -> CompiledLayers:
     """What the stage `compile` has made; without it layers run eagerly, and `refusals` says why."""
     if not task.library:
         return CompiledLayers(model.template)
-    return CompiledLayers.load(model.template, CodeLibrary(Path(task.library)), target_of(model, num_tokens))
+    library, target = CodeLibrary(Path(task.library)), target_of(model, num_tokens)
+    return CompiledLayers.load(model.template, library, target, product_layers=product_layers)
 
 
 def set_up(
@@ -93,7 +94,8 @@ def set_up(
     rates = estimated_rates(PREDICTED_FOR, host_bytes_per_s=(host_gbps or HOST_GBPS) * 1e9)
     layers = CompiledLayers(model.template)
     if engine in _COMPILED:
-        layers = compiled_layers(task, model, recipe.sequence_length)
+        keeping = num_layers if engine == "products" else 0
+        layers = compiled_layers(task, model, recipe.sequence_length, product_layers=keeping)
     # Rows of their full length: a single row's documents may be shorter, which attention alone knows.
     documents = replace(recipe, sequence_length=max(max(row.document_lengths) for row in rows))
 
@@ -121,7 +123,7 @@ def set_up(
                 room_bytes=room_bytes,
                 num_layers=num_layers,
                 resident_bytes=resident_bytes,
-                layer_product_bytes=product_bytes(folder, recipe, execution) if engine == "products" else 0,
+                layer_product_bytes=product_bytes(folder, recipe, execution) if layers.num_keeping else 0,
             )
     elif engine == "resident" and not on_gpu:
         # A dry run goes the same way.

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.further import further
-from tests.support.plans import settings
+from tests.support.plans import folder_of, settings
 from tests.support.processes import children_of, command_of
 from tests.support.tiny_models import Engine, TinyModel, config_of
 from torch import Tensor
@@ -35,6 +35,8 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
+from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.residency import product_bytes
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.job import StopRequest
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
@@ -158,6 +160,7 @@ class Trained:
     norms: list[float]
     planes: dict[str, Tensor]
     compiled_calls: int
+    activation_bytes: int
 
 
 def train(
@@ -171,11 +174,14 @@ def train(
     state: dict[str, Any] | None = None,
     save_to: tuple[int, Path, Path] | None = None,
     scale: float = 1.0,
+    product_layers: int = 0,
 ) -> Trained:
     """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's
     files."""
     template, device = model.template, HostDevice(num_threads=1, compute_dtype=dtype)
-    compiled = None if library is None else CompiledLayers.load(template, CodeLibrary(library), target(dtype))
+    compiled = None
+    if library is not None:
+        compiled = CompiledLayers.load(template, CodeLibrary(library), target(dtype), product_layers=product_layers)
     calls: list[object] = []
     if compiled is not None:
         serve = compiled.serve
@@ -187,22 +193,25 @@ def train(
 
         monkeypatch.setattr(compiled, "serve", counted)
     store = store or model.store(grad_dtype=dtype)
-    recipe, execution = settings(optimizer_threads=1, adapter_scale=scale)
+    recipe, execution = settings(optimizer_threads=1, adapter_scale=scale, product_layers=product_layers)
     trainer = Trainer(template, store, device, recipe, execution, num_steps=len(batches), compiled=compiled)
     if state is not None:
         trainer.restore(state)
-    losses, norms = [], []
+    losses, norms, activation_bytes = [], [], 0
     for batch in batches[trainer.step :]:
         figures = trainer.train_step(batch)
         losses.append(figures.loss)
         norms.append(figures.grad_norm)
+        activation_bytes = max(activation_bytes, figures.device_memory_bytes["activations"])
         if save_to is not None and figures.step == save_to[0]:
             save_checkpoint(store, save_to[1], source=save_to[2], trainer_state=trainer.state())
             break
     trainer.close()
     device.close()
     planes = {name: store.plane(name).clone() for name in ("hi", "lo", "exp_avg", "exp_avg_sq")}
-    return Trained(losses=losses, norms=norms, planes=planes, compiled_calls=len(calls))
+    return Trained(
+        losses=losses, norms=norms, planes=planes, compiled_calls=len(calls), activation_bytes=activation_bytes
+    )
 
 
 def test_compiled_training_is_eager_training_within_rounding(
@@ -219,6 +228,40 @@ def test_compiled_training_is_eager_training_within_rounding(
     # of the packing trial.
     num_rows = sum(len(batch) for batch in ROWS) - 1
     assert compiled.compiled_calls == (2 * num_rows + 3) * model.template.num_layers
+
+
+def test_layers_that_keep_products_train_with_the_same_bits(
+    library: Path,
+    folder: Path,
+    batches: list[list[MicroBatch]],
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    model, keeping = engine.tiny_model(MODEL), tmp_path / "compiled"
+    shutil.copytree(library, keeping)
+    template = Template.from_folder(folder)
+    assert not is_complete(template, CodeLibrary(keeping), target(), product_layers=2)
+    compilation, heard = compilation_of(template, request_for(folder, keeping, product_layers=2), "on")
+    layers = compilation.layers(model_flops=1.0, before=None)
+    assert layers.num_keeping == 2, heard.texts
+    # The layer itself is not compiled again.
+    assert [text for text in heard.texts if text.startswith("compiling")] == [
+        "compiling layers: kind 1 of 1 again, to keep its products"
+    ]
+    assert any("with products kept" in text for text in heard.texts)
+    assert is_complete(template, CodeLibrary(keeping), target(), product_layers=2)
+
+    plain, kept = (train(model, batches, keeping, monkeypatch, product_layers=n) for n in (0, 2))
+
+    assert (kept.losses, kept.norms) == (plain.losses, plain.norms)
+    for name, plane in plain.planes.items():
+        assert torch.equal(plane, kept.planes[name]), name
+    shape = ModelShape.from_config(model.config.to_dict(), names=model.weights)
+    # The largest step.
+    tokens = max(sum(map(sum, batch)) for batch in ROWS[:2])
+    a_layer = product_bytes(folder_of(model.template.layout, shape), *settings(tokens_per_step=tokens))
+    assert kept.activation_bytes - plain.activation_bytes == 2 * a_layer
 
 
 def test_layers_compiled_in_bf16_train_as_eager_ones(

@@ -39,10 +39,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offloaded inputs over a slow link": ({"link_bytes_per_s": 20e6}, {"activation_placement": "host"}),
     "resident weights": ({"poison_on_free": True}, {"resident_layers": 2}),
     "resident weights of every layer": ({"poison_on_free": True}, {"resident_layers": 5}),
-    "kept products": ({"poison_on_free": True}, {"product_layers": 3}),
-    "resident weights, kept products, offloaded inputs, delays and one slot": (
+    "resident weights, offloaded inputs, delays and one slot": (
         {"max_delay_s": 0.002, "delay_seed": 7, "poison_on_free": True},
-        {"resident_layers": 3, "product_layers": 5, "activation_placement": "host", "num_weight_slots": 1},
+        {"resident_layers": 3, "activation_placement": "host", "num_weight_slots": 1},
     ),
     "room made ahead": ({"poison_on_free": True}, {"tokens_per_step": 64, "activation_placement": "host"}),
 }
@@ -59,9 +58,9 @@ IN_BACKWARD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_delay_s": 0.002, "delay_seed": 6, "poison_on_free": True},
         {"activation_placement": "host"},
     ),
-    "resident weights, kept products, delays and poison": (
+    "resident weights, delays and poison": (
         {"max_delay_s": 0.002, "delay_seed": 8, "poison_on_free": True},
-        {"resident_layers": 3, "product_layers": 2},
+        {"resident_layers": 3},
     ),
 }
 ThreeSteps = Callable[..., tuple[list[float], dict[str, Tensor]]]

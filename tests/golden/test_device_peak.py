@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.plans import folder_of, ledger_of, settings
 from tests.support.tiny_models import config_of, micro_batch
+from tests.support.traced_layers import traced_layers
 from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a_kernel
 from torch import Tensor
 
@@ -66,7 +67,9 @@ def planned_and_tracked(
     )
     store.plane("hi").normal_(std=0.02)
     options = settings(optimizer_threads=1, tokens_per_step=tokens * num_rows, product_layers=product_layers, **recipe)
-    trainer = Trainer(template, store, device, *options, num_steps=9)
+    # Only compiled layers keep products; here their graphs run as plain operations.
+    compiled = traced_layers(template, torch.bfloat16, product_layers=product_layers) if product_layers else None
+    trainer = Trainer(template, store, device, *options, num_steps=9, compiled=compiled)
     generator = torch.Generator().manual_seed(0)
     lengths = [tokens // documents] * documents
     rows = [

@@ -210,7 +210,6 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
         {"activation_placement": "host"},
         {"num_weight_slots": 1, "num_gradient_slots": 3},
         {"resident_layers": 2},
-        {"product_layers": 3},
     ]
     for number, options in enumerate(choices):
         model, store = loaded(engine.tiny_model("llama"), tmp_path / str(number))

@@ -1,11 +1,12 @@
 """Spare device memory: layers whose weights stay from step to step, and products that stay from forward to backward.
 
 No bit depends on them, less crosses the link and less is computed by exactly what was planned, and the account is the
-plan's.
+plan's. Compiled layers keep products; here they are the graphs that are compiled, run as plain operations.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,21 @@ import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
 from tests.golden.test_dora import loaded
+from tests.support.further import further
 from tests.support.plans import folder_of, ledger_of, settings
+from tests.support.traced_layers import keeping_graphs, layer_graphs, traced_layers
 from torch import Tensor
 
-from horizon_server.engine import kept_products
+from horizon_server.engine.compiled.kept import PRODUCTS, products_of
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.planning.residency import product_bytes, resident_units
+from horizon_server.store.layout import with_trained
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Engine, TinyModel
@@ -43,14 +49,21 @@ def grad_dtype_of(device: HostDevice | CudaDevice) -> torch.dtype:
     return device.gradient_dtype
 
 
+def compiled_of(model: TinyModel, device: HostDevice | CudaDevice, options: dict[str, Any]) -> CompiledLayers | None:
+    """As a worker has them: no layer whose products are in FP8 is compiled."""
+    if options.get("matmul") == "fp8":
+        return None
+    return traced_layers(model.template, device.compute_dtype, product_layers=options.get("product_layers", 0))
+
+
 @pytest.fixture
 def train(engine: Engine) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
     """Runs three steps with an evaluation between them; returns all figures, and every plane."""
 
     def run_them(model: TinyModel, kind: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-        device = device_of(kind, poison_on_free=True)
-        store = model.store(grad_dtype=grad_dtype_of(device))
-        run = engine.start(model, store=store, device=device, **options)
+        device = device_of(kind, poison_on_free=True, max_delay_s=0.0005, delay_seed=len(options))
+        store = options.pop("store", None) or model.store(grad_dtype=grad_dtype_of(device))
+        run = engine.start(model, store=store, device=device, compiled=compiled_of(model, device, options), **options)
         numbers = []
         for step in range(3):
             rows = [engine.pack(engine.documents(12, 7, seed=step)), engine.pack(engine.documents(21, seed=step + 50))]
@@ -104,59 +117,67 @@ def test_nor_with_dropout_fp8_joined_rows_or_a_budget(
     assert_same(train(model, "host", **plain), train(model, "host", **ALL_KEPT, **options))
 
 
-ADAPTERS: list[dict[str, Any]] = [
+ADAPTERS: list[Any] = [
     {},
-    {"dropout": 0.3},
-    {"dora": True},
-    {"dora": True, "dropout": 0.3},
-    {"dora": True, "targets": ("q_proj", "o_proj")},
-    {"dora": True, "dropout": 0.3, "targets": ("o_proj", "down_proj")},
+    {"dora": True, "targets": ("o_proj", "down_proj")},
+    *further({"dora": True}, {"targets": ("q_proj", "o_proj")}, {"dora": True, "targets": ("q_proj", "o_proj")}),
 ]
+
+
+@pytest.mark.parametrize(("architecture", "lora"), [("llama", {}), *further(("llama", {"dora": True}), ("gemma2", {}))])
+def test_nor_with_adapters(
+    architecture: str, lora: dict[str, Any], engine: Engine, train: Callable[..., Any], tmp_path: Path
+) -> None:
+    runs = []
+    for number, options in enumerate(({}, ALL_KEPT)):
+        folder = tmp_path / str(number)
+        model, store = loaded(engine.tiny_model(architecture), folder, **{"dora": False, **lora})
+        runs.append(train(model, "host", store=store, **options))
+    assert_same(*runs)
+
+
+def test_nor_with_layers_that_are_frozen(engine: Engine, train: Callable[..., Any]) -> None:
+    # Backward passes through the last one, and ends before the first.
+    config = engine.tiny_model("qwen3").config
+    tiny = engine.tiny_model("qwen3")
+    layout = with_trained(tiny.template.layout, lambda name: "layers.1." in name, is_bfloat16=lambda _: False)
+    model = dataclasses.replace(tiny, template=Template.from_config(config, layout=layout))
+    assert_same(train(model, "host"), train(model, "host", **ALL_KEPT))
 
 
 @pytest.mark.parametrize(
     ("architecture", "lora"),
     [
-        *[(architecture, None) for architecture in [*DENSE, "gpt2"]],
-        *[(architecture, lora) for architecture in ("llama", "gemma2") for lora in ADAPTERS],
-        ("gpt2", {"dora": True, "dropout": 0.3}),
+        *[(architecture, None) for architecture in [*DENSE, "gpt2", "opt"]],
+        ("llama", {}),
+        ("llama", {"dora": True, "targets": ("o_proj", "down_proj")}),
+        *further(("gemma2", {}), ("gemma2", {"dora": True}), ("gpt2", {"dora": True})),
     ],
 )
-def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
-    architecture: str,
-    lora: dict[str, Any] | None,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+def test_backward_computes_no_product_of_forward_again_and_none_is_kept_in_vain(
+    architecture: str, lora: dict[str, Any] | None, engine: Engine, tmp_path: Path
 ) -> None:
-    taken, computed, left = 0, 0, 0
-    model, options = engine.tiny_model(architecture), {}
+    model = engine.tiny_model(architecture)
     if lora is not None:
-        model, options["store"] = loaded(model, tmp_path, **{"dora": False, **lora})
-        options["adapter_dropout"] = lora.get("dropout", 0.0)
-
-    class Counting(kept_products._Taking):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal taken, computed
-            before = len(self._entries)
-            output = super().__torch_dispatch__(func, types, args, kwargs)
-            if func in kept_products._KEPT:
-                is_taken = len(self._entries) == before - 1
-                taken, computed = taken + is_taken, computed + (not is_taken)
-            return output
-
-        def __exit__(self, *error: Any) -> None:
-            nonlocal left
-            left += len(self._entries)
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    monkeypatch.setattr(kept_products, "_Taking", Counting)
-    run = engine.start(model, product_layers=2, **options)
-    run.trainer.train_step([engine.pack(engine.documents(12, 7)), engine.pack(engine.documents(21))])
-
-    # Two layers and two micro-batches; four projections at least (GPT-2's, without the last, and attention).
-    assert taken >= 2 * 2 * 4
-    assert (computed, left) == (0, 0)
+        model, _ = loaded(model, tmp_path, **{"dora": False, **lora})
+    for kind in set(model.template.layer_kinds):
+        graphs, keeping = layer_graphs(model.template, kind), keeping_graphs(model.template, kind)
+        kept = list(keeping.backward.module.graph.find_nodes(op="placeholder"))[len(graphs.backward.inputs) :]
+        # Of GPT-2 four projections but for the last, and attention with its sums.
+        assert len(kept) >= 5
+        assert all(tensor.users for tensor in kept)
+        recomputed, left = products_of(graphs.backward), products_of(keeping.backward)
+        assert len(products_of(keeping.forward)) == len(products_of(graphs.forward))
+        # Attention has two outputs.
+        assert len(left) == len(recomputed) - (len(kept) - 1)
+        # Those that are left are gradients: each comes of the gradient of the layer's output.
+        number = len(graphs.forward.inputs)
+        gradient = list(keeping.backward.module.graph.find_nodes(op="placeholder"))[number]
+        of_gradient = {gradient}
+        for node in keeping.backward.module.graph.nodes:
+            if of_gradient & set(node.all_input_nodes):
+                of_gradient.add(node)
+        assert set(left) <= of_gradient and all(node.target in PRODUCTS for node in left)
 
 
 @pytest.mark.parametrize("kind", ["host", "cuda"])
@@ -254,6 +275,7 @@ def test_the_account_is_the_plans(
         resident_layers=resident,
         product_layers=product_layers,
         product_bytes=product_layers * a_layer,
+        compiled=traced_layers(model.template, device.compute_dtype, product_layers=product_layers),
     )
 
     report = run.trainer.train_step([engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))])
@@ -263,7 +285,7 @@ def test_the_account_is_the_plans(
 
 
 @pytest.mark.parametrize("lora", ADAPTERS)
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize("architecture", ["llama", *further(*(name for name in DENSE if name != "llama"))])
 def test_the_account_of_adapters_products_is_the_plans(
     architecture: str,
     lora: dict[str, Any],
@@ -273,20 +295,28 @@ def test_the_account_of_adapters_products_is_the_plans(
     if "targets" in lora and architecture in ("phi3", "glm4"):
         lora = {**lora, "targets": ("o_proj", "down_proj")}
     model, store = loaded(engine.tiny_model(architecture), tmp_path, **{"dora": False, **lora})
-    dropout = lora.get("dropout", 0.0)
     shape, rows = (
         ModelShape.from_config(model.config.to_dict(), names=model.weights),
         [engine.pack(engine.documents(60, 50))],
     )
-    job = settings(tokens_per_step=110, adapter_dropout=dropout)
-    a_layer = product_bytes(folder_of(model.template.layout, shape), *job)
+    a_layer = product_bytes(folder_of(model.template.layout, shape), *settings(tokens_per_step=110))
     reports = []
     for num_layers in (0, 2):
-        trainer = engine.start(model, store=store, product_layers=num_layers, adapter_dropout=dropout).trainer
+        compiled = traced_layers(model.template, product_layers=num_layers)
+        trainer = engine.start(model, store=store, product_layers=num_layers, compiled=compiled).trainer
         reports.append(trainer.train_step(rows))
         trainer.flush()  # the next one takes the store over
     plain, kept = reports
     assert kept.device_memory_bytes["activations"] - plain.device_memory_bytes["activations"] == 2 * a_layer
+
+
+def test_dropout_of_adapters_is_planned_to_keep_nothing_because_it_is_not_compiled(
+    engine: Engine, tmp_path: Path
+) -> None:
+    model, _ = loaded(engine.tiny_model("llama"), tmp_path, dora=False)
+    folder = folder_of(model.template.layout, ModelShape.from_config(model.config.to_dict(), names=model.weights))
+    assert product_bytes(folder, *settings(tokens_per_step=110, adapter_dropout=0.1)) == 0
+    assert product_bytes(folder, *settings(tokens_per_step=110)) > 0
 
 
 @pytest.mark.parametrize("architecture", DENSE)
@@ -298,19 +328,24 @@ def test_what_backward_takes_over_is_not_counted_twice(
         engine.tiny_model(architecture),
         [engine.pack(engine.documents(60, 50)), engine.pack(engine.documents(100, 10))],
     )
-    plain, kept = (engine.start(model, product_layers=n).trainer.train_step(rows).device_memory_bytes for n in (0, 3))
+    plain, kept = (
+        engine.start(model, product_layers=n, compiled=traced_layers(model.template, product_layers=n))
+        .trainer.train_step(rows)
+        .device_memory_bytes
+        for n in (0, 3)
+    )
     assert kept["workspace"] == plain["workspace"]
     assert kept["activations"] > plain["activations"]
 
 
 def test_products_of_a_step_that_fails_are_given_back(engine: Engine) -> None:
     model, rows = engine.tiny_model("llama"), [engine.pack(engine.documents(100))]
-    roomy = engine.start(model, product_layers=3)
+    compiled = traced_layers(model.template, product_layers=3)
+    roomy = engine.start(model, product_layers=3, compiled=compiled)
     roomy.trainer.train_step(rows)
     inputs = (3 + 2) * 100 * 32 * 4
-    run = engine.start(
-        model, device=HostDevice(num_threads=1, limit_bytes=roomy.device.arena.peak_total_bytes - 1), product_layers=3
-    )
+    device = HostDevice(num_threads=1, limit_bytes=roomy.device.arena.peak_total_bytes - 1)
+    run = engine.start(model, device=device, product_layers=3, compiled=compiled)
     with pytest.raises(DoesNotFit):
         run.trainer.train_step(rows)
     assert run.device.arena.held_bytes()["activations"] == inputs

@@ -364,7 +364,7 @@ def test_weights_of_one_give_the_bits_of_cross_entropy(engine: Engine) -> None:
         {"micro_batch_tokens": 20},
         {"micro_batch_tokens": 1000},
         {"activation_placement": "host"},
-        {"product_layers": 2, "resident_layers": 1},
+        {"resident_layers": 1},
     ],
     ids=str,
 )

@@ -87,9 +87,7 @@ def test_training_is_that_of_the_unpacked_values(
             assert torch.equal(runs[0].store.tensor(name, plane), runs[1].store.tensor(name, plane)), name
 
 
-@pytest.mark.parametrize(
-    "options", [{"resident_layers": 2}, {"product_layers": 2}, {"activation_placement": "host"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"resident_layers": 2}, {"activation_placement": "host"}], ids=str)
 def test_nothing_that_changes_memory_or_time_changes_a_bit(
     options: dict[str, object],
     engine: Engine,

@@ -26,7 +26,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 NUM_STEPS = 3
 # What is kept on the device from step to step, and what leaves it in a step.
-KEPT: dict[str, Any] = {"resident_layers": 1, "product_layers": 1}
+KEPT: dict[str, Any] = {"resident_layers": 1}
 OFFLOADED: dict[str, Any] = {"activation_placement": "host", "tokens_per_step": 64}
 
 

@@ -217,7 +217,6 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
         {"activation_placement": "host"},
         {"num_weight_slots": 1, "num_gradient_slots": 3},
         {"resident_layers": 2},
-        {"product_layers": 3},
         {"released": True},
     ]
     for options in choices:

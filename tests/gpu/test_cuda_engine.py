@@ -36,7 +36,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delays, poison and one slot": (DELAYS, {"num_weight_slots": 1, "num_gradient_slots": 1}),
     "offloaded inputs, delays and poison": (DELAYS, {"activation_placement": "host"}),
     "resident weights, delays and poison": (DELAYS, {"resident_layers": 3}),
-    "resident weights, kept products, delays and poison": (DELAYS, {"resident_layers": 2, "product_layers": 5}),
 }
 
 

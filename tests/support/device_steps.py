@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.tiny_models import Run, TinyModel, micro_batch
+from tests.support.traced_layers import traced_layers
 from torch import Tensor
 
 from horizon_server.engine.attention import kernels
@@ -83,7 +84,8 @@ class DeviceSteps:
         assert float((in_fp8 - in_bf16).norm() / in_bf16.norm()) > GRADIENTS, "nothing was in FP8"
 
     def check_kept_products(self, architecture: str) -> None:
-        """Fused attention whose output is kept: the recompute takes it, for every layer and row."""
+        """Fused attention whose output is kept: backward takes it, for every layer and row. Layers are compiled for a
+        GPU; elsewhere their graphs run as plain operations."""
         model, used = self.tiny_model(architecture), list[bool]()
         has_kernel = kernels._has_kernel
 
@@ -91,41 +93,35 @@ class DeviceSteps:
             used.append(has_kernel(*arguments))
             return used[-1]
 
+        num_layers, device = model.template.num_layers, self.new_device()
+        if device.place(torch.zeros(())).is_cuda:
+            library, target = self._compiled_for(model, device, product_layers=num_layers)
+            layers = CompiledLayers.load(model.template, library, target, product_layers=num_layers)
+        else:
+            layers = traced_layers(model.template, device.compute_dtype, product_layers=num_layers)
+        device.close()
+        assert layers.num_keeping == num_layers, (layers.refusals, layers.refusals_to_keep)
         self.patch.setattr(kernels, "_has_kernel", recorded)
         counts = []
-        for product_layers in (0, model.template.num_layers):
+        for product_layers in (0, num_layers):
             # The host's attention and the trial of packing are not counted.
             def forget(run: Run) -> None:
                 assert run.trainer.supports_packing
                 used.clear()
 
-            self._check(model, before=forget, product_layers=product_layers)
+            self._check(model, before=forget, product_layers=product_layers, compiled=layers)
             counts.append(len(used))
             assert all(used), "a fused kernel was not used"
-        calls = model.template.num_layers * len(_rows())
+        calls = num_layers * len(_rows())
         # Forward, recompute and backward; then without the recompute.
         assert counts == [3 * calls, 2 * calls]
 
     def check_compiled(self, architecture: str) -> None:
         """Layers that are compiled for the device: every call of the step runs their code."""
-        if shutil.which("g++") is None:
-            pytest.skip("compiling layers takes g++")
         model, rows = self.tiny_model(architecture), _rows()
         wanted = self._host_step(model)
         device = self.new_device()
-        place = device.place(torch.zeros(())).device
-        library = CodeLibrary(self.folder / "compiled")
-        scratch = library.make_scratch()
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
-        if place.type == "cuda":
-            if missing := what_is_missing(os.environ):
-                pytest.skip(f"compiling for the GPU lacks {'; '.join(missing)}")
-            environment |= compiler_environment(os.environ, scratch)
-        for name, value in environment.items():
-            self.patch.setenv(name, value)
-        model.template.place_buffers(device.place)
-        target = Target(dtype=device.compute_dtype, device=place, num_threads=1, num_tokens=48)
-        assert build_missing(model.template, library, target, lambda text: None) == []
+        library, target = self._compiled_for(model, device)
         layers = CompiledLayers.load(model.template, library, target)
         assert layers.num_layers == model.template.num_layers, layers.refusals
         served: list[CompiledCall | None] = []
@@ -138,6 +134,28 @@ class DeviceSteps:
         self.patch.setattr(layers, "serve", recorded)
         _compare(wanted, self._device_step(model, device, compiled=layers))
         assert len(served) >= 2 * layers.num_layers * len(rows) and None not in served
+
+    def _compiled_for(
+        self, model: TinyModel, device: CudaDevice, *, product_layers: int = 0
+    ) -> tuple[CodeLibrary, Target]:
+        """Compile a model's layers for a device; skips the test where that is not possible."""
+        if shutil.which("g++") is None:
+            pytest.skip("compiling layers takes g++")
+        place = device.place(torch.zeros(())).device
+        library = CodeLibrary(self.folder / "compiled")
+        scratch = library.make_scratch()
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
+        if place.type == "cuda":
+            if missing := what_is_missing(os.environ):
+                pytest.skip(f"compiling for the GPU lacks {'; '.join(missing)}")
+            environment |= compiler_environment(os.environ, scratch)
+        for name, value in environment.items():
+            self.patch.setenv(name, value)
+        model.template.place_buffers(device.place)
+        target = Target(dtype=device.compute_dtype, device=place, num_threads=1, num_tokens=48)
+        refusals = build_missing(model.template, library, target, lambda text: None, product_layers=product_layers)
+        assert refusals == []
+        return library, target
 
     def check_generation(self, architecture: str) -> None:
         """Answers: each token is the likeliest one of the model in fp32, or nearly."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
+from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase, NotCompilable
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
+from horizon_server.engine.compiled.kept import keeping_products
+from horizon_server.engine.compiled.layers import CompiledLayers, Kind, Pair, call_patterns
+from horizon_server.engine.compiled.library import Entry
+from horizon_server.engine.compiled.package import LayerCode
 from horizon_server.engine.compiled.trial import relative_differences
 from horizon_server.engine.template import Template
 
@@ -31,9 +37,66 @@ TRACED = {
 """Architectures of which every kind of layer can be traced."""
 
 
-def trace(template: Template, group: int, pattern: CallPattern, lengths: tuple[int, ...] = TRACED_FOR) -> LayerGraphs:
-    case = LayerCase(template=template, layer=group, pattern=pattern, lengths=lengths, dtype=FP32, device=CPU)
+def trace(
+    template: Template,
+    group: int,
+    pattern: CallPattern,
+    lengths: tuple[int, ...] = TRACED_FOR,
+    dtype: torch.dtype = FP32,
+) -> LayerGraphs:
+    case = LayerCase(template=template, layer=group, pattern=pattern, lengths=lengths, dtype=dtype, device=CPU)
     return trace_layer(case)
+
+
+class TracedCode(LayerCode):
+    """Graphs that run as plain operations, in the place of what is compiled from them."""
+
+    def __init__(self, graphs: LayerGraphs) -> None:
+        self.graphs = graphs
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return _emptied(self.graphs.forward.module, inputs)
+
+    def backward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return _emptied(self.graphs.backward.module, inputs)
+
+
+def _emptied(module: torch.nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    given = tuple(inputs)
+    inputs.clear()
+    return list(module(*given))
+
+
+@functools.lru_cache(maxsize=64)
+def layer_graphs(template: Template, kind: int, dtype: torch.dtype = FP32) -> LayerGraphs:
+    """The graphs of a kind of layer, traced once for all tests of a template. Raises NotCompilable."""
+    pattern = call_patterns(template, dtype)[kind]
+    if isinstance(pattern, NotCompilable):
+        raise pattern
+    return trace(template, kind, pattern, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def keeping_graphs(template: Template, kind: int, dtype: torch.dtype = FP32) -> LayerGraphs:
+    """The pair of them that keeps products."""
+    return keeping_products(layer_graphs(template, kind, dtype))
+
+
+def traced_layers(template: Template, dtype: torch.dtype = FP32, *, product_layers: int = 0) -> CompiledLayers:
+    """The layers of a template as traced graphs, but for those that cannot be traced."""
+    kinds = {}
+    for kind, pattern in call_patterns(template, dtype).items():
+        try:
+            pairs = [_pair(graphs(template, kind, dtype)) for graphs in (layer_graphs, keeping_graphs)]
+        except NotCompilable:
+            continue
+        assert isinstance(pattern, CallPattern)
+        kinds[kind] = Kind(key=str(kind), pattern=pattern, pair=pairs[0], keeping=pairs[1])
+    return CompiledLayers(template, kinds, product_layers=product_layers)
+
+
+def _pair(graphs: LayerGraphs) -> Pair:
+    return Pair(code=TracedCode(graphs), entry=Entry(returned=graphs.returned, min_tokens=2, max_tokens=1 << 17))
 
 
 def greatest_difference(

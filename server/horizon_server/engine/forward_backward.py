@@ -26,7 +26,6 @@ from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.head_pass import HeadPass
-from horizon_server.engine.kept_products import KeptProducts
 from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
@@ -373,18 +372,12 @@ class ForwardBackward:
             current.seed(layer + 1, part.name_of(index))
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
-                output_1TD = compiled.forward(parameters, hidden_1TD)
+                output_1TD, products = compiled.forward(parameters, hidden_1TD, keeps=keeps_products)
+                self._keep(current, layer, index, products)
             else:
                 casts = visit.of(parameters)
-                products = KeptProducts() if keeps_products else None
-                with (
-                    torch.no_grad(),
-                    AccumulatedProducts((), casts) if casts else nullcontext(),
-                    products.recording() if products is not None else nullcontext(),
-                ):
+                with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
                     output_1TD = template.layer(layer, parameters, hidden_1TD, call)
-                if products is not None:
-                    self._keep(current, layer, index, products)
             activations.output(layer)[span].copy_(output_1TD[0])
 
         # Only a training step has a backward.
@@ -409,17 +402,16 @@ class ForwardBackward:
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-                gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
+                kept = current.products.pop((layer, index), [])
+                self._charge_products(current, -_num_bytes(kept))
+                gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients, kept)[0])
                 return
             hidden_1TD.requires_grad_(not is_last)
             leaves, products = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             current.seed(layer + 1, part.name_of(index))
-            kept = current.products.pop((layer, index), None)
-            if kept is not None:
-                self._charge_products(current, -kept.num_bytes)
             with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
-                with products, kept.taken() if kept is not None else nullcontext():
+                with products:
                     output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             if hidden_1TD.grad is not None:
@@ -509,12 +501,10 @@ class ForwardBackward:
             unit.close(lane)
         sink.send(0, rows_R)
 
-    def _keep(self, current: StepPass, layer: int, index: int, products: KeptProducts) -> None:
-        """Keep a layer's products of a micro-batch, where there is room."""
-        if self._template.skips_projection(layer):
-            products.drop_last()
-        num_bytes = products.num_bytes
-        if current.product_bytes + num_bytes <= self._residency.product_bytes:
+    def _keep(self, current: StepPass, layer: int, index: int, products: list[Tensor]) -> None:
+        """Keep a layer's products of a micro-batch, where there is room; else backward computes them again."""
+        num_bytes = _num_bytes(products)
+        if products and current.product_bytes + num_bytes <= self._residency.product_bytes:
             current.products[layer, index] = products
             self._charge_products(current, num_bytes)
 
@@ -535,3 +525,7 @@ class ForwardBackward:
             return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
         return flat[: tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

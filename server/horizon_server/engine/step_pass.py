@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.kept_products import KeptProducts
 from horizon_server.engine.layer_stream import UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.micro_batch import StepTokens
@@ -118,8 +117,8 @@ class StepPass:
     """Where each layer's square sum of its gradients of the first micro-batch goes, if it is measured."""
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
-    products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
-    """By layer and micro-batch."""
+    products: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    """What compiled layers keep for their backward, by layer and micro-batch."""
     product_bytes: int = 0
 
     def seed(self, unit_index: int, name: int | str) -> None:

@@ -519,10 +519,6 @@ class Template:
         with projection.skipped() if projection else nullcontext():
             return self.layer(index, parameters, hidden_1TD, call)
 
-    def skips_projection(self, index: int) -> bool:
-        """Whether `layer_for_gradients` leaves out the layer's last projection."""
-        return self._skipped_by(index) is not None
-
     def _skipped_by(self, index: int) -> SkippedProjection | None:
         """The projection whose value a layer's backward does not need. A magnitude's gradient is made of what it
         multiplies."""

@@ -1,9 +1,9 @@
 """What stays on a device that has memory to spare: weights of some layers from step to step, and products of some
 layers' forward.
 
-A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A layer
-whose products are kept takes them again when backward recomputes it, and computes only the cheap operations between
-them. Neither changes a bit.
+A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A
+compiled layer whose products are kept takes them in backward, and computes only the cheap operations between them
+again. Neither changes a bit.
 
 Units: bytes, unless a name says elements. Torch-free.
 Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): spare memory of a GPU, used by plan.
@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import NOTHING_STAYS, Execution, Residency
+from horizon_server.store.adapters import LORA_B
 from horizon_server.store.layout import StoreLayout, UnitLayout
 
 _FP32 = 4
@@ -38,14 +39,14 @@ def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
 
 
 def product_bytes(folder: ModelFolder, recipe: Recipe, execution: Execution) -> int:
-    """What the products of one layer take for all tokens of a step: projections, but for one that backward skips, and
-    attention.
+    """What the products that a compiled layer keeps take for all tokens of a step: projections, but for one that
+    backward skips, and attention.
 
-    With adapters, both products of each. 0 for layers whose products are not counted: experts, and attention that is
-    not ours.
+    With adapters, both products of each. 0 for layers whose products are not counted, experts and attention that is
+    not ours, and for adapters with dropout, whose layers are not compiled.
     """
     layout, model = folder.layout, folder.shape
-    if model.experts is not None or model.needs_masks or model.latent_size:
+    if model.experts is not None or model.needs_masks or model.latent_size or recipe.adapter_dropout:
         return 0
     layers = [unit for unit in layout.units if unit.kind == "layer"]
     names = [tensor.name for tensor in layers[0].tensors]
@@ -53,19 +54,27 @@ def product_bytes(folder: ModelFolder, recipe: Recipe, execution: Execution) -> 
     if not any("mlp.gate_" in name for name in names):
         return 0
     outputs = sum(tensor.shape[0] for tensor in layers[0].tensors if len(tensor.shape) == 2)
-    scaled = [tensor for tensor in layers[0].tensors if tensor.norm_dim is not None]
-    if recipe.adapter_dropout:
-        # What a magnitude multiplies is a product of the dropped inputs, beside the map's own.
-        outputs += sum(tensor.num_elements for tensor in scaled)
     if skips_projection(folder):
-        outputs -= model.hidden_size
+        # The map's own product, and that of its adapter.
+        outputs -= model.hidden_size * (2 if _adapts_last(layers[0], model) else 1)
     attended = model.num_attention_heads * model.head_dim
     per_token = (outputs + attended) * execution.element_bytes + _FP32 * model.num_attention_heads
     return recipe.tokens_per_step * per_token
 
 
+def _adapts_last(layer: UnitLayout, model: ModelShape) -> bool:
+    """Whether the projection of `skips_projection` has an adapter."""
+    weights = {tensor.name: tensor.num_elements for tensor in layer.tensors}
+    last_form = (model.hidden_size, model.hidden_size * model.intermediate_size)
+    return any(
+        (tensor.shape[0], weights[tensor.adapts]) == last_form and "attn" not in tensor.name
+        for tensor in layer.tensors
+        if tensor.adapts and tensor.name.endswith(LORA_B)
+    )
+
+
 def skips_projection(folder: ModelFolder) -> bool:
-    """Whether backward leaves out a layer's last projection, as `Template.skips_projection` finds by running one: its
+    """Whether backward leaves out a layer's last projection, as `find_skipped_projection` finds by running one: its
     output is only added to the residual, unless a norm comes in between, or it has a magnitude (DoRA), whose gradient
     is made of it. Only a dense layer's."""
     model = folder.shape

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.compiling import compile_choice, flops_of_job, is_worth_compiling
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import LayerMemory, plan_memory
@@ -106,6 +107,13 @@ class Case:
             tokens_estimated=self.is_estimated,
             total_s=None if data is None else data.num_tokens / (execution.num_nodes * rate),
         )
+
+    def compiles(self, execution: Execution) -> bool:
+        """Whether the worker will compile the job's layers, if they can be; not where it is not known how many steps it
+        has, unless it asks for it."""
+        train = self.spec.train
+        flops = flops_of_job(self.folder, train, self.num_steps or 0)
+        return is_worth_compiling(compile_choice(train), execution.device_kind, flops)
 
     def speeds(self, work: StepWork) -> tuple[float, ...]:
         """How fast each rank's device computes a layer, in units of `rates`; empty where they do not differ."""
@@ -294,15 +302,14 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         resident = dataclasses.replace(execution, residency=Residency(resident_layers=num_layers))
         return case.ledger(resident).device_bytes["weights"] - ledger.device_bytes["weights"]
 
-    recipe = case.spec.train.recipe
-    # Compiled layers recompute inside one function, and take nothing that was kept.
-    is_eager = case.spec.train.compile == "off" or recipe.matmul == "fp8"
+    # Layers that run eagerly keep none.
+    keeps_products = case.layer is None and case.compiles(execution)
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
         num_layers=case.folder.shape.num_hidden_layers,
         resident_bytes=resident_bytes,
-        layer_product_bytes=product_bytes(case.folder, recipe, execution) if is_eager and case.layer is None else 0,
+        layer_product_bytes=product_bytes(case.folder, case.spec.train.recipe, execution) if keeps_products else 0,
     )
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -26,21 +26,17 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
-from horizon_server.planning.flops import FlopsCount
+from horizon_server.planning.compiling import compile_choice, flops_of_job, is_worth_compiling
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
-from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
+from horizon_server.spec import EVERYTHING, CompileChoice, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
-Choice = Literal["auto", "on", "off"]
-
-# Below this, compiling takes longer than it saves: about five minutes of training on the machines that we know.
-WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 # It gets little of the processors beside jobs that train.
 _MAX_COMPILE_S = 3600.0
 # How soon an order to end is seen.
@@ -64,6 +60,8 @@ class CompileRequest:
     """As in the job: what is frozen has no gradient to compute."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """The adapters of the job, as its spec has them."""
+    product_layers: int = 0
+    """The last layers that are to keep their products, as the job's plan says."""
 
     @property
     def target(self) -> Target:
@@ -88,6 +86,7 @@ def compile_request(request: WorkerRequest) -> CompileRequest:
         num_tokens=min(max(train.sequence_length, execution.micro_batch_tokens), train.tokens_per_step),
         trainable=train.trainable,
         lora=train.lora.model_dump(mode="json"),
+        product_layers=execution.residency.product_layers,
     )
 
 
@@ -96,7 +95,7 @@ class Compilation:
     for a new job."""
 
     def __init__(
-        self, template: Template, request: CompileRequest, *, choice: Choice, events: EventWriter, orders: Orders
+        self, template: Template, request: CompileRequest, *, choice: CompileChoice, events: EventWriter, orders: Orders
     ) -> None:
         self._template, self._request, self._choice = template, request, choice
         self._events, self._orders = events, orders
@@ -121,7 +120,12 @@ class Compilation:
         # A resumed job takes what it had, whatever a trial on a busy machine says now.
         only_faster = self._choice == "auto" and before is None
         layers = CompiledLayers.load(
-            self._template, self._library, self._request.target, only_faster=only_faster, keys=before
+            self._template,
+            self._library,
+            self._request.target,
+            only_faster=only_faster,
+            keys=before,
+            product_layers=self._request.product_layers,
         )
         refusals = failures or layers.refusals
         if before is not None and layers.keys != before:
@@ -139,15 +143,13 @@ class Compilation:
         return layers
 
     def _is_worth_it(self, model_flops: float) -> bool:
-        if self._choice == "auto":
-            kind: DeviceKind = "cuda" if self._request.device.startswith("cuda") else "host"
-            # By the work and not by what the library has, so that a job's numbers do not depend on earlier jobs.
-            return model_flops >= WORTH_COMPILING_FLOPS[kind]
-        return self._choice == "on"
+        kind: DeviceKind = "cuda" if self._request.device.startswith("cuda") else "host"
+        return is_worth_compiling(self._choice, kind, model_flops)
 
     def _compile(self) -> list[str]:
         """Have the child make what the library lacks; returns why it could not."""
-        if is_complete(self._template, self._library, self._request.target):
+        request = self._request
+        if is_complete(self._template, self._library, request.target, product_layers=request.product_layers):
             return []
         if shutil.which(CPP_COMPILER) is None:
             return [f"there is no C++ compiler ({CPP_COMPILER}) on this node"]
@@ -219,17 +221,24 @@ def compiled_layers(
 ) -> CompiledLayers:
     """The layers of an attempt, as its spec asks for them. `kept` is the state that it continues from, `num_steps` are
     those of the whole job; otherwise as `Compilation.layers`."""
-    train = request.spec.train
-    if request.compiled is None:
-        return CompiledLayers(template)
-    # Products in FP8 are made of casts that no compiled layer has yet.
-    choice: Choice = "off" if train.matmul == "fp8" else train.compile
-    compilation = Compilation(template, compile_request(request), choice=choice, events=events, orders=orders)
-    before = None if kept is None else list(kept["compiled"])
-    flops = FlopsCount.of_folder(folder).of([train.sequence_length])
-    total = flops * num_steps * train.tokens_per_step / train.sequence_length
-    # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
-    return compilation.layers(model_flops=total, before=before, take_device=take_device)
+    train, planned = request.spec.train, request.plan.execution.residency.product_layers
+    layers = CompiledLayers(template)
+    if request.compiled is not None:
+        choice = compile_choice(train)
+        compilation = Compilation(template, compile_request(request), choice=choice, events=events, orders=orders)
+        before = None if kept is None else list(kept["compiled"])
+        # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
+        layers = compilation.layers(
+            model_flops=flops_of_job(folder, train, num_steps), before=before, take_device=take_device
+        )
+    if layers.num_keeping < planned and orders.current is StopRequest.NOTHING:
+        reason = f": {layers.refusals_to_keep[0]}" if layers.refusals_to_keep else ", as layers that run eagerly do"
+        text = (
+            f"the activations of {layers.num_keeping} of the last {planned} layers are kept; the others compute them "
+            f"again{reason}, and the memory that is planned for them stays unused"
+        )
+        events.send(Message(level="info", text=text))
+    return layers
 
 
 def work(request: Any, events: EventWriter) -> list[str]:
@@ -245,7 +254,13 @@ def work(request: Any, events: EventWriter) -> list[str]:
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))
     try:
-        return build_missing(template, library, target, lambda text: events.send(Message(level="info", text=text)))
+        return build_missing(
+            template,
+            library,
+            target,
+            lambda text: events.send(Message(level="info", text=text)),
+            product_layers=wanted.product_layers,
+        )
     except HorizonError:
         raise
     except OSError as error:

@@ -67,7 +67,10 @@ def work(plain: Any, meeting: Meeting, rank: int, shared_fd: int) -> None:
         if keys := begin.values["compiled"]:
             assert request.compiled is not None, "the first rank has compiled layers of the library"
             library = CodeLibrary(request.compiled)
-            compiled = CompiledLayers.load(template, library, compile_request(request).target, keys=keys)
+            asked = compile_request(request)
+            compiled = CompiledLayers.load(
+                template, library, asked.target, keys=keys, product_layers=asked.product_layers
+            )
         trainer = Trainer(
             template,
             store,

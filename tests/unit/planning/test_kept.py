@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from tests.support.plans import settings, step_work
 from tests.support.rates import RATES
 
+from horizon_server.planning import compiling
+from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.planner import Planner
@@ -191,16 +193,29 @@ def test_a_slow_link_is_spared_by_weights_that_stay(path: Path) -> None:
     assert "weights of 4 layers" in kept.text and "of a step" in kept.text
 
 
-def test_eager_layers_keep_products_where_compute_is_what_takes_long(path: Path) -> None:
-    eager, compiled = (planned(path, RATES, compile=choice) for choice in ("off", "auto"))
-    kept = eager.execution.residency
-    assert kept.product_layers == LAYERS and compiled.execution.residency.product_layers == 0
+def test_compiled_layers_keep_products_where_compute_is_what_takes_long(path: Path) -> None:
+    compiled, eager = (planned(path, RATES, compile=choice) for choice in ("on", "off"))
+    kept = compiled.execution.residency
+    assert kept.product_layers == LAYERS and eager.execution.residency.product_layers == 0
     folder = open_model_folder(path)
     a_layer = product_bytes(folder, *settings(tokens_per_step=4096, compute_dtype="bfloat16"))
     assert kept.product_bytes == LAYERS * a_layer
-    plain = planned(path, None, compile="off")
-    assert eager.device_bytes["activations"] - plain.device_bytes["activations"] == LAYERS * a_layer
+    plain = planned(path, None, compile="on")
+    assert compiled.device_bytes["activations"] - plain.device_bytes["activations"] == LAYERS * a_layer
     assert kept.saved_share > 0.05
+
+
+def test_products_are_planned_where_the_worker_compiles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(**train: Any) -> bool:
+        return planned(path, RATES, **train).execution.residency.product_layers > 0
+
+    train = parse_job_spec({"name": "j", "model": "m", "dataset": "d", "train": {"max_steps": 1}}).train
+    job = train.model_copy(update={"tokens_per_step": 4096, "sequence_length": 64})
+    flops = flops_of_job(open_model_folder(path), job, 1)
+    assert not is_worth_compiling("auto", "cuda", flops) and not keep(compile="auto")
+    monkeypatch.setitem(compiling.WORTH_COMPILING_FLOPS, "cuda", 2.5 * flops)  # type: ignore[attr-defined]
+    assert [keep(compile="auto", max_steps=steps) for steps in (1, 2, 3)] == [False, False, True]
+    assert not keep(compile="auto", max_steps=3, matmul="fp8")
 
 
 def test_what_is_kept_leaves_a_twentieth_of_the_device_free(path: Path) -> None:

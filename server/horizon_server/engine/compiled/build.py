@@ -6,6 +6,7 @@ one layer's code serves all layers of its kind.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,19 @@ from pathlib import Path
 
 from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase, NotCompilable
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
-from horizon_server.engine.compiled.layers import call_patterns
-from horizon_server.engine.compiled.library import CodeLibrary, Entry, Kernels, Target, layer_key, sha256_of
+from horizon_server.engine.compiled.kept import keeping_products
+from horizon_server.engine.compiled.layers import call_patterns, keeping_kinds
+from horizon_server.engine.compiled.library import (
+    CodeLibrary,
+    Entry,
+    Kernels,
+    Target,
+    layer_key,
+    products_key,
+    sha256_of,
+)
 from horizon_server.engine.compiled.package import CompilerFailed, LayerCode, build_package
-from horizon_server.engine.compiled.trial import TOLERANCE, try_layer
+from horizon_server.engine.compiled.trial import TOLERANCE, Trial, try_layer
 from horizon_server.engine.fused.graphs import fuse_sums, has_fused_operators
 from horizon_server.engine.fused.substitution import Substitution
 from horizon_server.engine.template import Template
@@ -29,9 +39,12 @@ Report = Callable[[str], None]
 _NUM_DOCUMENTS = 3
 
 
-def build_missing(template: Template, library: CodeLibrary, target: Target, report: Report) -> list[str]:
-    """Compile the kinds of layers that the library lacks, and return why some could not be."""
-    patterns = call_patterns(template, target.dtype)
+def build_missing(
+    template: Template, library: CodeLibrary, target: Target, report: Report, *, product_layers: int = 0
+) -> list[str]:
+    """Compile the kinds of layers that the library lacks, and return why some could not be. Those of the last
+    `product_layers` get a second pair, which keeps products; a reason not to is only reported."""
+    patterns, keeping = call_patterns(template, target.dtype), keeping_kinds(template, product_layers)
     refusals = []
     for number, (layer, pattern) in enumerate(patterns.items(), start=1):
         if isinstance(pattern, NotCompilable):
@@ -47,6 +60,10 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
                     report(f"compiling layers: {kind}{text}")
 
                 entry = _Build(template, layer, pattern, library, key, target, report_of_kind).run()
+            if layer in keeping and not entry.refusal and library.find(products_key(key)) is None:
+                report(f"compiling layers: {kind} again, to keep its products")
+                pair = _Build(template, layer, pattern, library, key, target, report).run_keeping(entry)
+                report(f"compiled layers, {kind}: {_how_it_keeps(pair)}")
         if entry.refusal:
             refusals.append(entry.refusal)
         else:
@@ -55,6 +72,12 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
                 f"kernels: {entry.kernels}, compiled in {entry.compile_s:.0f} s"
             )
     return refusals
+
+
+def _how_it_keeps(pair: Entry) -> str:
+    if pair.refusal:
+        return f"products are not kept: {pair.refusal}"
+    return f"with products kept {pair.speedup:.2f} times as fast as without, compiled in {pair.compile_s:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,53 @@ class _Build:
         self.library.add(self.key, entry)
         return entry
 
+    def run_keeping(self, entry: Entry) -> Entry:
+        """Compile and try the pair that keeps products, of the candidate that is the library's."""
+        started_s = time.monotonic()
+        self.library.make_scratch()
+        key = products_key(self.key)
+        mark = self.library.scratch / f"{key}.tried"
+        with self._partial(entry.kernels, key) as file:
+            try:
+                if mark.exists():
+                    # As with the other candidates: the layer itself is compiled, and its job is to start.
+                    raise NotCompilable("the compiler ended before it had made the layer that keeps them")
+                mark.touch()
+                found = self._try_keeping(entry, file)
+            except CompilerFailed as error:
+                return Entry(refusal=str(error))
+            except NotCompilable as error:
+                found = Entry(refusal=str(error))
+            finally:
+                mark.unlink(missing_ok=True)
+            found = replace(found, compile_s=time.monotonic() - started_s)
+            if not found.refusal:
+                file.replace(self.library.code(key))
+        self.library.add(key, found)
+        return found
+
+    def _try_keeping(self, entry: Entry, file: Path) -> Entry:
+        """Compile the pair that keeps products and try it against the other one.
+
+        Raises:
+            NotCompilable: the compiler failed, or the two do not compute the same bits.
+        """
+        graphs = self._fused() if entry.kernels == "triton" else trace_layer(self._case())
+        assert graphs is not None, "it has the operators"
+        graphs = keeping_products(graphs)
+        build_package(graphs, file)
+        code, other = LayerCode(file), LayerCode(self.library.code(self.key))
+        trial = try_layer(self._case(), code, graphs.returned, against=other)
+        # A job's numbers must not depend on what there is room for. A GPU's attention adds up in the order of arrival:
+        # where a layer's own bits differ from run to run, they can only be near.
+        if trial.error > 0 or math.isnan(trial.error):
+            again = try_layer(self._case(), other, entry.returned, against=other)
+            if not again.error > 0 or not trial.error <= TOLERANCE[self.target.dtype]:
+                raise NotCompilable(
+                    f"{trial.worst} differs by {trial.error:.1e} where products are kept; it must have the same bits"
+                )
+        return self._entry(graphs, file, entry.kernels, trial)
+
     def _better(self, entry: Entry, file: Path) -> Entry:
         """Of `entry` and the candidate with Triton's operators: the faster one, or the one that computes the same."""
         # Where the compiler crashes, takes too long or is stopped, this process ends; the next one finds the mark and
@@ -123,7 +193,7 @@ class _Build:
         with Substitution(self.template.groups[self.template.layer_groups[self.layer]]).active():
             graphs = trace_layer(self._case())
         modules = (graphs.forward.module, graphs.backward.module)
-        for module in modules:
+        for module in (*modules, graphs.joint.module):
             fuse_sums(module)
         return graphs if any(has_fused_operators(module) for module in modules) else None
 
@@ -142,9 +212,11 @@ class _Build:
                 f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}; rounding explains at "
                 f"most {tolerance:.0e}"
             )
+        return replace(self._entry(graphs, file, kernels, trial), refusal=refusal)
+
+    def _entry(self, graphs: LayerGraphs, file: Path, kernels: Kernels, trial: Trial) -> Entry:
         ranges = [graph.token_range(self.target.num_tokens) for graph in (graphs.forward, graphs.backward)]
         return Entry(
-            refusal=refusal,
             sha256=sha256_of(file),
             returned=graphs.returned,
             min_tokens=max(least for least, _ in ranges),
@@ -168,9 +240,9 @@ class _Build:
         )
 
     @contextmanager
-    def _partial(self, kernels: Kernels) -> Iterator[Path]:
+    def _partial(self, kernels: Kernels, key: str = "") -> Iterator[Path]:
         # Not in its place, because a compiler that is killed leaves a partial file.
-        path = self.library.scratch / f"{self.key}.{os.getpid()}.{kernels}.pt2"
+        path = self.library.scratch / f"{key or self.key}.{os.getpid()}.{kernels}.pt2"
         try:
             yield path
         finally:

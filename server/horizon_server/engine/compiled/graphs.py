@@ -10,6 +10,7 @@ Source: torch.fx.experimental.proxy_tensor.make_fx over torch.func.vjp.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -68,12 +69,14 @@ class LayerGraphs:
     Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden
     state, the tensors of the call. Its output is the hidden state. `backward` takes after these: the gradient of the
     output, then for every place that `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden
-    state, then those of the parameters in `returned`.
+    state, then those of the parameters in `returned`. `joint` is `backward` that returns the hidden state of `forward`
+    too, after all others.
     """
 
     forward: Graph
     backward: Graph
     returned: tuple[str, ...]
+    joint: Graph
 
 
 def trace_layer(case: LayerCase) -> LayerGraphs:
@@ -100,7 +103,7 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         parameters, hidden_1TD, call, _ = split(inputs)
         return [template.layer(layer, parameters, hidden_1TD, call)]
 
-    def backward(*inputs: Tensor) -> list[Tensor]:
+    def joint(*inputs: Tensor) -> list[Tensor]:
         parameters, hidden_1TD, call, (gradient_1TD, *accumulators) = split(inputs)
         outs, flags = accumulators[::2], accumulators[1::2]
 
@@ -110,9 +113,9 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
             with AccumulatedProducts((weight, Accumulator(out=out, first=first)) for weight, out, first in targets):
                 return template.layer(layer, {**parameters, **trained_parameters}, hidden_1TD, call)
 
-        gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[1]
+        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
-        return [hidden_gradient_1TD, *(gradients[name] for name in trained)]
+        return [hidden_gradient_1TD, *(gradients[name] for name in trained), output_1TD]
 
     def inputs(fake: _Inputs, *, with_gradients: bool) -> list[Tensor]:
         hidden = (1, num_tokens, template.hidden_size)
@@ -129,15 +132,17 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
 
     try:
         forward_graph = _trace(forward, lambda fake: inputs(fake, with_gradients=False), num_tokens, device)
-        backward_graph = _trace(backward, lambda fake: inputs(fake, with_gradients=True), num_tokens, device)
+        joint_graph = _trace(joint, lambda fake: inputs(fake, with_gradients=True), num_tokens, device)
     except NotCompilable:
         raise
     except Exception as error:  # Tracing raises whatever the layer's code and torch make of tensors without values.
         # What torch says is for the log: it names its own files and types.
         log.warning("a layer cannot be traced: %s: %s", type(error).__name__, error)
         raise NotCompilable(_why_not_traced(places)) from error
-    returned = _drop_zeros(backward_graph.module, trained)
-    return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
+    returned = _drop_zeros(joint_graph.module, trained)
+    return LayerGraphs(
+        forward=forward_graph, backward=_without_output(joint_graph), returned=returned, joint=joint_graph
+    )
 
 
 def _why_not_traced(places: Sequence[Place]) -> str:
@@ -253,12 +258,22 @@ def _drop_zeros(module: GraphModule, trained: Sequence[str]) -> tuple[str, ...]:
     `vjp` answers with zeros for a parameter that nothing used, or whose uses all add to an accumulator.
     """
     (output,) = module.graph.find_nodes(op="output")
-    hidden, *gradients = output.args[0]
+    hidden, *gradients, layers_output = output.args[0]
     kept = [(name, node) for name, node in zip(trained, gradients, strict=True) if not _is_fill(node)]
-    output.args = ([hidden, *(node for _, node in kept)],)
+    output.args = ([hidden, *(node for _, node in kept), layers_output],)
     module.graph.eliminate_dead_code()
     module.recompile()
     return tuple(name for name, _ in kept)
+
+
+def _without_output(joint: Graph) -> Graph:
+    """The graph without the layer's output, and without what only that needs."""
+    module = GraphModule(joint.module, copy.deepcopy(joint.module.graph))
+    (output,) = module.graph.find_nodes(op="output")
+    output.args = (output.args[0][:-1],)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return Graph(module=module, inputs=joint.inputs, shape_env=joint.shape_env)
 
 
 def _is_fill(node: Node) -> bool:

@@ -6,14 +6,15 @@ Shapes: T = tokens of a micro-batch, D = hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.binding import Place
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
-from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key
+from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key, products_key
 from horizon_server.engine.compiled.package import LayerCode
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
@@ -40,35 +41,66 @@ def call_patterns(template: Template, dtype: torch.dtype) -> dict[int, CallPatte
     return found
 
 
-def is_complete(template: Template, library: CodeLibrary, target: Target) -> bool:
-    """Whether the library knows every kind of layer that can be compiled."""
-    return all(
-        isinstance(pattern, NotCompilable) or library.find(layer_key(template, kind, target)) is not None
-        for kind, pattern in call_patterns(template, target.dtype).items()
-    )
+def keeping_kinds(template: Template, product_layers: int) -> set[int]:
+    """The kinds of the last layers, which keep their products."""
+    return set(template.layer_kinds[template.num_layers - product_layers :])
+
+
+def is_complete(template: Template, library: CodeLibrary, target: Target, *, product_layers: int = 0) -> bool:
+    """Whether the library knows every kind of layer that can be compiled, and the pair that keeps products of each that
+    is among the last `product_layers`."""
+    keeping = keeping_kinds(template, product_layers)
+    for kind, pattern in call_patterns(template, target.dtype).items():
+        if isinstance(pattern, NotCompilable):
+            continue
+        key = layer_key(template, kind, target)
+        entry = library.find(key)
+        if entry is None or (kind in keeping and not entry.refusal and library.find(products_key(key)) is None):
+            return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
-    key: str
-    pattern: CallPattern
+class Pair:
+    """Forward and backward, and what is known of them."""
+
     code: LayerCode
     entry: Entry
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether it is right for that many tokens."""
+        return self.entry.min_tokens <= num_tokens <= self.entry.max_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The code of a kind of layer. `keeping` is the pair that keeps products, where there is one."""
+
+    key: str
+    pattern: CallPattern
+    pair: Pair
+    keeping: Pair | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCall:
     """One layer's work on one micro-batch. Thread: compute's."""
 
-    kind: _Kind
+    kind: Kind
     tensors: list[Tensor]
     places: list[Place]
     norms: list[str]
 
-    def forward(self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
-        """The layer's output. Shapes: [1, T, D]."""
+    def forward(
+        self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, *, keeps: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The layer's output, [1, T, D], and the products that `backward` may take; none where the layer has no code
+        that `keeps` them. Both compute the same."""
+        keeping = self.kind.keeping
+        pair = keeping if keeps and keeping is not None and keeping.takes(hidden_1TD.shape[1]) else self.kind.pair
         with torch.no_grad():
-            return self.kind.code.forward([*self._read(parameters), hidden_1TD, *self.tensors])
+            output_1TD, *products = pair.code.forward([*self._read(parameters), hidden_1TD, *self.tensors])
+        return output_1TD, products
 
     def backward(
         self,
@@ -76,17 +108,24 @@ class CompiledCall:
         hidden_1TD: Tensor,
         gradient_1TD: Tensor,
         gradients: UnitGradients | None,
+        products: list[Tensor] | None = None,
     ) -> Tensor:
         """The gradient of the layer's input, [1, T, D]; those of its trained parameters are added to `gradients`, if it
-        has any."""
+        has any. `products` of `forward` are not computed again; the list is emptied, so that each is free after its
+        last use."""
+        pair = self.kind.pair
+        if products:
+            assert self.kind.keeping is not None, "forward kept them"
+            pair = self.kind.keeping
         accumulators = {} if gradients is None else gradients.accumulators
         targets = [(found.out, found.first) for found in accumulators.values()]
         with torch.no_grad():
             inputs = [*self._read(parameters), hidden_1TD, *self.tensors, gradient_1TD]
-            hidden_gradient_1TD, *others = self.kind.code.backward(
-                [*inputs, *(part for pair in targets for part in pair)]
-            )
-            returned = dict(zip(self.kind.entry.returned, others, strict=True))
+            inputs += [*(part for target in targets for part in target), *(products or ())]
+            if products:
+                products.clear()
+            hidden_gradient_1TD, *others = pair.code.backward(inputs)
+            returned = dict(zip(pair.entry.returned, others, strict=True))
             for place in self.places:
                 if gradients is not None and place.name in returned:
                     gradients.add(place, returned[place.name])
@@ -99,12 +138,19 @@ class CompiledCall:
 class CompiledLayers:
     """The kinds of layers of a template that run compiled; empty: all run eagerly."""
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
-        self._kinds: dict[int, _Kind] = {}
-        self._layers: dict[int, _Kind] = {}
+    def __init__(
+        self, template: Template, kinds: Mapping[int, Kind] = MappingProxyType({}), *, product_layers: int = 0
+    ) -> None:
+        """`kinds` by their number (`Template.layer_kinds`); the last `product_layers` are to keep their products."""
+        self._template, self._kinds = template, kinds
+        self._layers = {layer: kinds[kind] for layer, kind in enumerate(template.layer_kinds) if kind in kinds}
         self.refusals: list[str] = []
         """Why the layers of some kinds run eagerly."""
+        self.refusals_to_keep: list[str] = []
+        """Why the compiled layers of some kinds keep no products."""
+        last = [self._layers.get(layer) for layer in range(template.num_layers - product_layers, template.num_layers)]
+        self.num_keeping = sum(kind is not None and kind.keeping is not None for kind in last)
+        """How many layers keep their products."""
 
     @classmethod
     def load(
@@ -115,20 +161,27 @@ class CompiledLayers:
         *,
         only_faster: bool = False,
         keys: Sequence[str] | None = None,
+        product_layers: int = 0,
     ) -> CompiledLayers:
         """Take what the library has; with `only_faster`, of that what the trial found faster than the eager layers;
-        with `keys`, those."""
-        layers = cls(template)
+        with `keys`, those. The last `product_layers` are to keep their products."""
+        kinds, keeping, refusals, refusals_to_keep = dict[int, Kind](), keeping_kinds(template, product_layers), [], []
         for kind, pattern in call_patterns(template, target.dtype).items():
             try:
-                layers._kinds[kind] = _load(
-                    template, kind, pattern, library, target, only_faster=only_faster, keys=keys
-                )
+                kinds[kind] = _load(template, kind, pattern, library, target, only_faster=only_faster, keys=keys)
             except NotCompilable as error:
-                layers.refusals.append(str(error))
-        for layer, kind in enumerate(template.layer_kinds):
-            if kind in layers._kinds:
-                layers._layers[layer] = layers._kinds[kind]
+                refusals.append(str(error))
+                continue
+            if kind in keeping:
+                try:
+                    pair = _load_pair(
+                        library, products_key(kinds[kind].key), only_faster=only_faster, other="one that keeps none"
+                    )
+                    kinds[kind] = replace(kinds[kind], keeping=pair)
+                except NotCompilable as error:
+                    refusals_to_keep.append(str(error))
+        layers = cls(template, kinds, product_layers=product_layers)
+        layers.refusals, layers.refusals_to_keep = refusals, refusals_to_keep
         return layers
 
     @property
@@ -144,7 +197,7 @@ class CompiledLayers:
     def serve(self, layer: int, call: LayerCall, num_tokens: int) -> CompiledCall | None:
         """The compiled form of a call, or None where the eager layer has to run."""
         kind = self._layers.get(layer)
-        if kind is None or not kind.entry.min_tokens <= num_tokens <= kind.entry.max_tokens:
+        if kind is None or not kind.pair.takes(num_tokens):
             return None
         tensors = kind.pattern.tensors_of(call)
         if tensors is None:
@@ -162,15 +215,21 @@ def _load(
     *,
     only_faster: bool,
     keys: Sequence[str] | None,
-) -> _Kind:
+) -> Kind:
     if isinstance(pattern, NotCompilable):
         raise pattern
     key = layer_key(template, kind, target)
     if keys is not None and key not in keys:
         raise NotCompilable("the job began with eager layers of this kind")
+    pair = _load_pair(library, key, only_faster=only_faster, other="eager one")
+    return Kind(key=key, pattern=pattern, pair=pair, keeping=None)
+
+
+def _load_pair(library: CodeLibrary, key: str, *, only_faster: bool, other: str) -> Pair:
+    """The code of a key. Raises NotCompilable where there is none, or it is not faster than the `other`."""
     entry = library.find(key)
     if entry is None or entry.refusal:
         raise NotCompilable(entry.refusal if entry else "there is no compiled code of it")
     if only_faster and entry.speedup <= 1:
-        raise NotCompilable(f"the compiled layer is not faster than the eager one ({entry.speedup:.2f} times as fast)")
-    return _Kind(key=key, pattern=pattern, code=LayerCode(library.code(key)), entry=entry)
+        raise NotCompilable(f"the compiled layer is not faster than the {other} ({entry.speedup:.2f} times as fast)")
+    return Pair(code=LayerCode(library.code(key)), entry=entry)

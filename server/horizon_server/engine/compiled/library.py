@@ -159,6 +159,11 @@ def layer_key(template: Template, layer: int, target: Target) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def products_key(key: str) -> str:
+    """The key of the pair of the same layer that keeps products (`kept`). Its facts compare it with the other pair."""
+    return f"{key}-products"
+
+
 def sha256_of(path: Path) -> str:
     """The digest of a file, empty where there is none."""
     digest = hashlib.sha256()

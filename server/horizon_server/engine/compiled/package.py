@@ -49,13 +49,13 @@ class LayerCode:
         except RuntimeError as error:
             raise CompilerFailed(f"its code cannot be loaded ({_first_line(error)})") from error
 
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        """The layer's output. The list is emptied."""
-        (output,) = self._forward.boxed_run(inputs)
-        return output
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The layer's output, and the products of one that keeps them. The list of inputs is emptied."""
+        outputs: list[Tensor] = self._forward.boxed_run(inputs)
+        return outputs
 
     def backward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The gradient of the hidden state and of the returned parameters. The list is emptied."""
+        """The gradient of the hidden state and of the returned parameters. The list of inputs is emptied."""
         gradients: list[Tensor] = self._backward.boxed_run(inputs)
         return gradients
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ class Trial:
     """What a trial found. `error` is the greatest relative difference of an output or gradient, which is that of
     `worst`.
 
-    `speedup` is the eager layer's time for forward, recompute and backward, over the compiled layer's.
+    `speedup` is the time of the eager layer (of the code that it was tried against) for forward, recompute and
+    backward, over the compiled layer's.
     """
 
     error: float
@@ -36,9 +38,11 @@ class Trial:
     speedup: float
 
 
-def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Trial:
+def try_layer(
+    case: LayerCase, code: LayerCode, returned: tuple[str, ...], *, against: LayerCode | None = None
+) -> Trial:
     """Run a layer compiled and eagerly on the same random numbers, and time both in turn. `returned` are the parameters
-    whose gradients the code returns, in order."""
+    whose gradients the code returns, in order. With `against`, that code takes the eager layer's place."""
     template, layer, call, device = case.template, case.layer, case.call, case.device
     generator = torch.Generator().manual_seed(0)
 
@@ -70,14 +74,14 @@ def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Tr
         tensors = {"output": output, **dict(zip(["hidden state", *trained], found, strict=True))}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def compiled() -> dict[str, Tensor]:
+    def compiled(code: LayerCode = code) -> dict[str, Tensor]:
         first = torch.ones((), dtype=torch.bool)
         flags = {name: first.clone() for name in matrices}
         with torch.no_grad():
             inputs = [*parameters.values(), hidden_1TD, *call_tensors]
-            output = code.forward(list(inputs))
+            output, *products = code.forward(list(inputs))
             targets = [part for name in matrices for part in (accumulators[name], flags[name])]
-            hidden, *others = code.backward([*inputs, gradient_1TD, *targets])
+            hidden, *others = code.backward([*inputs, gradient_1TD, *targets, *products])
         tensors = {"output": output, "hidden state": hidden}
         tensors |= {name: accumulators[name] for name in matrices if not flags[name]}
         for name, value in zip(returned, others, strict=True):
@@ -85,8 +89,9 @@ def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Tr
             tensors[name] = tensors[name] + value if name in tensors else value
         return tensors
 
-    error, worst = _worst(eager(), compiled())
-    pairs = [(_timed(eager, device), _timed(compiled, device)) for _ in range(_NUM_PAIRS)]
+    reference = eager if against is None else partial(compiled, against)
+    error, worst = _worst(reference(), compiled())
+    pairs = [(_timed(reference, device), _timed(compiled, device)) for _ in range(_NUM_PAIRS)]
     return Trial(error=error, worst=worst, speedup=statistics.median(a / b for a, b in pairs))
 
 
