@@ -122,13 +122,16 @@ class _Part:
     scale: float = 1.0
 
 
-_HOPPER = "ours, FA4"
+_HOPPER, _DETERMINISTIC = "ours, FA4", "ours, deterministic"
 _PARTS = (
     _Part("products of a layer, TFLOP/s", "690", "compute", "Matrix", "forward", "all seven"),
     _Part("attention forward, TFLOP/s", "330 to 430", "compute", "Attention", "forward", "ours"),
     _Part("attention backward, TFLOP/s", "250 to 360", "compute", "Attention", "backward", "ours"),
     _Part("FlashAttention 4 forward, TFLOP/s", "480", "compute", "Attention", "forward", _HOPPER),
     _Part("FlashAttention 4 backward, TFLOP/s", "400", "compute", "Attention", "backward", _HOPPER),
+    _Part(
+        "attention backward, deterministic, TFLOP/s", "230 to 330", "compute", "Attention", "backward", _DETERMINISTIC
+    ),
     _Part("device memory, TB/s", "2.65", "compute", "Passes", "GB/s", scale=1e-3),
     _Part("nf4 to bf16, ms a layer", "3 to 6", "compute", "Weights in 4 bits", "ms a layer"),
     _Part("AdamW, GB/s of host memory", "200", "bandwidth", "Host memory", "AdamW GB/s"),

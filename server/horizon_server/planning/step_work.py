@@ -49,6 +49,9 @@ _SCALED_ACCESSES, _SCALED_BACKWARD_ACCESSES = 11, 14
 # Of an output of a map with an adapter: the adapter's product is written, and added to the map's. Of an input in
 # backward: the same of both gradients. On an H100, eager steps of 65,536 tokens took within 3 % of what this gives.
 _ADAPTED_ACCESSES, _ADAPTED_BACKWARD_ACCESSES = 4, 4
+DETERMINISTIC_BACKWARD = 1.1
+"""Attention's backward on a GPU that adds in a fixed order, in units of the one that adds in the order of arrival.
+Estimated; `bench.gpu_all` measures both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """One layer over all tokens of a step. `attention_flops` are those of one forward; `accumulate_bytes` are of all
-    micro-batches."""
+    micro-batches. `attention_backward_times` is what its backward takes in units of the fastest kernel's."""
 
     forward_flops: float
     recompute_flops: float
@@ -89,6 +92,7 @@ class LayerWork:
     recompute_bytes: float
     backward_bytes: float
     accumulate_bytes: float
+    attention_backward_times: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +353,7 @@ class _Counter:
             recompute_bytes=recompute,
             backward_bytes=backward,
             accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches * trained,
+            attention_backward_times=1.0 if self._on_host or not self.recipe.deterministic else DETERMINISTIC_BACKWARD,
         )
 
     def head(self) -> HeadWork:

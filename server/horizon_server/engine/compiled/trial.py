@@ -86,7 +86,7 @@ def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Tr
         return tensors
 
     error, worst = _worst(eager(), compiled())
-    pairs = [(_timed(eager, device), _timed(compiled, device)) for _ in range(_NUM_PAIRS)]
+    pairs = [(timed(eager, device), timed(compiled, device)) for _ in range(_NUM_PAIRS)]
     return Trial(error=error, worst=worst, speedup=statistics.median(a / b for a, b in pairs))
 
 
@@ -120,7 +120,8 @@ def _worst(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple
     return math.inf if odd_ones else differences[worst], worst
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done it."""
     started_s = time.perf_counter()
     run()
     if device.type == "cuda":
