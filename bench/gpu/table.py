@@ -10,6 +10,7 @@ from bench.gpu.shapes import SIZES, Base, Point
 from bench.gpu.steps import folder_of, model_of
 from bench.gpu.task import Task
 from bench.gpu.variants import NOT_IN_THE_ENGINE, VARIANTS, Measures, Variant, forecast
+from horizon_server.engine.attention.adoption import is_for_hopper
 from horizon_server.planning.model_folder import ModelFolder
 
 Row = dict[str, Any]
@@ -76,8 +77,9 @@ def _points_of(variant: Variant, points: list[Row]) -> list[Row]:
     for row in points:
         point = Point(**row["point"])
         how = Measures(engine=point.engine, base=point.base, host_gbps=point.host_gbps)
+        for_hopper = is_for_hopper(row.get("attention", ""))
         if how == variant.measured_by and point.clip and point.rows == "equal" and not point.row_tokens:
-            found.append(row)
+            found += [row] * (for_hopper == variant.for_hopper)
     return found
 
 

@@ -19,6 +19,8 @@ from horizon_server.engine.compiled.layers import call_patterns
 from horizon_server.engine.compiled.package import LayerCode, build_package
 from horizon_server.engine.compiled.sums import sum_products
 from horizon_server.engine.compiled.trial import try_layer
+from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.step_work import copied_bytes
 
 # Gradients of gate and up, and of queries, keys and values.
 SUMS = {
@@ -52,6 +54,13 @@ def test_the_gradients_of_a_layer_are_the_same_within_rounding(architecture: str
     for lengths in ROWS:
         difference, worst = greatest_difference(case.template, 0, pattern, graphs, lengths)
         assert difference <= 5e-6, (lengths, worst)
+
+
+def test_a_plan_counts_these_sums() -> None:
+    """Each reads its products and writes one tensor as large."""
+    shape = ModelShape.from_config(config_of("qwen2").to_dict())
+    attention = 4 * (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    assert copied_bytes(shape, 2)[2] - attention == sum(2 * (num + 1) * shape.hidden_size for num in SUMS["qwen2"])
 
 
 def hidden_gradient(graphs: LayerGraphs, case: LayerCase, exact: LayerGraphs) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,8 @@ class EngineFacts:
     as rows. `two_pass_head`: the head runs forward for the log-probabilities before it runs for the gradients, as
     objectives need. `keeps_embedding`: table, moments and gradient of the embedding are on the device.
     `skips_projection`: the recompute leaves out the layer's last product, whose result no gradient needs.
+    `fewer_copies`: `fused` layers on a GPU sum the gradients of what several maps read inside the products, and take
+    attention's results where its kernel wrote them.
     """
 
     fused: bool = False
@@ -74,9 +76,10 @@ class EngineFacts:
     keeps_embedding: bool = False
     skips_projection: bool = True
     two_pass_head: bool = False
+    fewer_copies: bool = False
 
 
-TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
+TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True, fewer_copies=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +332,10 @@ class _Counter:
         # A frozen weight has no gradient of its own, which is half of its backward.
         trained = sum(u.trained_elements for u in layers) / sum(u.num_elements for u in layers)
         elementwise = elementwise_bytes(model, self.element, fused=self.facts.fused)
-        forward, recompute, backward = (part * num_tokens for part in elementwise)
+        less = (0.0, 0.0, 0.0)
+        if self.facts.fused and self.facts.fewer_copies and not self._on_host:
+            less = copied_bytes(model, self.element)
+        forward, recompute, backward = ((part - saved) * num_tokens for part, saved in zip(elementwise, less, strict=True))
         # DoRA: norms once a visit, whatever the micro-batches, and what is done with each output of an adapted map.
         normed, scaled = (size / len(layers) for size in scaled_sizes(self.folder.layout))
         norm_bytes, output_bytes = normed * (self.element + _NORM_BYTES), scaled * num_tokens * self.element
@@ -484,3 +490,15 @@ def elementwise_bytes(model: ModelShape, element: int, *, fused: bool) -> tuple[
     scale = element / 2
     # The recompute's output is copied nowhere.
     return scale * forward, scale * (forward - 4 * hidden), scale * backward
+
+
+def copied_bytes(model: ModelShape, element: int) -> tuple[float, float, float]:
+    """What of `elementwise_bytes` fused layers do without where there are `fewer_copies`: forward, recompute, backward.
+
+    A copy reads and writes: attention's output, and its gradients of queries, keys and values. Sums in passes of their
+    own read each product and write one: of gate and up, and of queries, keys and values.
+    """
+    queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    output, gradients = 2 * queries, 2 * (queries + 2 * keys)
+    sums = (2 + 1) * model.hidden_size + (3 + 1) * model.hidden_size
+    return element * output, element * output, element * (gradients + sums)

@@ -83,6 +83,11 @@ def _heads_of(template: Template) -> Heads:
     )
 
 
+def is_for_hopper(text: str) -> bool:
+    """Whether `adopt_for_hopper` said that it has adopted FlashAttention-4."""
+    return text.startswith(f"attention: {TITLE}")
+
+
 def try_implementation(
     name: str,
     heads: Heads,
