@@ -335,7 +335,9 @@ class _Counter:
         less = (0.0, 0.0, 0.0)
         if self.facts.fused and self.facts.fewer_copies and not self._on_host:
             less = copied_bytes(model, self.element)
-        forward, recompute, backward = ((part - saved) * num_tokens for part, saved in zip(elementwise, less, strict=True))
+        forward, recompute, backward = (
+            (part - saved) * num_tokens for part, saved in zip(elementwise, less, strict=True)
+        )
         # DoRA: norms once a visit, whatever the micro-batches, and what is done with each output of an adapted map.
         normed, scaled = (size / len(layers) for size in scaled_sizes(self.folder.layout))
         norm_bytes, output_bytes = normed * (self.element + _NORM_BYTES), scaled * num_tokens * self.element

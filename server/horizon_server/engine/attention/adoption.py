@@ -62,7 +62,7 @@ def adopt_for_hopper(template: Template, recipe: Recipe, execution: Execution, d
     if recipe.deterministic:
         return f"attention: torch's own kernels, as train.deterministic asks for; {TITLE} is not tried"
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec(_MODULE) is None:
-        return f"attention: torch's own kernels; {TITLE} is not installed (extra fa4)"
+        return f"attention: torch's own kernels; {TITLE} is not installed (pip install 'horizon-train[fa4]')"
     tokens = min(max(recipe.sequence_length, execution.micro_batch_tokens, 1), _MOST_TIMED_TOKENS)
     length = min(recipe.sequence_length or tokens, tokens)
     documents = [length] * (tokens // length)
