@@ -71,10 +71,13 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "rows-today": Variant(title="the engine today, row by row, eager layers", facts=TODAY, execution=_TODAY),
     "eager-today": Variant(title="a job today, joined rows, eager layers", facts=TODAY, execution=_TODAY_JOINED),
-    "job": Variant(
-        title="a job today, joined rows, compiled layers",
-        facts=replace(TODAY, fused=True),
+    "measured": Variant(
+        title="a job as it was measured, joined rows, compiled layers",
+        facts=replace(TODAY, fused=True, fewer_copies=False),
         execution=_TODAY_JOINED,
+    ),
+    "job": Variant(
+        title="a job today: the same with fewer copies", facts=replace(TODAY, fused=True), execution=_TODAY_JOINED
     ),
     "fp8": Variant(
         title="5 with FP8 products (1.55 times as fast)", facts=_NO_ENDS, execution=_LARGE_CHUNKS, gemm_factor=1.55

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +22,14 @@ from bench.gpu.steps import with_base
 from bench.gpu.task import Clock, Task
 from bench.gpu.timing import UNAVAILABLE, Timing, rate, timed, try_timed
 from horizon_server.engine.attention import function
+from horizon_server.engine.attention.adoption import FLASH_ATTENTION_4, PACKAGE
+from horizon_server.engine.attention.implementation import Heads, adopt, use_deterministic_kernels
 from horizon_server.store import packing
 from horizon_server.store.layout import build_layout
 
 _BYTES_OF_COPY = {"cuda": 1 << 30, "cpu": 1 << 20}
 _DOCUMENT_TOKENS = 200
-_OURS, _HOPPER = "ours", "ours, FA4"
+_OURS, _HOPPER, _DETERMINISTIC = "ours", "ours, FA4", "ours, deterministic"
 _BACKWARD_FLOPS = 2.5
 """Of attention's forward: it computes the scores again."""
 
@@ -164,6 +165,9 @@ def _attention(device: torch.device, shape: str, sizes: Sizes, clock: Clock, rep
             if not clock.allows(2.0):
                 report.say("No time was left for more kinds of attention.")
                 return
+            # For backward too, which autograd calls.
+            adopt(Heads.of(q, k, v), FLASH_ATTENTION_4 if kind.startswith(_HOPPER) else "")
+            use_deterministic_kernels(kind.startswith(_DETERMINISTIC), device)
             flops = sum(2.0 * num_heads * head_size * length * (length + 1) for length in lengths)
             forward = try_timed(attend, device, budget_s=sizes.timing_s)
             backward = try_timed(_backward_of(attend, (q, k, v)), device, budget_s=sizes.timing_s)
@@ -176,6 +180,8 @@ def _attention(device: torch.device, shape: str, sizes: Sizes, clock: Clock, rep
                 first_backward_s=backward.first_s if isinstance(backward, Timing) else "",
                 same_twice=_same_twice(attend, (q, k, v)) if kind.startswith(_OURS) else "",
             )
+        adopt(Heads.of(q, k, v), "")
+        use_deterministic_kernels(False, device)
 
 
 def _attention_kinds(
@@ -203,11 +209,12 @@ def _attention_kinds(
     def hopper(lengths: list[int]) -> Callable[[], Tensor]:
         attend = ours(lengths)
 
-        def attend_with_it() -> Tensor:
-            with _flash_attention_4():
-                return attend()
+        def attend_where_it_is_installed() -> Tensor:
+            if importlib.util.find_spec("flash_attn") is None:
+                raise RuntimeError(f"the package {PACKAGE} is not installed")
+            return attend()
 
-        return attend_with_it
+        return attend_where_it_is_installed
 
     row = [tokens]
     # Two rows of as many documents whose lengths nothing else has: is something compiled for each length?
@@ -221,29 +228,13 @@ def _attention_kinds(
         ("ours", ours(row), row),
         (f"ours, documents of {_DOCUMENT_TOKENS}", ours(documents), documents),
         *((f"ours, documents of {size}", ours(lengths), lengths) for size, lengths in cut.items()),
+        (_DETERMINISTIC, ours(row), row),
+        (f"{_DETERMINISTIC}, documents of {_DOCUMENT_TOKENS}", ours(documents), documents),
         (_HOPPER, hopper(row), row),
         (f"{_HOPPER}, documents of {_DOCUMENT_TOKENS}", hopper(documents), documents),
         *((f"{_HOPPER}, documents of {size}", hopper(lengths), lengths) for size, lengths in cut.items()),
         *((f"{_HOPPER}, odd lengths {index}", hopper(lengths), lengths) for index, lengths in enumerate(odd, 1)),
     ]
-
-
-@contextmanager
-def _flash_attention_4() -> Iterator[None]:
-    """Inside, the operators that our attention calls on a GPU are FlashAttention 4's; raises where it or its package is
-    not there.
-
-    The engine does not choose it: this is to know what it would be worth.
-    """
-    if importlib.util.find_spec("flash_attn") is None:
-        raise RuntimeError("the package flash-attn-4 is not installed")
-    from torch.nn import attention
-
-    attention.activate_flash_attention_impl("FA4")
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl()
 
 
 def _same_twice(attend: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> str:

@@ -101,6 +101,7 @@ class _Measured:
 
     found: SetUp
     num_compiled: int
+    attention: str
     refusals: list[str]
     reports: list[StepFigures]
     allocated_bytes: int
@@ -240,6 +241,7 @@ def _measure(
     return _Measured(
         found=found,
         num_compiled=found.layers.num_layers,
+        attention=trainer.attention,
         refusals=found.layers.refusals,
         reports=reports,
         allocated_bytes=allocated_bytes,
@@ -263,6 +265,7 @@ def _cells(model: Model, point: Point, measured: _Measured) -> dict[str, object]
     return {
         "compiled": f"{measured.num_compiled} of {model.template.num_layers}",
         "kept": measured.found.text(),
+        "attention": measured.attention,
         "inputs_on": measured.found.execution.activation_placement,
         "tokens/s": num_tokens / step_s,
         "useful_TFLOP/s": useful,

@@ -67,20 +67,6 @@ def with_resident_states(work: StepWork, layout: StoreLayout, num_layers: int) -
     return dataclasses.replace(work, layers=layers)
 
 
-def with_elementwise(work: StepWork, share: float) -> StepWork:
-    """The memory traffic of everything in a layer but its products and attention, times `share`."""
-    layer = work.layer
-    return dataclasses.replace(
-        work,
-        layer=dataclasses.replace(
-            layer,
-            forward_bytes=layer.forward_bytes * share,
-            recompute_bytes=layer.recompute_bytes * share,
-            backward_bytes=layer.backward_bytes * share,
-        ),
-    )
-
-
 def with_attention(rates: DeviceRates, forward: float, backward: float) -> DeviceRates:
     """Attention at these operations per second, whatever the length of a document."""
     return dataclasses.replace(

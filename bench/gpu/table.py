@@ -10,6 +10,7 @@ from bench.gpu.shapes import SIZES, Base, Point
 from bench.gpu.steps import folder_of, model_of
 from bench.gpu.task import Task
 from bench.gpu.variants import NOT_IN_THE_ENGINE, VARIANTS, Measures, Variant, forecast
+from horizon_server.engine.attention.adoption import is_for_hopper
 from horizon_server.planning.model_folder import ModelFolder
 
 Row = dict[str, Any]
@@ -76,8 +77,9 @@ def _points_of(variant: Variant, points: list[Row]) -> list[Row]:
     for row in points:
         point = Point(**row["point"])
         how = Measures(engine=point.engine, base=point.base, host_gbps=point.host_gbps)
+        for_hopper = is_for_hopper(row.get("attention", ""))
         if how == variant.measured_by and point.clip and point.rows == "equal" and not point.row_tokens:
-            found.append(row)
+            found += [row] * (for_hopper == variant.for_hopper)
     return found
 
 
@@ -122,13 +124,16 @@ class _Part:
     scale: float = 1.0
 
 
-_HOPPER = "ours, FA4"
+_HOPPER, _DETERMINISTIC = "ours, FA4", "ours, deterministic"
 _PARTS = (
     _Part("products of a layer, TFLOP/s", "690", "compute", "Matrix", "forward", "all seven"),
     _Part("attention forward, TFLOP/s", "330 to 430", "compute", "Attention", "forward", "ours"),
     _Part("attention backward, TFLOP/s", "250 to 360", "compute", "Attention", "backward", "ours"),
     _Part("FlashAttention 4 forward, TFLOP/s", "480", "compute", "Attention", "forward", _HOPPER),
     _Part("FlashAttention 4 backward, TFLOP/s", "400", "compute", "Attention", "backward", _HOPPER),
+    _Part(
+        "attention backward, deterministic, TFLOP/s", "230 to 330", "compute", "Attention", "backward", _DETERMINISTIC
+    ),
     _Part("device memory, TB/s", "2.65", "compute", "Passes", "GB/s", scale=1e-3),
     _Part("nf4 to bf16, ms a layer", "3 to 6", "compute", "Weights in 4 bits", "ms a layer"),
     _Part("AdamW, GB/s of host memory", "200", "bandwidth", "Host memory", "AdamW GB/s"),

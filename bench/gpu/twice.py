@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,8 @@ from bench.gpu.task import Task
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.store.host_store import HostStore
 
-_ENGINES: tuple[Engine, ...] = ("job", "eager")
+_ENGINES: tuple[tuple[Engine, bool], ...] = (("job", False), ("eager", False), ("job", True))
+"""And whether the job is deterministic."""
 _NUM_STEPS = 2
 _MOMENTS = ("lo", "exp_avg", "exp_avg_sq")
 _CHUNK = 1 << 20
@@ -31,7 +32,8 @@ class _Run:
 
 
 def run(task: Task, report: Report) -> None:
-    """A row for each engine: packed rows joined into micro-batches, compiled layers and eager ones."""
+    """A row for each engine: packed rows joined into micro-batches, compiled layers and eager ones, and a deterministic
+    job."""
     sizes, clock, model = SIZES[task.device], task.clock(), choose_model(task)
     rows = rows_for(model.template.vocab_size, kind="packed", tokens=sizes.twice_tokens, row_tokens=sizes.row_tokens)
     report.table(
@@ -50,14 +52,18 @@ def run(task: Task, report: Report) -> None:
         },
     )
     last_s = 0.0
-    for engine in _ENGINES:
-        cells = {"engine": engine, "tokens": sizes.twice_tokens, "expected_of_weights": _EXPECTED[model.kind]}
+    for engine, deterministic in _ENGINES:
+        cells = {
+            "engine": f"{engine}, deterministic" if deterministic else engine,
+            "tokens": sizes.twice_tokens,
+            "expected_of_weights": "yes" if deterministic else _EXPECTED[model.kind],
+        }
         before_s = clock.left_s
         if not clock.allows(last_s):
             report.row(**cells, note="no time left")
             continue
         try:
-            one, other = (_run(task, model, rows, engine) for _ in range(2))
+            one, other = (_run(task, model, rows, engine, deterministic) for _ in range(2))
         except Exception as error:  # noqa: BLE001 the other engine may still run.
             report.row(**cells, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
             continue
@@ -75,8 +81,9 @@ def run(task: Task, report: Report) -> None:
         )
 
 
-def _run(task: Task, model: Model, rows: list[MicroBatch], engine: Engine) -> _Run:
+def _run(task: Task, model: Model, rows: list[MicroBatch], engine: Engine, deterministic: bool) -> _Run:
     found = set_up(task, model, rows, engine)
+    found = replace(found, recipe=replace(found.recipe, deterministic=deterministic))
     with opened(task, model) as (store, device):
         for plane in _MOMENTS:
             store.plane(plane).zero_()

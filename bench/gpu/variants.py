@@ -14,7 +14,6 @@ from bench.forecast import spare_memory
 from bench.gpu.predicted import (
     Fp8,
     with_attention,
-    with_elementwise,
     with_fp8,
     with_resident_states,
 )
@@ -36,8 +35,6 @@ _ROW_BY_ROW = Execution(device_kind="cuda", compute_dtype="bfloat16", grad_bytes
 _JOINED = dataclasses.replace(_ROW_BY_ROW, micro_batch_tokens=MICRO_BATCH_TOKENS)
 _JOB = dataclasses.replace(TODAY, fused=True)
 _NO_TABLE = dataclasses.replace(_JOB, keeps_embedding=True)
-# Of 217 hidden-sizes of bytes, 35 are copies that attention and the sums of gradients could do without.
-_FEWER_COPIES = 1 - 35 / 217
 _STATE_LAYERS_OF_28 = 17
 # What FlashAttention 4 is expected to reach on an H100, forward and backward.
 HOPPER_ATTENTION = (480e12, 400e12)
@@ -54,7 +51,8 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A row. `measured_by` is None where the engine has no such thing. In the memory that is left, `products` keeps
+    """A row. `measured_by` is None where the engine has no such thing; of a job's points those with attention
+    `for_hopper` count, or those without. In the memory that is left, `products` keeps
     products and `residents` weights; `all_resident` keeps those of all layers."""
 
     title: str
@@ -68,7 +66,6 @@ class Variant:
     all_resident: bool = False
     resident_states: bool = False
     for_hopper: bool = False
-    fewer_copies: bool = False
     fp8: Fp8 | None = None
 
 
@@ -84,25 +81,22 @@ VARIANTS: tuple[Variant, ...] = (
         title="compiled, weights of all layers resident", all_resident=True, measured_by=Measures(engine="resident")
     ),
     Variant(title="eager, products kept", facts=TODAY, products=True, measured_by=Measures(engine="products")),
-    Variant(title="a job + attention for Hopper", for_hopper=True),
-    Variant(title="+ fewer copies", for_hopper=True, fewer_copies=True),
-    Variant(title="+ products kept by compiled layers", products=True, for_hopper=True, fewer_copies=True),
-    Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True, fewer_copies=True),
+    Variant(title="a job + attention for Hopper", for_hopper=True, measured_by=Measures()),
+    Variant(title="+ products kept by compiled layers", products=True, for_hopper=True),
+    Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True),
     Variant(
         title="optimizer states of 17 of 28 layers resident instead",
         resident_states=True,
         for_hopper=True,
-        fewer_copies=True,
     ),
     Variant(title="train.matmul: fp8, eager layers", facts=TODAY, fp8="eager", measured_by=Measures(engine="fp8")),
-    Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True, fewer_copies=True),
+    Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True),
     Variant(
         title="the same, weight gradients too, products kept, table resident",
         facts=_NO_TABLE,
         fp8="with weight gradients",
         products=True,
         for_hopper=True,
-        fewer_copies=True,
     ),
     Variant(
         title="LoRA, bf16 base, nothing resident",
@@ -111,12 +105,11 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(title="LoRA, bf16 base, a job", base="bf16", residents=True, measured_by=Measures(base="bf16")),
     Variant(
-        title="LoRA, base and table resident, attention for Hopper, fewer copies",
+        title="LoRA, base and table resident, attention for Hopper",
         base="bf16",
         facts=_NO_TABLE,
         all_resident=True,
         for_hopper=True,
-        fewer_copies=True,
     ),
     Variant(
         title="LoRA, nf4 base, nothing resident",
@@ -130,7 +123,6 @@ VARIANTS: tuple[Variant, ...] = (
         facts=_NO_TABLE,
         all_resident=True,
         for_hopper=True,
-        fewer_copies=True,
     ),
 )
 
@@ -146,8 +138,6 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     def step(kept: Residency) -> StepPrediction:
         execution = dataclasses.replace(variant.execution, residency=kept)
         work = work_of_step(folder, recipe, execution, facts=variant.facts)
-        if variant.fewer_copies:
-            work = with_elementwise(work, _FEWER_COPIES)
         if variant.fp8:
             work = with_fp8(work, variant.fp8)
         if variant.resident_states:

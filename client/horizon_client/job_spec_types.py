@@ -279,6 +279,10 @@ class TrainSpec(TypedDict, total=False):
     """What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per
     row, faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it. Default:
     'bf16'."""
+    deterministic: bool
+    """On a GPU, use kernels that add in a fixed order, so that two runs of a job have the same bits; attention's
+    backward takes about a tenth longer then, and FlashAttention-4 is not used. On the host two runs have the same bits
+    in any case. Default: False."""
     lanes: int | None
     """Parts that each step is divided into, whose gradients are summed by themselves and then in a balanced tree: the
     result depends on lanes, not on gpus or nodes. A power of two, at least gpus times nodes, of a range its upper end.

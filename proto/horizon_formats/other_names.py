@@ -102,7 +102,8 @@ _NAMES: Mapping[str, tuple[str, str]] = {
         ("activation_offloading", "layer_offloading", "offload_params", "low_cpu_mem_usage"), (_HF, _STREAMED)
     ),
     **dict.fromkeys(("enable_liger_kernel", "flash_attn_type", "unsloth", "use_unsloth"), (_FACTORY, _ATTENTION)),
-    **dict.fromkeys(("use_cache", "full_determinism", "disable_dropout"), (_HF, "leave it out: it is so here anyway")),
+    **dict.fromkeys(("use_cache", "disable_dropout"), (_HF, "leave it out: it is so here anyway")),
+    "full_determinism": (_HF, "use train.deterministic: true, on a GPU; on the host it is so anyway"),
     "ddp_timeout": (_HF, _STREAMED),
     # Checkpoints and reports
     "save_steps": (_HF, "checkpoint.every_steps"),

@@ -16,12 +16,11 @@ class Recipe:
 
     `max_grad_norm` None turns clipping off. After `max_skipped_steps` steps in a row that were skipped, training stops;
     0 turns that off. `seed` is that of dropout, where the model's config asks for it, and of noise on the embeddings,
-    where `neftune_noise_alpha` is above
-    0. A step has up to `tokens_per_step` tokens, in rows of up to `sequence_length`; the engine makes room for the
-      former at once, and
-    grows with the largest step where it is 0. `matmul: fp8` rounds the layers' products. `adapter_scale` multiplies the
-    output of adapters and `adapter_dropout` is the share of their inputs that is dropped, where the layout has
-    adapters.
+    where `neftune_noise_alpha` is above 0. A step has up to `tokens_per_step` tokens, in rows of up to
+    `sequence_length`; the engine makes room for the former at once, and grows with the largest step where it is 0.
+    `matmul: fp8` rounds the layers' products. `deterministic`: kernels of a GPU add in a fixed order, so that two runs
+    have the same bits, as they have on the host. `adapter_scale` multiplies the output of adapters and
+    `adapter_dropout` is the share of their inputs that is dropped, where the layout has adapters.
     """
 
     learning_rate: float
@@ -38,6 +37,7 @@ class Recipe:
     label_smoothing: float = 0.0
     neftune_noise_alpha: float = 0.0
     matmul: Matmul = "bf16"
+    deterministic: bool = False
     tokens_per_step: int = 0
     sequence_length: int = 0
     adapter_scale: float = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from horizon_server.engine.attention.adoption import try_implementation
 from horizon_server.engine.attention.function import attend
+from horizon_server.engine.attention.implementation import Heads, adopt, use_deterministic_kernels
+from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.micro_batch import MicroBatch
 
@@ -103,3 +107,62 @@ def test_rows_of_many_lengths_cost_no_more_in_the_first_step_than_in_the_second(
         durations.append(time.perf_counter() - start_s)
     # cuBLAS chooses a kernel for each new shape; what is compiled for a length costs ten times as much.
     assert durations[0] < 2.0 * durations[1]
+
+
+def steps_twice(
+    model: TinyModel, start: Callable[..., Run], rows: list[MicroBatch], **options: bool
+) -> list[list[Tensor]]:
+    """The weights and moments after two steps, of two runs."""
+    found = []
+    for _ in range(2):
+        run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(), **options)
+        for _ in range(2):
+            run.trainer.train_step(rows)
+        run.trainer.flush()
+        found.append([run.store.plane(name).clone() for name in ("hi", "lo", "exp_avg", "exp_avg_sq")])
+        run.trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_two_runs_of_a_deterministic_job_have_the_same_bits(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    rows = [pack(documents(700, 1300, 64)), pack(documents(2048, seed=3))]
+    try:
+        one, other = steps_twice(tiny_model(architecture), start, rows, deterministic=True)
+    finally:
+        use_deterministic_kernels(False, torch.device("cuda"))
+    for first, second in zip(one, other, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_results_are_the_kernels_own_memory() -> None:
+    """Nothing is copied where heads need no filling up: output and gradients are as large as what was allocated."""
+    query, key, value = inputs(8, 2, 64, 64, 832)
+    sinks, boundaries = query.new_empty(0), torch.tensor([0, 300, 832])
+    output, sums = attention(query, key, value, boundaries, sinks, 0.125, 0, 0.0)
+    gradients = attention_backward(output, query, key, value, output, sums, boundaries, sinks, 0.125, 0, 0.0)[:3]
+    for tensor in (output, *(gradient.transpose(1, 2) for gradient in gradients)):
+        assert tensor.is_contiguous()
+    before = torch.cuda.memory_allocated()
+    again, _ = attention(query, key, value, boundaries, sinks, 0.125, 0, 0.0)
+    torch.cuda.reset_peak_memory_stats()
+    del again
+    attention(query, key, value, boundaries, sinks, 0.125, 0, 0.0)
+    # The output once, and the sums and boundaries.
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * output.nbytes
+
+
+def test_attention_for_hopper_is_tried_where_it_is_installed() -> None:
+    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)) or importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("needs flash-attn-4 and compute capability 9.0 or 10.0")
+    heads = Heads(queries=8, keys=2, size=128, value_size=128)
+    device = torch.device("cuda")
+    found = try_implementation("FA4", heads, dtype=torch.bfloat16, device=device, documents=[4096, 4096])
+    adopt(heads, "")
+    assert "differs from fp32" not in found.text and "does not run" not in found.text

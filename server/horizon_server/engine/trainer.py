@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizon_server.engine.attention.adoption import adopt_for_hopper
+from horizon_server.engine.attention.implementation import use_deterministic_kernels
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward
@@ -80,8 +82,11 @@ class Trainer:
         template.adapter_scale, template.adapter_dropout = recipe.adapter_scale, recipe.adapter_dropout
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
+        computes_on = device.place(torch.zeros(())).device
         if recipe.matmul == "fp8":
-            check_supported(device.place(torch.zeros(())).device)
+            check_supported(computes_on)
+        use_deterministic_kernels(recipe.deterministic, computes_on)
+        self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)

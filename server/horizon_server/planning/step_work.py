@@ -49,6 +49,9 @@ _SCALED_ACCESSES, _SCALED_BACKWARD_ACCESSES = 11, 14
 # Of an output of a map with an adapter: the adapter's product is written, and added to the map's. Of an input in
 # backward: the same of both gradients. On an H100, eager steps of 65,536 tokens took within 3 % of what this gives.
 _ADAPTED_ACCESSES, _ADAPTED_BACKWARD_ACCESSES = 4, 4
+DETERMINISTIC_BACKWARD = 1.1
+"""Attention's backward on a GPU that adds in a fixed order, in units of the one that adds in the order of arrival.
+Estimated; `bench.gpu_all` measures both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class EngineFacts:
     as rows. `two_pass_head`: the head runs forward for the log-probabilities before it runs for the gradients, as
     objectives need. `keeps_embedding`: table, moments and gradient of the embedding are on the device.
     `skips_projection`: the recompute leaves out the layer's last product, whose result no gradient needs.
+    `fewer_copies`: `fused` layers on a GPU sum the gradients of what several maps read inside the products, and take
+    attention's results where its kernel wrote them.
     """
 
     fused: bool = False
@@ -71,15 +76,16 @@ class EngineFacts:
     keeps_embedding: bool = False
     skips_projection: bool = True
     two_pass_head: bool = False
+    fewer_copies: bool = False
 
 
-TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
+TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True, fewer_copies=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """One layer over all tokens of a step. `attention_flops` are those of one forward; `accumulate_bytes` are of all
-    micro-batches."""
+    micro-batches. `attention_backward_times` is what its backward takes in units of the fastest kernel's."""
 
     forward_flops: float
     recompute_flops: float
@@ -89,6 +95,7 @@ class LayerWork:
     recompute_bytes: float
     backward_bytes: float
     accumulate_bytes: float
+    attention_backward_times: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +332,12 @@ class _Counter:
         # A frozen weight has no gradient of its own, which is half of its backward.
         trained = sum(u.trained_elements for u in layers) / sum(u.num_elements for u in layers)
         elementwise = elementwise_bytes(model, self.element, fused=self.facts.fused)
-        forward, recompute, backward = (part * num_tokens for part in elementwise)
+        less = (0.0, 0.0, 0.0)
+        if self.facts.fused and self.facts.fewer_copies and not self._on_host:
+            less = copied_bytes(model, self.element)
+        forward, recompute, backward = (
+            (part - saved) * num_tokens for part, saved in zip(elementwise, less, strict=True)
+        )
         # DoRA: norms once a visit, whatever the micro-batches, and what is done with each output of an adapted map.
         normed, scaled = (size / len(layers) for size in scaled_sizes(self.folder.layout))
         norm_bytes, output_bytes = normed * (self.element + _NORM_BYTES), scaled * num_tokens * self.element
@@ -349,6 +361,7 @@ class _Counter:
             recompute_bytes=recompute,
             backward_bytes=backward,
             accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches * trained,
+            attention_backward_times=1.0 if self._on_host or not self.recipe.deterministic else DETERMINISTIC_BACKWARD,
         )
 
     def head(self) -> HeadWork:
@@ -479,3 +492,15 @@ def elementwise_bytes(model: ModelShape, element: int, *, fused: bool) -> tuple[
     scale = element / 2
     # The recompute's output is copied nowhere.
     return scale * forward, scale * (forward - 4 * hidden), scale * backward
+
+
+def copied_bytes(model: ModelShape, element: int) -> tuple[float, float, float]:
+    """What of `elementwise_bytes` fused layers do without where there are `fewer_copies`: forward, recompute, backward.
+
+    A copy reads and writes: attention's output, and its gradients of queries, keys and values. Sums in passes of their
+    own read each product and write one: of gate and up, and of queries, keys and values.
+    """
+    queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    output, gradients = 2 * queries, 2 * (queries + 2 * keys)
+    sums = (2 + 1) * model.hidden_size + (3 + 1) * model.hidden_size
+    return element * output, element * output, element * (gradients + sums)

@@ -170,6 +170,12 @@ class TrainSpec(Section):
         "a scale per row, faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates "
         "it.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU, use kernels that add in a fixed order, so that two runs of a job have the same bits; "
+        "attention's backward takes about a tenth longer then, and FlashAttention-4 is not used. On the host two runs "
+        "have the same bits in any case.",
+    )
 
     lanes: Lanes | None = Field(
         default=None,

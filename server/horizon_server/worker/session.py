@@ -191,6 +191,8 @@ class Session:
         )
         for refusal in set_up.device.refusals:
             self._events.send(Message(level="warning", text=refusal))
+        if attention := self._made_trainer.attention:
+            self._events.send(Message(level="info", text=attention))
         return True
 
     def _restore(self) -> None:

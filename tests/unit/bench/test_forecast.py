@@ -24,7 +24,9 @@ INDEPENDENT = {
     # These three by a second reviewer, who counted bytes on the traced graphs.
     "rows-today": (195, 353, 366, 370, 372),
     "eager-today": (198, 365, 381, 386, 388),
-    "job": (209, 409, 444, 450, 453),
+    "measured": (209, 409, 444, 450, 453),
+    # The same, faster by what he has for fewer copies next to attention for Hopper.
+    "job": (210, 414, 450, 456, 459),
     "fp8": (246, 532, 652, 658, 660),
 }
 
@@ -52,7 +54,12 @@ def test_the_parts_of_a_step_of_64k_tokens_agree_too() -> None:
     assert (parts["ramp"], parts["tail"], parts["exposed"]) == pytest.approx((0.17, 0.17, 0.34), abs=0.06)
 
 
-MEASURED = {("job", 8192): 211.4, ("job", 32768): 414.4, ("job", 65536): 451.4, ("eager-today", 65536): 378.9}
+MEASURED = {
+    ("measured", 8192): 211.4,
+    ("measured", 32768): 414.4,
+    ("measured", 65536): 451.4,
+    ("eager-today", 65536): 378.9,
+}
 """Useful TFLOP/s of one H100: bench/RESULTS.md, 2026-11-26."""
 # Of its host's memory in GB/s: 165 in AdamW's 26 bytes a parameter, and the link's 2 meanwhile.
 MEASURED_HOST = 165 * 28 / 26

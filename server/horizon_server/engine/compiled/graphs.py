@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
+from horizon_server.engine.compiled.sums import sum_products
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.linear import AccumulatedProducts, Accumulator
 
@@ -140,6 +141,9 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         log.warning("a layer cannot be traced: %s: %s", type(error).__name__, error)
         raise NotCompilable(_why_not_traced(places)) from error
     returned = _drop_zeros(joint_graph.module, trained)
+    # On the host the bits stay those of the eager layer.
+    if device.type == "cuda":
+        sum_products(joint_graph.module)
     return LayerGraphs(
         forward=forward_graph, backward=_without_output(joint_graph), returned=returned, joint=joint_graph
     )

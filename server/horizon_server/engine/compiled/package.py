@@ -14,6 +14,7 @@ from torch import Tensor
 # Unused ones register operators: code that calls what nothing has registered cannot be loaded.
 from horizon_server.engine import linear  # noqa: F401
 from horizon_server.engine.attention import kernels  # noqa: F401
+from horizon_server.engine.compiled import sums  # noqa: F401
 from horizon_server.engine.compiled.call_pattern import NotCompilable
 from horizon_server.engine.compiled.cpp_compiler import with_torchs_runtime
 from horizon_server.engine.fused import rms_norm, rotary, swiglu  # noqa: F401

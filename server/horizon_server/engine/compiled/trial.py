@@ -91,7 +91,7 @@ def try_layer(
 
     reference = eager if against is None else partial(compiled, against)
     error, worst = _worst(reference(), compiled())
-    pairs = [(_timed(reference, device), _timed(compiled, device)) for _ in range(_NUM_PAIRS)]
+    pairs = [(timed(reference, device), timed(compiled, device)) for _ in range(_NUM_PAIRS)]
     return Trial(error=error, worst=worst, speedup=statistics.median(a / b for a, b in pairs))
 
 
@@ -125,7 +125,8 @@ def _worst(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple
     return math.inf if odd_ones else differences[worst], worst
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done it."""
     started_s = time.perf_counter()
     run()
     if device.type == "cuda":
