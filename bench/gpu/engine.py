@@ -26,7 +26,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
-from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.recipe import Recipe
@@ -107,21 +107,22 @@ def set_up(
     # On the host nothing crosses a link, as in a job's plan.
     if on_gpu and execution.activation_placement == "device" and room_bytes > 0 and engine not in _NOTHING_STAYS:
 
-        def resident_bytes(num_resident: int) -> int:
-            resident = replace(execution, residency=Residency(resident_layers=num_resident))
-            return plan_memory(folder, recipe, resident).device_total_bytes - needed
+        def weight_bytes(residency: Residency) -> int:
+            return plan_memory(folder, recipe, replace(execution, residency=residency)).device_total_bytes - needed
 
         if engine == "resident":
-            counts = range(num_layers, -1, -1)
-            residency = Residency(resident_layers=next(n for n in counts if resident_bytes(n) <= room_bytes))
+            most = (Residency(resident_layers=number) for number in range(num_layers, -1, -1))
+            residency = next(kept for kept in most if weight_bytes(kept) <= room_bytes)
         else:
             residency = choose_residency(
                 # As a plan predicts it, which knows nothing of casts.
                 lambda kept: predict_step(work(kept), rates, shares_processors=False).step_s,
                 room_bytes=room_bytes,
                 num_layers=num_layers,
-                resident_bytes=resident_bytes,
+                weight_bytes=weight_bytes,
                 layer_product_bytes=product_bytes(folder, recipe, execution) if engine == "products" else 0,
+                is_packed=any(unit.packed_bytes for unit in folder.layout.units),
+                ends=possible_ends(folder.layout),
             )
     elif engine == "resident" and not on_gpu:
         # A dry run goes the same way.

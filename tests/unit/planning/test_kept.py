@@ -87,7 +87,11 @@ def test_products_that_are_not_counted_are_not_kept(folder: ModelFolder, change:
 
 def chosen(step_s: Callable[[Residency], float], *, room: int, products: int = 10) -> tuple[int, int]:
     kept = choose_residency(
-        step_s, room_bytes=room, num_layers=8, resident_bytes=lambda n: 3 * n, layer_product_bytes=products
+        step_s,
+        room_bytes=room,
+        num_layers=8,
+        weight_bytes=lambda kept: 3 * kept.resident_layers,
+        layer_product_bytes=products,
     )
     assert (kept.resident_bytes, kept.product_bytes) == (3 * kept.resident_layers, products * kept.product_layers)
     assert kept.saved_share == pytest.approx(1 - step_s(kept) / step_s(NOTHING_STAYS))
