@@ -3,7 +3,7 @@ it.
 
 A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `products` keeps
 products instead of compiling, `fp8` has its products in FP8. `streamed` is a job without residents, `resident` one with
-all that fit.
+all layers that fit, `packed resident` one with the packed weights of all layers, the head and the table.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
+from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
@@ -35,7 +36,7 @@ from horizon_server.records.plan import Ledger, StepPrediction
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
-_COMPILED: frozenset[Engine] = frozenset({"job", "streamed", "resident"})
+_COMPILED: frozenset[Engine] = frozenset({"job", "streamed", "resident", "packed resident"})
 _NOTHING_STAYS: frozenset[Engine] = frozenset({"row by row", "streamed"})
 _NO_MICRO_BATCHES: frozenset[Engine] = frozenset({"row by row"})
 
@@ -54,6 +55,8 @@ class SetUp:
         """For the table."""
         kept = self.execution.residency
         parts = [f"{kept.resident_layers} resident"] if kept.resident_layers else []
+        parts += [f"{kept.packed_layers} packed"] if kept.packed_layers else []
+        parts += [name for name, stays in (("head", kept.resident_head), ("table", kept.resident_table)) if stays]
         parts += [f"{kept.product_layers} keep products"] if kept.product_layers else []
         return ", ".join(parts) or "nothing"
 
@@ -110,7 +113,9 @@ def set_up(
         def weight_bytes(residency: Residency) -> int:
             return plan_memory(folder, recipe, replace(execution, residency=residency)).device_total_bytes - needed
 
-        if engine == "resident":
+        if engine == "packed resident":
+            residency = _packed_resident(folder)
+        elif engine == "resident":
             most = (Residency(resident_layers=number) for number in range(num_layers, -1, -1))
             residency = next(kept for kept in most if weight_bytes(kept) <= room_bytes)
         else:
@@ -124,9 +129,10 @@ def set_up(
                 is_packed=any(unit.packed_bytes for unit in folder.layout.units),
                 ends=possible_ends(folder.layout),
             )
-    elif engine == "resident" and not on_gpu:
+    elif engine in ("resident", "packed resident") and not on_gpu:
         # A dry run goes the same way.
-        residency = Residency(resident_layers=num_layers)
+        whole = Residency(resident_layers=num_layers)
+        residency = whole if engine == "resident" else _packed_resident(folder)
     counted = work(residency)
     if engine == "fp8":
         counted = with_fp8(counted, "eager")
@@ -138,6 +144,12 @@ def set_up(
         predicted=predict_step(counted, rates, shares_processors=False),
         layers=layers,
     )
+
+
+def _packed_resident(folder: ModelFolder) -> Residency:
+    """All that a packed base needs, so that only what is trained crosses the link."""
+    *_, ends = possible_ends(folder.layout)
+    return replace(ends, packed_layers=folder.shape.num_hidden_layers)
 
 
 def job_trainer(model: Model, store: HostStore, device: Device, found: SetUp) -> Trainer:

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.recipe import Recipe
@@ -184,7 +185,14 @@ def choose_residency(
             wishes += [_Wish(num_resident=number, packs=packs, end=end) for number in numbers]
     best = min(wishes, key=lambda wish: step_s(kept(wish)))
     enough_s = step_s(kept(best)) * (1 + _LEAST_SAVED_SHARE)
-    for change in ({"end": NOTHING_STAYS}, {"num_resident": 0}, {"products": False}, {"packs": False}):
+    changes: list[dict[str, Any]] = [
+        # First what takes most: packed weights that save as much take a quarter of the memory.
+        {"num_resident": 0, "packs": is_packed},
+        {"end": NOTHING_STAYS},
+        {"products": False},
+        {"packs": False},
+    ]
+    for change in changes:
         less = replace(best, **change)
         if step_s(kept(less)) <= enough_s:
             best = less
