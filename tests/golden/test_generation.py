@@ -23,8 +23,8 @@ from horizon_server.engine.generation.choosing import Choice, choose, draw_for
 from horizon_server.engine.generation.generator import TokenGenerator, generation_template
 from horizon_server.engine.generation.sequences import GeneratedAnswer, GenerationOptions, NewToken, ScoredPrompt
 from horizon_server.engine.template import Template
-from horizon_server.records.execution import Residency
 from horizon_server.errors import DoesNotFit, InvalidData, InvalidModel
+from horizon_server.records.execution import Residency
 from horizon_server.store.host_store import HostStore
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_
     slow = HostDevice(num_threads=1, max_delay_s=0.0005, delay_seed=3)
     layers = Residency(resident_layers=2)
     resident = begin(model, store, device=slow, residency=layers, num_weight_slots=1).generate(PROMPTS, options())
-    all_layers = Residency(resident_layers=2, resident_head=True, resident_table=not store.layout.tied)
+    all_layers = Residency(resident_layers=2, resident_head=True)
     all_resident = begin(model, store, residency=all_layers).generate(PROMPTS, options())
 
     assert alone == together

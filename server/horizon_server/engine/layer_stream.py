@@ -27,7 +27,6 @@ from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.ownership import length
 
-
 _NEVER: tuple[int, ...] = ()
 
 

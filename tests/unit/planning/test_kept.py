@@ -300,7 +300,7 @@ def test_a_slow_link_is_spared_by_weights_that_stay(path: Path) -> None:
 
 
 def test_a_packed_base_stays_packed_where_it_fits_and_the_link_is_slow(path: Path) -> None:
-    train = {"trainable": "lora", "lora": {"rank": 2, "base": "nf4"}}
+    train: dict[str, Any] = {"trainable": "lora", "lora": {"rank": 2, "base": "nf4"}}
     slow = dataclasses.replace(SLOW_LINK, gather_bytes_per_s=1e4)
     plan, without = planned(path, slow, **train), planned(path, None, **train)
     kept = plan.execution.residency
