@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from horizon_server.engine.attention import host_kernel
 from horizon_server.engine.attention.blocks import Scores, attend_in_blocks, gradients_in_blocks
 
 _aten = torch.ops.aten
@@ -66,6 +67,11 @@ def attention(
     if not _has_kernel(query, ends, sinks, rule):
         output, logsumexp = attend_in_blocks(query[0], key[0], value[0], _first_seen(ends, window), sinks, rule)
         return output[None], logsumexp
+    if host_kernel.runs(query, value):
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        logsumexp = query.new_empty(query.shape[1:3], dtype=torch.float32)
+        host_kernel.attend(query[0], key[0], value[0], ends, scale, output[0].transpose(0, 1), logsumexp)
+        return output, logsumexp
     size = value.shape[-1]
     query, key, value = _of_one_size(query, key, value)
     if query.is_cuda:
@@ -135,6 +141,11 @@ def attention_backward(
         )
         for result, tensor in zip(results, found, strict=True):
             result[0] = tensor
+        return results[0], results[1], results[2], for_sinks
+    if host_kernel.runs(query, value):
+        changed, mixed = (tensor[0].transpose(0, 1) for tensor in (gradient, output))
+        targets = [result[0] for result in results]
+        host_kernel.gradients(changed, query[0], key[0], value[0], mixed, logsumexp, ends, scale, targets)
         return results[0], results[1], results[2], for_sinks
     query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
     if query.is_cuda:
