@@ -1,4 +1,4 @@
-"""Finds and loads the compiled kernels of kernels/*.cpp, says why where there is none, and knows the C ABI of adamw.cpp.
+"""Finds and loads the compiled kernels of kernels/*.cpp and says why where there is none; knows the C ABI of adamw.cpp.
 
 Thread: every function may be called from any thread; ctypes releases the GIL for the time of a call.
 """
