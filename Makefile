@@ -20,7 +20,7 @@ help: ## list the targets
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "horizon needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/.server: pyproject.toml constraints.txt server/horizon_server/store/kernels/adamw.cpp tools/build_kernels.py | .venv/bin/python
+.venv/.server: pyproject.toml constraints.txt $(wildcard server/horizon_server/store/kernels/*.cpp) tools/build_kernels.py | .venv/bin/python
 	@echo "installing the server and its dependencies into .venv (most of the time is torch) ..."
 	@$(PIP) -e '.[server]'
 	@touch $@

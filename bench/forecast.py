@@ -16,7 +16,7 @@ from typing import Any
 from horizon_server.planning.gpus import estimated_rates, gpu_named, usable_device_bytes
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
-from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
 from horizon_server.recipe import Recipe
@@ -157,8 +157,10 @@ def spare_memory(
         lambda kept: step(kept).step_s,
         room_bytes=int(SPARE_USABLE * usable_device_bytes(gpu_named(GPU).memory_bytes)) - needed,
         num_layers=folder.shape.num_hidden_layers,
-        resident_bytes=lambda num_layers: device_bytes(Residency(resident_layers=num_layers)) - needed,
+        weight_bytes=lambda kept: device_bytes(kept) - needed,
         layer_product_bytes=product_bytes(folder, recipe, execution) if keeps_products else 0,
+        is_packed=any(unit.packed_bytes for unit in folder.layout.units),
+        ends=possible_ends(folder.layout),
     )
 
 

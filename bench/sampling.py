@@ -28,6 +28,7 @@ from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.template import Template
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import CACHE_BYTES, sample_layout, sample_memory
+from horizon_server.records.execution import Residency
 from horizon_server.records.sample import SampleCall, SampleModel, SampleOptions, SamplePrompt
 from horizon_server.services.sampling_child import SamplingChild, WantedModel
 from horizon_server.settings import child_environment
@@ -163,7 +164,8 @@ def _generator(folder: Path, *, resident_layers: int) -> TokenGenerator:
     load_model(store, folder)
     template = generation_template(lambda own: Template.from_folder(folder, layout=layout, own_attention=own))
     device = HostDevice(num_threads=available_cpus())
-    return TokenGenerator(template, store, device, resident_layers=resident_layers, resident_head=resident_layers > 0)
+    residency = Residency(resident_layers=resident_layers, resident_head=resident_layers > 0)
+    return TokenGenerator(template, store, device, residency=residency)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Compiles the store's C++ kernel in place: as a hatch build hook, or by `python tools/build_kernels.py`.
+"""Compiles the C++ kernels in place: as a hatch build hook, or by `python tools/build_kernels.py`.
 
 Owns how the library is compiled and how a wheel that carries it is tagged. A machine without a compiler gets a pure
-wheel and the NumPy reference; `kernel_info()` and `horizond doctor` then say so.
+wheel, the NumPy reference and torch's attention; `kernel_info()` and `horizond doctor` then say so.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ WHEEL_FOLDER = "horizon_server/store/kernels"
 
 
 class KernelBuildError(RuntimeError):
-    """The kernel cannot be compiled here; the message says why."""
+    """A kernel cannot be compiled here; the message says why."""
 
 
-def build_kernels(root: Path = ROOT) -> Path:
-    """Compile adamw.cpp next to itself unless the library is already that of this source; returns the library.
+def build_kernels(root: Path = ROOT) -> list[Path]:
+    """Compile each source next to itself unless its library is already that of this source; returns the libraries.
 
     Raises:
         KernelBuildError: not Linux, no compiler, or the compiler refused.
     """
     if sys.platform != "linux":
-        raise KernelBuildError(f"the kernel is built for Linux only, this is {sys.platform}")
+        raise KernelBuildError(f"the kernels are built for Linux only, this is {sys.platform}")
     native = _load_native(root / STORE_FOLDER / "native.py")
     folder = root / STORE_FOLDER / "kernels"
-    source = folder / native.SOURCE_FILE
-    library = folder / str(native.library_name(source.read_bytes()))
-    if not library.exists():
-        _compile(source, library)
-    for stale in folder.glob("adamw-*.so"):
-        if stale != library:
-            stale.unlink(missing_ok=True)
-    return library
+    libraries = []
+    for name in native.SOURCE_FILES:
+        source = folder / name
+        library = folder / str(native.library_name(source.read_bytes(), name))
+        if not library.exists():
+            _compile(source, library)
+        for stale in folder.glob(f"{source.stem}-*.so"):
+            if stale != library:
+                stale.unlink(missing_ok=True)
+        libraries.append(library)
+    return libraries
 
 
 def _load_native(file: Path) -> ModuleType:
@@ -78,26 +81,27 @@ if importlib.util.find_spec("hatchling") is not None:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
     class KernelBuildHook(BuildHookInterface[BuilderConfig]):
-        """Puts the compiled library into the wheel and tags the wheel for its platform; a pure wheel where it
+        """Puts the compiled libraries into the wheel and tags the wheel for its platform; a pure wheel where it
         cannot."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             """Called by hatch before a wheel is built; `version` is `editable` or `standard`."""
             try:
-                library = build_kernels(Path(self.root))
+                libraries = build_kernels(Path(self.root))
             except KernelBuildError as error:
-                self.app.display_warning(f"The AdamW kernel is left out, NumPy will run instead: {error}")
+                self.app.display_warning(f"The kernels are left out, NumPy will run instead: {error}")
                 return
             if version == "editable":
                 return
             platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
-            build_data["force_include"][str(library)] = f"{WHEEL_FOLDER}/{library.name}"
+            for library in libraries:
+                build_data["force_include"][str(library)] = f"{WHEEL_FOLDER}/{library.name}"
 
 
 if __name__ == "__main__":
     try:
-        print(build_kernels())
+        print(*build_kernels(), sep="\n")
     except KernelBuildError as error:
-        sys.exit(f"The AdamW kernel was not built: {error}")
+        sys.exit(f"The kernels were not built: {error}")

@@ -3,7 +3,8 @@ it.
 
 A point may ask for less: `eager` leaves out the compiled layers, `row by row` the joining too, `fp8` has its products
 in FP8. `products` keeps products as well, as a plan does; `job` leaves them out, so that both can be compared.
-`streamed` is a job without residents, `resident` one with all that fit.
+`streamed` is a job without residents, `resident` one with all layers that fit, `packed resident` one with the packed
+weights of all layers, the head and the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.trainer import Trainer
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
-from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
 from horizon_server.recipe import Recipe
@@ -35,7 +37,7 @@ from horizon_server.records.plan import Ledger, StepPrediction
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
-_COMPILED: frozenset[Engine] = frozenset({"job", "products", "streamed", "resident"})
+_COMPILED: frozenset[Engine] = frozenset({"job", "products", "streamed", "resident", "packed resident"})
 _NOTHING_STAYS: frozenset[Engine] = frozenset({"row by row", "streamed"})
 _NO_MICRO_BATCHES: frozenset[Engine] = frozenset({"row by row"})
 
@@ -54,6 +56,8 @@ class SetUp:
         """For the table."""
         kept = self.execution.residency
         parts = [f"{kept.resident_layers} resident"] if kept.resident_layers else []
+        parts += [f"{kept.packed_layers} packed"] if kept.packed_layers else []
+        parts += [name for name, stays in (("head", kept.resident_head), ("table", kept.resident_table)) if stays]
         parts += [f"{kept.product_layers} keep products"] if kept.product_layers else []
         return ", ".join(parts) or "nothing"
 
@@ -109,25 +113,29 @@ def set_up(
     # On the host nothing crosses a link, as in a job's plan.
     if on_gpu and execution.activation_placement == "device" and room_bytes > 0 and engine not in _NOTHING_STAYS:
 
-        def resident_bytes(num_resident: int) -> int:
-            resident = replace(execution, residency=Residency(resident_layers=num_resident))
-            return plan_memory(folder, recipe, resident).device_total_bytes - needed
+        def weight_bytes(residency: Residency) -> int:
+            return plan_memory(folder, recipe, replace(execution, residency=residency)).device_total_bytes - needed
 
-        if engine == "resident":
-            counts = range(num_layers, -1, -1)
-            residency = Residency(resident_layers=next(n for n in counts if resident_bytes(n) <= room_bytes))
+        if engine == "packed resident":
+            residency = _packed_resident(folder)
+        elif engine == "resident":
+            most = (Residency(resident_layers=number) for number in range(num_layers, -1, -1))
+            residency = next(kept for kept in most if weight_bytes(kept) <= room_bytes)
         else:
             residency = choose_residency(
                 # As a plan predicts it, which knows nothing of casts.
                 lambda kept: predict_step(work(kept), rates, shares_processors=False).step_s,
                 room_bytes=room_bytes,
                 num_layers=num_layers,
-                resident_bytes=resident_bytes,
+                weight_bytes=weight_bytes,
                 layer_product_bytes=product_bytes(folder, recipe, execution) if layers.num_keeping else 0,
+                is_packed=any(unit.packed_bytes for unit in folder.layout.units),
+                ends=possible_ends(folder.layout),
             )
-    elif engine == "resident" and not on_gpu:
+    elif engine in ("resident", "packed resident") and not on_gpu:
         # A dry run goes the same way.
-        residency = Residency(resident_layers=num_layers)
+        whole = Residency(resident_layers=num_layers)
+        residency = whole if engine == "resident" else _packed_resident(folder)
     counted = work(residency)
     if engine == "fp8":
         counted = with_fp8(counted, "eager")
@@ -139,6 +147,12 @@ def set_up(
         predicted=predict_step(counted, rates, shares_processors=False),
         layers=layers,
     )
+
+
+def _packed_resident(folder: ModelFolder) -> Residency:
+    """All that a packed base needs, so that only what is trained crosses the link."""
+    *_, ends = possible_ends(folder.layout)
+    return replace(ends, packed_layers=folder.shape.num_hidden_layers)
 
 
 def job_trainer(model: Model, store: HostStore, device: Device, found: SetUp) -> Trainer:

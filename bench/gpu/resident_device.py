@@ -129,12 +129,19 @@ class ResidentDevice:
         *,
         only_trained: bool = False,
         parts: Sequence[slice] | None = None,
+        packed: Tensor | None = None,
     ) -> None:
         out.copy_(self._units[index])
+
+    def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
+        raise NotImplementedError("weights are unpacked when they are copied")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         unit, place = store.layout.find(name)
         table_VD = self._units[unit.index].narrow(0, place.offset, place.num_elements).view(place.shape)
+        torch.index_select(table_VD, 0, self.place(rows_R), out=out_RD)
+
+    def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
         torch.index_select(table_VD, 0, self.place(rows_R), out=out_RD)
 
     def hops(self) -> tuple[Queue, Queue, Queue]:

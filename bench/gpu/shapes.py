@@ -39,7 +39,7 @@ QWEN25: dict[str, dict[str, Any]] = {
 }
 MAX_POSITIONS = 1 << 17
 
-Engine = Literal["job", "eager", "row by row", "products", "fp8", "streamed", "resident"]
+Engine = Literal["job", "eager", "row by row", "products", "fp8", "streamed", "resident", "packed resident"]
 """What runs the rows, see `engine`."""
 
 Base = Literal["", "bf16", "nf4"]
@@ -161,6 +161,7 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
             Point(tokens=65536, base="bf16", engine="streamed"),
             Point(tokens=8192, base="nf4", engine="streamed"),
             Point(tokens=65536, base="nf4", engine="streamed"),
+            Point(tokens=8192, base="nf4", engine="packed resident"),
             Point(tokens=8192, base="nf4"),
             Point(tokens=32768, base="nf4", engine="streamed"),
             Point(tokens=65536, base="nf4"),
@@ -200,6 +201,7 @@ SIZES: Mapping[DeviceChoice, Sizes] = {
         adapter_points=(
             Point(tokens=256, base="bf16"),
             Point(tokens=128, base="nf4", engine="streamed"),
+            Point(tokens=128, base="nf4", engine="packed resident"),
         ),
         table_tokens=(128, 256),
         twice_tokens=256,

@@ -20,6 +20,7 @@ from bench.gpu.predicted import (
 from bench.gpu.shapes import Base, Engine
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.residency import possible_ends
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
 from horizon_server.recipe import Recipe
@@ -52,8 +53,8 @@ class Measures:
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A row. `measured_by` is None where the engine has no such thing; of a job's points those with attention
-    `for_hopper` count, or those without. In the memory that is left, `products` keeps products and `residents`
-    weights; `all_resident` keeps those of all layers."""
+    `for_hopper` count, or those without. In the memory that is left, `products` keeps products and `residents` weights;
+    `all_resident` keeps those of all layers, `packed_resident` as they are packed, and head and table."""
 
     title: str
     measured_by: Measures | None = None
@@ -64,6 +65,7 @@ class Variant:
     products: bool = False
     residents: bool = False
     all_resident: bool = False
+    packed_resident: bool = False
     resident_states: bool = False
     for_hopper: bool = False
     fp8: Fp8 | None = None
@@ -123,6 +125,12 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(title="LoRA, nf4 base, a job", base="nf4", residents=True, measured_by=Measures(base="nf4")),
     Variant(
+        title="LoRA, nf4 base, packed weights, head and table resident",
+        base="nf4",
+        packed_resident=True,
+        measured_by=Measures(base="nf4", engine="packed resident"),
+    ),
+    Variant(
         title="LoRA, nf4 base, packed resident, the rest as above",
         base="nf4",
         facts=_NO_TABLE,
@@ -151,6 +159,8 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
 
     if variant.all_resident:
         return step(Residency(resident_layers=num_layers))
+    if variant.packed_resident:
+        return step(dataclasses.replace(possible_ends(folder.layout)[-1], packed_layers=num_layers))
     if not (variant.products or variant.residents):
         return step(NOTHING_STAYS)
     return step(spare_memory(folder, recipe, variant.execution, step, keeps_products=variant.products))

@@ -393,6 +393,16 @@ class KeptMemory:
     """What these products take."""
     saved_share: float
     """Part of a step's time that this is predicted to save, 0 to 1."""
+    packed_layers: int
+    """Other layers whose frozen weights stay as they are packed, and are unpacked for each visit."""
+    packed_bytes: int
+    """What these weights take."""
+    resident_head: bool
+    """Whether the weights of the head stay, a tied table among them."""
+    resident_table: bool
+    """Whether the embedding's table stays, which is frozen."""
+    end_bytes: int
+    """What the weights of head and table take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from horizon_server.engine.generation.generator import TokenGenerator, generatio
 from horizon_server.engine.generation.sequences import GeneratedAnswer, GenerationOptions, NewToken, ScoredPrompt
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, InvalidData, InvalidModel
+from horizon_server.records.execution import Residency
 from horizon_server.store.host_store import HostStore
 
 if TYPE_CHECKING:
@@ -192,8 +193,10 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_
 
     alone = [generator.generate([prompt], options())[0] for prompt in PROMPTS]
     slow = HostDevice(num_threads=1, max_delay_s=0.0005, delay_seed=3)
-    resident = begin(model, store, device=slow, resident_layers=2, num_weight_slots=1).generate(PROMPTS, options())
-    all_resident = begin(model, store, resident_layers=2, resident_head=True).generate(PROMPTS, options())
+    layers = Residency(resident_layers=2)
+    resident = begin(model, store, device=slow, residency=layers, num_weight_slots=1).generate(PROMPTS, options())
+    all_layers = Residency(resident_layers=2, resident_head=True)
+    all_resident = begin(model, store, residency=all_layers).generate(PROMPTS, options())
 
     assert alone == together
     assert resident == together

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.device_steps import with_lora
 from tests.support.plans import ledger_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +22,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.records.execution import ActivationPlacement
+from horizon_server.store.layout import Packing
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel
@@ -36,6 +38,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delays, poison and one slot": (DELAYS, {"num_weight_slots": 1, "num_gradient_slots": 1}),
     "offloaded inputs, delays and poison": (DELAYS, {"activation_placement": "host"}),
     "resident weights, delays and poison": (DELAYS, {"resident_layers": 3}),
+    "resident head, delays and poison": (DELAYS, {"resident_head": True, "resident_layers": 1}),
 }
 
 
@@ -129,6 +132,28 @@ def test_streams_and_timing_do_not_change_a_bit(
 ) -> None:
     switches, options = VARIANTS[variant]
     assert_same(three_steps(architecture, make_device()), three_steps(architecture, make_device(**switches), **options))
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_packed_weights_that_stay_have_the_bits_of_those_that_come_up_each_time(
+    base: Packing,
+    make_device: Callable[..., CudaDevice],
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model, rows, found = with_lora(tiny_model("llama"), base), [pack(documents(12, 7)), pack(documents(21))], []
+    stays = {"packed_layers": 3, "resident_head": True, "resident_table": True}
+    for switches, options in (({}, {}), (DELAYS, stays), (DELAYS, {"packed_layers": 2, "resident_layers": 1})):
+        store = model.store(grad_dtype=torch.bfloat16)
+        run = start(model, store=store, device=make_device(**switches), **options)
+        numbers = [run.trainer.train_step(rows).loss for _ in range(3)]
+        run.trainer.flush()
+        found.append((numbers, {plane: store.plane(plane).clone() for plane in PLANES}))
+        run.trainer.close()
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
 
 
 @pytest.mark.parametrize(

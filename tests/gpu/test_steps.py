@@ -36,6 +36,12 @@ def test_adapters_on_a_base_in_bf16_or_fewer_bits(architecture: str, base: Packi
     steps.check_adapters(architecture, base)
 
 
+@pytest.mark.parametrize("base", ["none", "int8", "nf4"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_frozen_weights_that_stay_on_the_device(architecture: str, base: Packing, steps: DeviceSteps) -> None:
+    steps.check_frozen_on_device(architecture, base)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_products_in_fp8(architecture: str, steps: DeviceSteps) -> None:
     try:

@@ -35,6 +35,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
+from horizon_server.planning.residency import has_frozen_table
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import Packing
 
@@ -65,6 +66,13 @@ class DeviceSteps:
     def check_adapters(self, architecture: str, base: Packing) -> None:
         """LoRA, on a base in bf16 or packed."""
         self._check(with_lora(self.tiny_model(architecture), base), adapter_scale=_SCALE)
+
+    def check_frozen_on_device(self, architecture: str, base: Packing) -> None:
+        """LoRA, where packed weights, the head and a table that nothing updates stay on the device."""
+        model = with_lora(self.tiny_model(architecture), base)
+        packed_layers = model.template.num_layers if base != "none" else 0
+        ends: dict[str, Any] = {"resident_head": True, "resident_table": has_frozen_table(model.template.layout)}
+        self._check(model, adapter_scale=_SCALE, packed_layers=packed_layers, **ends)
 
     def check_fp8(self, architecture: str) -> None:
         """Products in FP8, which the host computes by hand: one of them, and a step."""

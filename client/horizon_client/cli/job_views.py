@@ -215,10 +215,14 @@ def _kept_text(kept: KeptMemory) -> str:
         f"{what} of {layers:,} layer{'' if layers == 1 else 's'} ({bytes_text(size)})"
         for what, layers, size in (
             ("weights", kept.resident_layers, kept.resident_bytes),
+            ("packed weights", kept.packed_layers, kept.packed_bytes),
             ("activations", kept.product_layers, kept.product_bytes),
         )
         if layers
     ]
+    ends = [name for name, stays in (("head", kept.resident_head), ("embedding", kept.resident_table)) if stays]
+    if ends:
+        parts.append(f"weights of {' and '.join(ends)} ({bytes_text(kept.end_bytes)})")
     return f"{', '.join(parts)}; saves about {kept.saved_share:.0%} of a step"
 
 

@@ -2064,6 +2064,11 @@ class KeptMemory(google.protobuf.message.Message):
     PRODUCT_LAYERS_FIELD_NUMBER: builtins.int
     PRODUCT_BYTES_FIELD_NUMBER: builtins.int
     SAVED_SHARE_FIELD_NUMBER: builtins.int
+    PACKED_LAYERS_FIELD_NUMBER: builtins.int
+    PACKED_BYTES_FIELD_NUMBER: builtins.int
+    RESIDENT_HEAD_FIELD_NUMBER: builtins.int
+    RESIDENT_TABLE_FIELD_NUMBER: builtins.int
+    END_BYTES_FIELD_NUMBER: builtins.int
     resident_layers: builtins.int
     """Layers whose weights stay from step to step."""
     resident_bytes: builtins.int
@@ -2074,6 +2079,16 @@ class KeptMemory(google.protobuf.message.Message):
     """What these products take."""
     saved_share: builtins.float
     """Part of a step's time that this is predicted to save, 0 to 1."""
+    packed_layers: builtins.int
+    """Other layers whose frozen weights stay as they are packed, and are unpacked for each visit."""
+    packed_bytes: builtins.int
+    """What these weights take."""
+    resident_head: builtins.bool
+    """Whether the weights of the head stay, a tied table among them."""
+    resident_table: builtins.bool
+    """Whether the embedding's table stays, which is frozen."""
+    end_bytes: builtins.int
+    """What the weights of head and table take."""
     def __init__(
         self,
         *,
@@ -2082,8 +2097,13 @@ class KeptMemory(google.protobuf.message.Message):
         product_layers: builtins.int = ...,
         product_bytes: builtins.int = ...,
         saved_share: builtins.float = ...,
+        packed_layers: builtins.int = ...,
+        packed_bytes: builtins.int = ...,
+        resident_head: builtins.bool = ...,
+        resident_table: builtins.bool = ...,
+        end_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_layers", b"resident_layers", "saved_share", b"saved_share"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_bytes", b"end_bytes", "packed_bytes", b"packed_bytes", "packed_layers", b"packed_layers", "product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_head", b"resident_head", "resident_layers", b"resident_layers", "resident_table", b"resident_table", "saved_share", b"saved_share"]) -> None: ...
 
 global___KeptMemory = KeptMemory
 

@@ -1,6 +1,7 @@
 """Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it, unless
-it is used again before another unit needs the slot. Layers that are resident have a slot of their own; what is trained
-of them is copied once after each update.
+it is used again before another unit needs the slot. Layers that are resident, and a resident head, have a slot of their
+own; what is trained of them is copied once after each update. Packed weights and a table that stay on the device are
+copied once; from there, layers are unpacked into the slots that they pass through, and rows are gathered.
 
 Shapes: R = rows of the embedding in use.
 """
@@ -21,9 +22,12 @@ from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
-from horizon_server.planning.residency import resident_units
+from horizon_server.planning.residency import has_frozen_table, packed_units, resident_units
+from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.ownership import length
+
+_NEVER: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +52,27 @@ class LayerStream:
         optimizer: Optimizer,
         *,
         num_slots: int,
-        resident_layers: int = 0,
-        resident_head: bool = False,
+        residency: Residency = NOTHING_STAYS,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`resident_head` is for weights that nothing updates while the slots are open."""
         assert num_slots >= 1
+        has_ends = residency.resident_head or residency.resident_table
+        assert ranks.is_alone or not has_ends, "rows that ranks exchange come from the store"
+        assert has_frozen_table(template.layout) or not residency.resident_table, "its rows would have to come again"
         self._ranks, self._ownership = ranks, ranks.ownership(template.layout)
         self._sent_rows: Tensor | None = None
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._num_slots = num_slots
         units = template.layout.units
-        # Resident unit -> how often it had been updated when it was copied.
-        self._copied = {unit.index: -1 for unit in resident_units(template.layout, resident_layers)}
-        if resident_head:
-            self._copied[units[-1].index] = -1
+        # Resident unit -> how often what it is made of had been updated when it was copied.
+        self._copied: dict[int, tuple[int, ...]]
+        self._copied = {unit.index: _NEVER for unit in resident_units(template.layout, residency.resident_layers)}
+        if residency.resident_head:
+            self._copied[units[-1].index] = _NEVER
         # Where compute is in fp32, all weights come exact.
         exact = template.exact_elements if device.compute_dtype != torch.float32 else lambda *, in_layers: 0
         head_elements = template.head_elements + exact(in_layers=False)
+        edge_elements = units[0].num_elements + exact(in_layers=False)
         self._rings = SlotRings(
             device,
             units,
@@ -73,10 +80,15 @@ class LayerStream:
             give_back=device.free,
             elements_of=lambda unit: head_elements if unit.kind == "head" else unit.num_elements,
             num_slots=num_slots,
-            edge_elements=max(units[0].num_elements + exact(in_layers=False), head_elements),
+            edge_elements=edge_elements if residency.resident_head else max(edge_elements, head_elements),
             more_layer_elements=exact(in_layers=True),
             resident=self._copied,
         )
+        self._residency = residency
+        # What stays beside the slots, by unit, and whether it has been copied.
+        self._frozen: dict[int, Tensor] = {}
+        self._is_filled: dict[int, bool] = {}
+        self._open_frozen()
 
     def walk(self, requests: Sequence[UnitRequest]) -> Iterator[tuple[UnitRequest, Tensor]]:
         """Each request with its flat weights, in order; compute waits for the copy, the caller does not.
@@ -84,8 +96,8 @@ class LayerStream:
         The weights are good for work submitted to compute before the next item is asked for.
         """
         # Now, and not when a unit is asked for: within a pass, an update of a unit comes after its last use.
-        for unit_index, num_updates in self._copied.items():
-            if num_updates != self._optimizer.num_updates(unit_index):
+        for unit_index, copied in self._copied.items():
+            if copied != self._num_updates(unit_index):
                 self._rings.forget(unit_index)
         order = list(range(len(requests)))
         # Layer 0 comes up ahead of the embedding: h2d copies in order, its update is the first to end (see
@@ -109,16 +121,21 @@ class LayerStream:
 
     def forget(self) -> None:
         """Copy everything again, because the store has changed other than by an update. The queues must be idle."""
-        self._copied = dict.fromkeys(self._copied, -1)
+        self._copied = dict.fromkeys(self._copied, _NEVER)
+        self._is_filled = dict.fromkeys(self._is_filled, False)
 
     def open(self) -> None:
         """Have slots again after `close`, and copy everything again."""
         self._rings.open()
+        self._open_frozen()
         self.forget()
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
         self._rings.close()
+        for memory in self._frozen.values():
+            self._device.free(memory)
+        self._frozen.clear()
         if self._sent_rows is not None:
             self._device.free(self._sent_rows)
             self._sent_rows = None
@@ -141,14 +158,11 @@ class LayerStream:
         if was_kept:
             return slot, None
         # What is frozen of a resident layer stays as it is.
-        only_trained = self._copied.get(request.unit_index, -1) >= 0
+        only_trained = self._copied.get(request.unit_index, _NEVER) != _NEVER
         if request.unit_index in self._copied:
-            self._copied[request.unit_index] = self._optimizer.num_updates(request.unit_index)
-        indices, start = [request.unit_index], 0
-        # A tied head computes with the table, which is in another unit with an update of its own.
-        if units[request.unit_index].kind == "head" and template.tied:
-            indices.append(0)
-        for index in indices:
+            self._copied[request.unit_index] = self._num_updates(request.unit_index)
+        start = 0
+        for index in self._made_of(request.unit_index):
             # The copy waits in its queue for the last step's update of this unit alone, so that the others update
             # meanwhile.
             owned_U = request.rows_R if request.exchange is None else request.exchange.own_U
@@ -157,7 +171,11 @@ class LayerStream:
                 self._exchange_rows(request.exchange, slot.flat)
             elif request.rows_R is not None:
                 rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-                device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
+                table_VD = self._table_on_device()
+                if table_VD is not None:
+                    device.gather_rows(table_VD, request.rows_R, rows_RD)
+                else:
+                    device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
             else:
                 end = start + units[index].num_elements
                 self._upload(index, slot.flat[start:end], only_trained=only_trained)
@@ -172,19 +190,19 @@ class LayerStream:
 
     def _upload(self, index: int, flat: Tensor, *, only_trained: bool) -> None:
         """Append the copy of a unit, this rank's part or all of it, once all ranks have updated theirs."""
-        device, ranks = self._device, self._ranks
-        if ranks.is_alone:
-            device.upload_unit(self._store, index, flat, only_trained=only_trained)
-            return
+        device, ranks, packed = self._device, self._ranks, self._frozen.get(index)
+        if packed is not None and not self._is_filled[index]:
+            device.upload_packed(self._store, index, packed)
+            self._is_filled[index] = True
         if not ranks.gathers:
             self._optimizer.wait_for_ranks(device.h2d, index)
-            device.upload_unit(self._store, index, flat, only_trained=only_trained)
+            device.upload_unit(self._store, index, flat, only_trained=only_trained, packed=packed)
             return
         divisions = [self._ownership.trained(index)]
         if not only_trained:
             divisions.append(self._ownership.frozen(index))
         parts = [parts[ranks.rank] for parts in divisions]
-        device.upload_unit(self._store, index, flat, only_trained=only_trained, parts=parts)
+        device.upload_unit(self._store, index, flat, only_trained=only_trained, parts=parts, packed=packed)
         for division in divisions:
             if division[-1].stop > division[0].start:
                 others = division[-1].stop - division[0].start - length(division[ranks.rank])
@@ -194,6 +212,42 @@ class LayerStream:
                     label=f"gather unit {index}",
                     collective="weights",
                 )
+
+    def _made_of(self, unit_index: int) -> list[int]:
+        """The units whose weights are in a unit's slot: a tied head computes with the table, which is in another unit
+        with an update of its own."""
+        is_head = self._template.layout.units[unit_index].kind == "head"
+        return [unit_index, 0] if is_head and self._template.tied else [unit_index]
+
+    def _num_updates(self, unit_index: int) -> tuple[int, ...]:
+        return tuple(self._optimizer.num_updates(index) for index in self._made_of(unit_index))
+
+    def _open_frozen(self) -> None:
+        """Take the memory of packed weights and of a table that stay beside the slots."""
+        layout, device = self._template.layout, self._device
+        for unit in packed_units(layout, self._residency):
+            self._frozen[unit.index] = device.allocate("weights", unit.packed_bytes, torch.uint8)
+        if self._residency.resident_table:
+            self._frozen[0] = device.allocate("weights", layout.units[0].num_elements, device.compute_dtype)
+        self._is_filled = dict.fromkeys(self._frozen, False)
+
+    def _table_on_device(self) -> Tensor | None:
+        """The embedding's table, where all of it is on the device as it is in the store."""
+        layout, width = self._template.layout, self._template.hidden_size
+        head = layout.units[-1]
+        if self._residency.resident_table:
+            table = self._frozen[0]
+            if not self._is_filled[0]:
+                self._device.upload_unit(self._store, 0, table)
+                self._is_filled[0] = True
+        elif self._template.tied and self._copied.get(head.index) == self._num_updates(head.index):
+            # Trained, it is there from a step's head on. Before that, the rows in use are updated first and need not
+            # wait for all others.
+            table = self._rings.flat_of(head.index)[head.num_elements :]
+        else:
+            return None
+        place = layout.find(self._template.embedding_name)[1]
+        return table[place.offset : place.offset + place.num_elements].view(-1, width)
 
     def _exchange_rows(self, rows: RowExchange, flat: Tensor) -> None:
         """Append the journey of embedding rows from the ranks that own them to those that use them."""

@@ -176,9 +176,9 @@ class Optimizer:
             queue.wait(event)
 
     def num_updates(self, unit_index: int) -> int:
-        """How many updates of a unit have been queued: where it has not grown, a copy of the unit is still what the
-        store holds."""
-        return self._num_updates[unit_index]
+        """How many updates of a unit have been queued or held back: where it has not grown, a copy of the unit is still
+        what the store holds."""
+        return self._num_updates[unit_index] + (unit_index == 0 and self._held is not None)
 
     def wait_for_ranks(self, queue: Queue, unit_index: int) -> None:
         """Let `queue` wait until all ranks have done the last update of a unit, where there is one."""

@@ -31,7 +31,7 @@ class SlotRings:
 
     `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot holds `elements_of` the
     largest layer, and `more_layer_elements` beyond that.
-    Units that are `resident` have a slot of their own each, and use none of the ring.
+    Units that are `resident`, layers or the head, have a slot of their own each, and use none of the ring.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class SlotRings:
         edges = deque([Slot(flat=self._allocate(self._edge_elements))])
         self._rings = [layers if unit.kind == "layer" else edges for unit in units]
         for index in resident:
-            self._rings[index] = deque([Slot(flat=self._allocate(sizes[index] + more))])
+            own_elements = sizes[index] + (more if units[index].kind == "layer" else 0)
+            self._rings[index] = deque([Slot(flat=self._allocate(own_elements))])
 
     def available(self, unit_index: int) -> bool:
         """Whether the slot that `take` would give for a unit has been released."""
@@ -96,6 +97,11 @@ class SlotRings:
         """Let the next user of a unit's slot write to it, although the unit was kept there. No work may use the slot
         meanwhile."""
         self._slot_for(unit_index).kept_for = None
+
+    def flat_of(self, unit_index: int) -> Tensor:
+        """The memory of a resident unit."""
+        assert unit_index in self._resident, "others have none of their own"
+        return self._slot_for(unit_index).flat
 
     def _slot_for(self, unit_index: int) -> Slot:
         ring = self._rings[unit_index]

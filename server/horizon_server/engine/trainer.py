@@ -106,7 +106,7 @@ class Trainer:
             device,
             self._optimizer,
             num_slots=execution.num_weight_slots,
-            resident_layers=execution.residency.resident_layers,
+            residency=execution.residency,
             ranks=ranks,
         )
         self._sink = GradientSink(

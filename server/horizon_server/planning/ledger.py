@@ -26,7 +26,7 @@ from horizon_server.planning.lane_memory import (
     tokens_of_rank,
 )
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
-from horizon_server.planning.residency import product_bytes, resident_units
+from horizon_server.planning.residency import packed_units, product_bytes, resident_units
 from horizon_server.planning.working_memory import (
     TOKEN_BYTES,
     call_bytes,
@@ -184,6 +184,7 @@ def plan_memory(
     on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, execution)
     device = {
         "weights": _weight_slot_elements(layout, residency) * element_bytes
+        + sum(unit.packed_bytes for unit in packed_units(layout, residency))
         + (_exact_bytes(layout, model, residency) if element_bytes == _BF16 else 0)
         + sent_row_bytes(layout, execution, recipe.tokens_per_step),
         "gradients": _gradient_slot_elements(layout) * _FP32
@@ -286,25 +287,27 @@ def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
     }
 
 
-def _slot_elements(layout: StoreLayout) -> int:
-    """The ring of layer_stream: two layers, and one slot for embedding rows or the head."""
-    embedding, head = layout.units[0], layout.units[-1]
-    head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
-    return NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+def _head_elements(layout: StoreLayout) -> int:
+    """What the head computes with: a tied table is among it."""
+    return layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
 
 
 def _gradient_slot_elements(layout: StoreLayout) -> int:
-    """The ring of gradient_sink: the same, of what is trained."""
+    """The ring of gradient_sink: two layers, and one slot for embedding rows or the head, of what is trained."""
     edge_elements = max(layout.units[0].trained_elements, layout.head_gradient_elements)
     return NUM_SLOTS * _largest_trained_elements(layout) + edge_elements
 
 
 def _weight_slot_elements(layout: StoreLayout, residency: Residency) -> int:
-    """The ring of layer_stream, of the layers that pass through it, and a slot for each layer that stays."""
+    """The ring of layer_stream, of the layers that pass through it, a slot for each layer that stays, and one for
+    embedding rows or the head."""
     resident = {unit.index: unit.num_elements for unit in resident_units(layout, residency.resident_layers)}
     passing = [unit.num_elements for unit in layout.units if unit.kind == "layer" and unit.index not in resident]
-    edge_elements = _slot_elements(layout) - NUM_SLOTS * _largest_layer_elements(layout)
-    return NUM_SLOTS * max(passing, default=0) + sum(resident.values()) + edge_elements
+    embedding, head_elements = layout.units[0].num_elements, _head_elements(layout)
+    # A head that stays has a slot of its own, and leaves the other one to the embedding.
+    edges = embedding + head_elements if residency.resident_head else max(embedding, head_elements)
+    edges += embedding if residency.resident_table else 0
+    return NUM_SLOTS * max(passing, default=0) + sum(resident.values()) + edges
 
 
 def _exact_bytes(layout: StoreLayout, model: ModelShape, residency: Residency) -> int:
@@ -322,7 +325,8 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape, residency: Residency) -
         largest[unit.kind] = max(largest[unit.kind], elements)
     num_layers = sum(unit.kind == "layer" for unit in layout.units)
     num_slots = residency.resident_layers + (NUM_SLOTS if residency.resident_layers < num_layers else 0)
-    return (num_slots * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
+    num_edges = 2 if residency.resident_head else 1
+    return (num_slots * largest["layer"] + num_edges * max(largest["embedding"], largest["head"])) * _FP32
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:

@@ -1,9 +1,10 @@
-"""What stays on a device that has memory to spare: weights of some layers from step to step, and products of some
-layers' forward.
+"""What stays on a device that has memory to spare: weights of some layers from step to step, as they are computed with
+or as they are packed; weights of head and embedding; and products of some layers' forward.
 
-A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A
-compiled layer whose products are kept takes them in backward, and computes only the cheap operations between them
-again. Neither changes a bit.
+A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A layer
+whose packed weights stay is unpacked from there into the slot that it passes through: a quarter of the memory or less,
+and its copy takes the time of the device's memory and not that of the link. A compiled layer whose products are kept
+takes them in backward, and computes only the cheap operations between them again. None of it changes a bit.
 
 Units: bytes, unless a name says elements. Torch-free.
 Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): spare memory of a GPU, used by plan.
@@ -11,9 +12,11 @@ Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): sp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.recipe import Recipe
@@ -33,9 +36,41 @@ SPARE_USABLE = 0.95
 def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
     """The layers whose weights stay, evenly spread: while one of them computes, the next one that does not stay is on
     its way."""
-    layers = [unit for unit in layout.units if unit.kind == "layer"]
-    total = len(layers)
-    return [unit for i, unit in enumerate(layers) if (i + 1) * num_layers // total > i * num_layers // total]
+    return _spread([unit for unit in layout.units if unit.kind == "layer"], num_layers)
+
+
+def packed_units(layout: StoreLayout, residency: Residency) -> list[UnitLayout]:
+    """The layers whose packed weights stay, evenly spread over those that are not resident as a whole."""
+    resident = {unit.index for unit in resident_units(layout, residency.resident_layers)}
+    others = [unit for unit in layout.units if unit.kind == "layer" and unit.index not in resident]
+    assert residency.packed_layers <= len(others), "a resident layer needs no packed weights"
+    return _spread(others, residency.packed_layers)
+
+
+def _spread(units: Sequence[UnitLayout], number: int) -> list[UnitLayout]:
+    total = len(units)
+    return [unit for i, unit in enumerate(units) if (i + 1) * number // total > i * number // total]
+
+
+def has_frozen_table(layout: StoreLayout) -> bool:
+    """Whether the embedding is a table alone that nothing updates and that is not the head's too: then it may stay on
+    the device by itself."""
+    embedding = layout.units[0]
+    return not layout.tied and len(embedding.tensors) == 1 and not embedding.trained_elements
+
+
+def possible_ends(layout: StoreLayout) -> list[Residency]:
+    """What may stay of head and embedding so that less crosses the link in a step, the less memory the earlier.
+
+    An untied head that is trained goes up once in each step in any case, and rows of a table that is trained change.
+    """
+    head = layout.units[-1]
+    if not layout.tied and head.trained_elements == head.num_elements:
+        return []
+    ends = [Residency(resident_head=True)]
+    if has_frozen_table(layout):
+        ends.append(Residency(resident_head=True, resident_table=True))
+    return ends
 
 
 def product_bytes(folder: ModelFolder, recipe: Recipe, execution: Execution) -> int:
@@ -91,40 +126,84 @@ def skips_projection(folder: ModelFolder) -> bool:
     return model.experts is None and not has_norm and not is_scaled
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Wish:
+    """What to keep as far as there is room: this many whole layers, the packed weights of all others, one of the
+    choices of ends, and with all memory that is left, products."""
+
+    num_resident: int
+    packs: bool
+    end: Residency
+    products: bool = True
+
+
 def choose_residency(
     step_s: Callable[[Residency], float],
     *,
     room_bytes: int,
     num_layers: int,
-    resident_bytes: Callable[[int], int],
+    weight_bytes: Callable[[Residency], int],
     layer_product_bytes: int,
+    is_packed: bool = False,
+    ends: Sequence[Residency] = (),
 ) -> Residency:
-    """What to keep in `room_bytes`, by the predicted seconds of a step. Weights or products that save too little are
-    not kept.
+    """What to keep in `room_bytes`, by the predicted seconds of a step. What saves too little is not kept.
 
     Products save most where compute is what takes long, weights where the link is: each share of the room is tried for
-    weights, with the rest for products. `resident_bytes` is what the weights of a number of layers take.
+    weights, with the rest for products. Where layers are packed (`is_packed`), the same is tried with the packed
+    weights of all other layers, or of as many as there is room for; and all of that with each of `ends`.
+    `weight_bytes` is what the weights of a residency take.
     """
+    step_s, weight_bytes = cache(step_s), cache(weight_bytes)
 
-    def of(num_resident: int, num_products: int) -> Residency:
-        return Residency(
-            resident_layers=num_resident,
-            resident_bytes=resident_bytes(num_resident),
+    def most(limit: int, weights_of: Callable[[int], Residency]) -> int:
+        """The largest number up to a limit whose weights there is room for."""
+        # Where no layer passes through the ring, it is not there, and all take less than all but one.
+        if weight_bytes(weights_of(limit)) <= room_bytes:
+            return limit
+        return bisect_right(range(1, limit), room_bytes, key=lambda number: weight_bytes(weights_of(number)))
+
+    @cache
+    def kept(wish: _Wish) -> Residency:
+        resident = replace(wish.end, resident_layers=wish.num_resident)
+        num_packed = 0
+        if wish.packs:
+            num_packed = most(num_layers - wish.num_resident, lambda n: replace(resident, packed_layers=n))
+        weights = replace(resident, packed_layers=num_packed)
+        left_bytes, num_products = room_bytes - weight_bytes(weights), 0
+        if wish.products and layer_product_bytes:
+            num_products = min(num_layers, left_bytes // layer_product_bytes)
+        return replace(
+            weights,
+            end_bytes=weight_bytes(wish.end),
+            resident_bytes=weight_bytes(resident) - weight_bytes(wish.end),
+            packed_bytes=weight_bytes(weights) - weight_bytes(resident),
             product_layers=num_products,
             product_bytes=num_products * layer_product_bytes,
         )
 
-    def products_in(left_bytes: int) -> int:
-        return min(num_layers, left_bytes // layer_product_bytes) if layer_product_bytes else 0
+    wishes: list[_Wish] = []
+    for end in (NOTHING_STAYS, *(end for end in ends if weight_bytes(end) <= room_bytes)):
+        for packs in (False, True)[: 1 + is_packed]:
 
-    step_s = cache(step_s)
-    most = max((n for n in range(num_layers + 1) if resident_bytes(n) <= room_bytes), default=0)
-    choices = [
-        of(n, products_in(room_bytes - resident_bytes(n)))
-        for n in sorted({most * part // _TRIED_PARTS for part in range(_TRIED_PARTS + 1)})
+            def whole(number: int, end: Residency = end, packs: bool = packs) -> Residency:
+                return replace(end, resident_layers=number, packed_layers=(num_layers - number) * packs)
+
+            fill = most(num_layers, whole)
+            numbers = sorted({fill * part // _TRIED_PARTS for part in range(_TRIED_PARTS + 1)})
+            wishes += [_Wish(num_resident=number, packs=packs, end=end) for number in numbers]
+    best = min(wishes, key=lambda wish: step_s(kept(wish)))
+    enough_s = step_s(kept(best)) * (1 + _LEAST_SAVED_SHARE)
+    changes: list[dict[str, Any]] = [
+        # First what takes most: packed weights that save as much take a quarter of the memory.
+        {"num_resident": 0, "packs": is_packed},
+        {"end": NOTHING_STAYS},
+        {"products": False},
+        {"packs": False},
     ]
-    best = min(choices, key=step_s)
-    for less in (of(0, best.product_layers), of(best.resident_layers, 0), NOTHING_STAYS):
-        if step_s(less) <= step_s(best) * (1 + _LEAST_SAVED_SHARE):
+    for change in changes:
+        less = replace(best, **change)
+        if step_s(kept(less)) <= enough_s:
             best = less
-    return replace(best, saved_share=max(0.0, 1 - step_s(best) / step_s(NOTHING_STAYS)))
+    found = kept(best)
+    return replace(found, saved_share=max(0.0, 1 - step_s(found) / step_s(NOTHING_STAYS)))

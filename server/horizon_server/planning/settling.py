@@ -19,7 +19,7 @@ from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.nodes import network_bytes, of_one_node, with_network
 from horizon_server.planning.objective import with_objective, with_weights
 from horizon_server.planning.rates import DeviceRates
-from horizon_server.planning.residency import SPARE_USABLE, choose_residency, product_bytes
+from horizon_server.planning.residency import SPARE_USABLE, choose_residency, possible_ends, product_bytes
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import layer_seconds, predict_forward, predict_step
 from horizon_server.planning.step_work import TODAY, StepWork, work_of_step
@@ -301,18 +301,22 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
         assert prediction is not None, "there was one without"
         return prediction.step_s
 
-    def resident_bytes(num_layers: int) -> int:
-        resident = dataclasses.replace(execution, residency=Residency(resident_layers=num_layers))
-        return case.ledger(resident).device_bytes["weights"] - ledger.device_bytes["weights"]
+    def weight_bytes(residency: Residency) -> int:
+        kept = dataclasses.replace(execution, residency=residency)
+        return case.ledger(kept).device_bytes["weights"] - ledger.device_bytes["weights"]
 
+    layout = case.folder.layout
     # Layers that run eagerly keep none.
     keeps_products = case.layer is None and case.compiles(execution)
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
         num_layers=case.folder.shape.num_hidden_layers,
-        resident_bytes=resident_bytes,
+        weight_bytes=weight_bytes,
         layer_product_bytes=product_bytes(case.folder, case.spec.train.recipe, execution) if keeps_products else 0,
+        is_packed=any(unit.packed_bytes for unit in layout.units),
+        # Of several ranks, each brings a part of the head, and rows come from those that own them.
+        ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )
 
 

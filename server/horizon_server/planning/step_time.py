@@ -175,7 +175,11 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     forward_s, backward_s, kept_s, head_s, embedding_s = computed
     rows, (up, down), (gather, exchange) = work.embedding, _links(work, rates), _between_devices(work, rates)
     head = len(work.layers) + 1
-    rows_up_s = rows.rows_up_bytes / rates.gather_bytes_per_s
+    rows_up_s, rows_up_again_s = (
+        num_bytes / rates.gather_bytes_per_s for num_bytes in (rows.rows_up_bytes, rows.rows_up_again_bytes)
+    )
+    # On h2d, beside what compute does.
+    unpacking = rates.at(work.hidden_size).elementwise_bytes_per_s
     hop_up_s, hop_down_s = work.hop_bytes / up, work.hop_bytes / down
     rows_down_s = rows.rows_down_bytes / rates.scatter_bytes_per_s + rows.table_down_bytes / down
     numbered = list(enumerate(work.layers, 1))
@@ -191,7 +195,7 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
             Visit(
                 unit=index,
                 ring="layer",
-                upload_s=unit.upload_bytes / up + unit.peer_up_bytes / gather,
+                upload_s=unit.upload_bytes / up + unit.peer_up_bytes / gather + unit.unpack_bytes / unpacking,
                 compute_s=forward_s,
                 download_s=unit.offload_bytes / down,
                 resident=unit.resident,
@@ -207,6 +211,7 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
             compute_s=head_s,
             download_s=work.head_traffic.download_bytes / down + work.head_traffic.peer_down_bytes / exchange,
             gradient=True,
+            resident=work.head_traffic.resident,
             hop_up_s=work.head_hop_bytes / up,
             hop_down_s=work.head_hop_bytes / down,
         ),
@@ -215,7 +220,8 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
                 unit=index,
                 ring="layer",
                 upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up
-                + (0 if unit.resident or index in reused else unit.peer_up_bytes) / gather,
+                + (0 if unit.resident or index in reused else unit.peer_up_bytes) / gather
+                + (0 if index in reused else unit.unpack_bytes) / unpacking,
                 compute_s=kept_s if index >= first_kept else backward_s,
                 download_s=unit.download_bytes / down + unit.peer_down_bytes / exchange,
                 gradient=True,
@@ -231,7 +237,7 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
             Visit(
                 unit=0,
                 ring="edge",
-                upload_s=rows_up_s,
+                upload_s=rows_up_again_s,
                 compute_s=embedding_s,
                 download_s=rows_down_s + rows.clear_host_bytes / rates.zero_bytes_per_s,
                 gradient=True,
@@ -342,8 +348,9 @@ def predict_forward(
         Visit(
             unit=len(work.layers) + 1,
             ring="edge",
-            upload_s=work.head_traffic.upload_bytes / up,
+            upload_s=0.0 if work.head_traffic.resident else work.head_traffic.upload_bytes / up,
             compute_s=head_s,
+            resident=work.head_traffic.resident,
             hop_up_s=work.head_hop_bytes / up,
         ),
     ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
-from horizon_server.planning.residency import resident_units, skips_projection
+from horizon_server.planning.residency import packed_units, resident_units, skips_projection
 from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.recipe import Recipe
 from horizon_server.records.execution import DeviceKind, Execution
@@ -114,13 +114,15 @@ class HeadWork:
 class UnitTraffic:
     """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes`
     is the device memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves
-    through host memory. What is trained of a `resident` unit goes up once a step."""
+    through host memory. What is trained of a `resident` unit goes up once a step. `unpack_bytes` is the device memory
+    that is read and written while its packed weights become those that are computed with, whenever it goes up."""
 
     upload_bytes: float
     download_bytes: float
     clear_bytes: float
     update_bytes: float
     offload_bytes: float = 0.0
+    unpack_bytes: float = 0.0
     resident: bool = False
     peer_up_bytes: float = 0.0
     """What a rank gets of the weights from the others."""
@@ -130,12 +132,14 @@ class UnitTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingTraffic:
-    """The rows in use on their way up and down, a tied table's whole gradient, the part of the host's gradient that is
+    """The rows in use on their way up for forward (`rows_up_bytes`) and again for backward, and down, a tied table's
+    whole gradient, the part of the host's gradient that is
     cleared for the rows, and the device memory traffic of the rows' gradient.
     `first_update_bytes` is what must be updated before the rows may go up, `last_update_bytes` the rest of the
     table."""
 
     rows_up_bytes: float
+    rows_up_again_bytes: float
     rows_down_bytes: float
     table_down_bytes: float
     clear_host_bytes: float
@@ -397,13 +401,20 @@ class _Counter:
                 download_bytes=unit.trained_elements * self.grad_bytes,
                 clear_bytes=unit.trained_elements * self.clear_bytes(divided=False),
                 update_bytes=unit.trained_elements * self.update_bytes,
+                unpack_bytes=self._unpack_bytes(unit),
             )
             for unit in self._layer_units
         )
 
+    def _unpack_bytes(self, unit: UnitLayout) -> float:
+        """Packed weights are read, and written as they are computed with."""
+        return unit.packed_bytes + (unit.num_elements - unit.unpacked_elements) * self.element
+
     def _divided_layers(self) -> tuple[UnitTraffic, ...]:
         units = self._layer_units
-        resident = {unit.index for unit in resident_units(self.folder.layout, self.execution.residency.resident_layers)}
+        layout, residency = self.folder.layout, self.execution.residency
+        resident = {unit.index for unit in resident_units(layout, residency.resident_layers)}
+        packed = {unit.index for unit in packed_units(layout, residency)}
         offload = (
             sum(self.lengths) * self.folder.shape.hidden_size * self.element
             if self.execution.activation_placement == "host"
@@ -413,12 +424,14 @@ class _Counter:
             UnitTraffic(
                 upload_bytes=unit.trained_elements * self.element * self._upload_share
                 if unit.index in resident
-                else unit.unpacked_elements * self.element * self._upload_share + unit.packed_bytes,
+                else unit.unpacked_elements * self.element * self._upload_share
+                + (0 if unit.index in packed else unit.packed_bytes),
                 download_bytes=unit.trained_elements * self.grad_bytes * self._download_share,
                 clear_bytes=unit.trained_elements * self.clear_bytes(divided=True),
                 update_bytes=unit.trained_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=offload if unit is not units[-1] else 0,
+                unpack_bytes=0 if unit.index in resident else self._unpack_bytes(unit),
                 resident=unit.index in resident,
                 peer_up_bytes=self._peers_up(
                     (unit.trained_elements if unit.index in resident else unit.unpacked_elements) * self.element
@@ -429,10 +442,11 @@ class _Counter:
         )
 
     def head_traffic(self) -> UnitTraffic:
-        layout, whole = self.folder.layout, self._by_layers
+        layout, whole, stays = self.folder.layout, self._by_layers, self.execution.residency.resident_head
         head = layout.units[-1]
         # The projection of a tied model is the embedding's table, whose gradient leaves with the embedding's.
-        projection = head.num_elements + (layout.units[0].num_elements if layout.tied else 0)
+        units = [head, layout.units[0]] if layout.tied else [head]
+        projection = sum(unit.trained_elements if stays else unit.num_elements for unit in units)
         # By layers every rank brings all of it.
         upload_share = max(1.0, self._upload_share) if whole else self._upload_share
         return UnitTraffic(
@@ -440,6 +454,7 @@ class _Counter:
             download_bytes=head.trained_elements * self.grad_bytes * self._download_share,
             clear_bytes=layout.head_gradient_elements * self.clear_bytes(divided=True),
             update_bytes=head.trained_elements * self.update_bytes,
+            resident=stays,
             peer_up_bytes=0.0 if whole else self._peers_up(projection * self.element),
             peer_down_bytes=self._peers_down(layout.head_gradient_elements),
         )
@@ -448,12 +463,16 @@ class _Counter:
         model, tied, table = self.folder.shape, self.folder.layout.tied, self.folder.layout.units[0].trained_elements
         rows = min(sum(self.lengths), model.vocab_size) * model.hidden_size
         trained_rows = rows if table else 0
-        kept = self.facts.keeps_embedding and not tied
+        kept, residency = self.facts.keeps_embedding and not tied, self.execution.residency
+        # From a tied table that is trained, rows are gathered on the device when the head has it there.
+        tied_stays = tied and residency.resident_head
+        is_there = kept or residency.resident_table or (tied_stays and not table)
         # All rows of a tied table have a gradient, from the head.
         by_rows = self.facts.sends_rows and not tied
         first = trained_rows if by_rows else table
         return EmbeddingTraffic(
-            rows_up_bytes=0 if kept else rows * self.element,
+            rows_up_bytes=0 if is_there else rows * self.element,
+            rows_up_again_bytes=0 if is_there or tied_stays else rows * self.element,
             rows_down_bytes=0 if kept or tied else trained_rows * self.grad_bytes,
             table_down_bytes=table * self.grad_bytes * self._download_share if tied else 0,
             clear_host_bytes=0 if kept or tied or by_rows else table * self.grad_bytes,

@@ -32,13 +32,21 @@ NUM_SLOTS = 2
 class Residency:
     """What stays on a device that has memory to spare, and what that buys.
 
-    The weights of `resident_layers` stay from step to step. The last `product_layers` keep the products of their
-    forward for their backward, up to `product_bytes`. `saved_share` is the predicted part of a step's time that it
-    saves.
+    The weights of `resident_layers` stay from step to step. Of `packed_layers` others, the frozen weights stay as they
+    are packed, and are unpacked for each visit. With `resident_head` the weights of the head stay, a tied table among
+    them; with `resident_table` the embedding's frozen table, whose rows are then gathered on the device. The last
+    `product_layers` keep the products of their forward for their backward, up to `product_bytes`. `saved_share` is the
+    predicted part of a step's time that it saves.
     """
 
     resident_layers: int = 0
     resident_bytes: int = 0
+    packed_layers: int = 0
+    packed_bytes: int = 0
+    resident_head: bool = False
+    resident_table: bool = False
+    end_bytes: int = 0
+    """What the weights of head and table take."""
     product_layers: int = 0
     product_bytes: int = 0
     saved_share: float = 0.0
@@ -50,11 +58,21 @@ class Residency:
             f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes)})"
             for what, num_layers, num_bytes in (
                 ("weights", self.resident_layers, self.resident_bytes),
+                ("packed weights", self.packed_layers, self.packed_bytes),
                 ("activations", self.product_layers, self.product_bytes),
             )
             if num_layers
         ]
+        ends = [name for name, stays in (("head", self.resident_head), ("embedding", self.resident_table)) if stays]
+        if ends:
+            parts.append(f"weights of {' and '.join(ends)} ({size_text(self.end_bytes)})")
         return f"{', '.join(parts)}; saves about {self.saved_share:.0%} of a step"
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether something stays."""
+        layers = self.resident_layers or self.packed_layers or self.product_layers
+        return bool(layers) or self.resident_head or self.resident_table
 
 
 NOTHING_STAYS = Residency()

@@ -252,7 +252,7 @@ class Plan(Ledger):
     def kept(self) -> Residency | None:
         """What stays on the device; None where it has nothing to spare, or it would save nothing."""
         residency = self.execution.residency
-        return residency if residency.resident_layers or residency.product_layers else None
+        return residency if residency.is_anything else None
 
     @property
     def kept_host_bytes(self) -> int:

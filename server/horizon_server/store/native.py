@@ -1,4 +1,4 @@
-"""Finds and loads the compiled kernel, the C ABI of kernels/adamw.cpp, and says why where there is none.
+"""Finds and loads the compiled kernels of kernels/*.cpp and says why where there is none; knows the C ABI of adamw.cpp.
 
 Thread: every function may be called from any thread; ctypes releases the GIL for the time of a call.
 """
@@ -16,6 +16,9 @@ from pathlib import Path
 
 KERNEL_FOLDER = Path(__file__).parent / "kernels"
 SOURCE_FILE = "adamw.cpp"
+ATTENTION_SOURCE_FILE = "attention.cpp"
+"""Its C ABI is that of engine.attention.host_kernel."""
+SOURCE_FILES = (SOURCE_FILE, ATTENTION_SOURCE_FILE)
 
 _HOW_TO_BUILD = "install g++ and reinstall horizon-train, or run `python tools/build_kernels.py` in a source tree"
 
@@ -63,11 +66,11 @@ class KernelInfo:
     reason: str
 
 
-def library_name(source: bytes) -> str:
-    """File name of the library that belongs to a version of adamw.cpp on this kind of machine."""
+def library_name(source: bytes, source_file: str = SOURCE_FILE) -> str:
+    """File name of the library that belongs to a version of a source file on this kind of machine."""
     # With the source's hash: a library that was built from another version is not found, so its old arithmetic never
     # runs.
-    return f"adamw-{hashlib.sha256(source).hexdigest()[:16]}-{platform.machine()}.so"
+    return f"{Path(source_file).stem}-{hashlib.sha256(source).hexdigest()[:16]}-{platform.machine()}.so"
 
 
 def library(folder: Path = KERNEL_FOLDER) -> ctypes.CDLL | None:
@@ -113,16 +116,25 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def _load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
-    source = folder / SOURCE_FILE
+    found, reason = find(SOURCE_FILE, folder)
+    try:
+        return found and bind(found), reason
+    except AttributeError as error:
+        return None, f"{library_name((folder / SOURCE_FILE).read_bytes())} does not load ({error}); {_HOW_TO_BUILD}"
+
+
+def find(source_file: str, folder: Path = KERNEL_FOLDER) -> tuple[ctypes.CDLL | None, str]:
+    """The library of a source file, whose functions have no arguments declared yet; or None, and why there is none."""
+    source = folder / source_file
     if not source.is_file():
         problem = f"{source} is missing from the installation, so no library can belong to it"
         return None, f"{problem}; reinstall horizon-train"
-    file = folder / library_name(source.read_bytes())
+    file = folder / library_name(source.read_bytes(), source_file)
     if not file.is_file():
-        stale = ", ".join(sorted(path.name for path in folder.glob("adamw-*.so")))
-        problem = f"{stale} was built from another {SOURCE_FILE}" if stale else "it was never compiled"
+        stale = ", ".join(sorted(path.name for path in folder.glob(f"{source.stem}-*.so")))
+        problem = f"{stale} was built from another {source_file}" if stale else "it was never compiled"
         return None, f"{problem}; {_HOW_TO_BUILD}"
     try:
-        return bind(ctypes.CDLL(str(file))), ""
-    except (OSError, AttributeError) as error:
+        return ctypes.CDLL(str(file)), ""
+    except OSError as error:
         return None, f"{file.name} does not load ({error}); {_HOW_TO_BUILD}"

@@ -28,6 +28,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, naming
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout, trained_layout
+from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.records.sample import SampleAdapter, SampleCall, SampleFigures, SampleModel
 from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
 from horizon_server.store.adapter_load import merge_into
@@ -273,13 +274,9 @@ def answer_calls(plain: Any, events: EventWriter) -> None:
 
 def _generator(model: SampleModel) -> TokenGenerator:
     template, store = _loaded(model)
-    return TokenGenerator(
-        template,
-        store,
-        HostDevice(num_threads=model.num_threads),
-        resident_layers=template.num_layers if model.keeps_weights else 0,
-        resident_head=model.keeps_weights,
-    )
+    everything = Residency(resident_layers=template.num_layers, resident_head=True)
+    residency = everything if model.keeps_weights else NOTHING_STAYS
+    return TokenGenerator(template, store, HostDevice(num_threads=model.num_threads), residency=residency)
 
 
 def _loaded(model: SampleModel) -> tuple[Template, HostStore]:

@@ -204,7 +204,16 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
         compute_dtype="bfloat16",
         hint="another setting is faster",
         kept=job_pb2.KeptMemory(
-            resident_layers=12, resident_bytes=3 << 28, product_layers=1, product_bytes=1 << 29, saved_share=0.042
+            resident_layers=12,
+            resident_bytes=3 << 28,
+            packed_layers=16,
+            packed_bytes=1 << 28,
+            resident_head=True,
+            resident_table=True,
+            end_bytes=1 << 30,
+            product_layers=1,
+            product_bytes=1 << 29,
+            saved_share=0.042,
         ),
         prediction=job_pb2.StepPrediction(
             step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface
 
-from horizon_server.engine.attention import blocks, kernels, trial
+from horizon_server.engine.attention import blocks, host_kernel, kernels, trial
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.template import Template
@@ -115,7 +115,8 @@ def test_a_document_in_a_packed_row_has_the_bits_that_it_has_alone() -> None:
     assert torch.equal(packed[:, start:stop], alone.transpose(1, 2))
 
 
-def test_documents_of_all_lengths_reach_the_kernels_in_bf16_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_all_lengths_reach_torchs_kernel_in_bf16_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_kernel, "runs", lambda *_: False)
     lengths: set[int] = set()
     filled = kernels._filled
 

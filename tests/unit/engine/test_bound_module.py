@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from horizon_server.engine.bound_module import BoundModule
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from horizon_server.engine.bound_module import BoundModule
 
 
 class Tied(nn.Module):

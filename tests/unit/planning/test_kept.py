@@ -19,17 +19,25 @@ from tests.support.rates import RATES
 
 from horizon_server.planning import compiling
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
-from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.machine import Accelerator, Gpu, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import DeviceRates
-from horizon_server.planning.residency import choose_residency, product_bytes, resident_units
+from horizon_server.planning.residency import (
+    choose_residency,
+    packed_units,
+    possible_ends,
+    product_bytes,
+    resident_units,
+)
 from horizon_server.planning.step_time import Seconds, predict_step
 from horizon_server.planning.step_work import StepWork
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.execution import NOTHING_STAYS, Residency
 from horizon_server.records.plan import Plan
 from horizon_server.settings import load_settings
-from horizon_server.spec import parse_job_spec
+from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
+from horizon_server.spec.lora import BaseFormat
 
 GIB = 1 << 30
 LAYERS = 8
@@ -89,7 +97,11 @@ def test_products_that_are_not_counted_are_not_kept(folder: ModelFolder, change:
 
 def chosen(step_s: Callable[[Residency], float], *, room: int, products: int = 10) -> tuple[int, int]:
     kept = choose_residency(
-        step_s, room_bytes=room, num_layers=8, resident_bytes=lambda n: 3 * n, layer_product_bytes=products
+        step_s,
+        room_bytes=room,
+        num_layers=8,
+        weight_bytes=lambda kept: 3 * kept.resident_layers,
+        layer_product_bytes=products,
     )
     assert (kept.resident_bytes, kept.product_bytes) == (3 * kept.resident_layers, products * kept.product_layers)
     assert kept.saved_share == pytest.approx(1 - step_s(kept) / step_s(NOTHING_STAYS))
@@ -111,6 +123,52 @@ def test_what_saves_nothing_or_has_no_room_is_not_kept() -> None:
     assert chosen(lambda kept: 100 - kept.product_layers, room=1000, products=0) == (0, 0)
 
 
+def chosen_of_packed(step_s: Callable[[Residency], float], *, room: int, ends: int = 0) -> Residency:
+    """Of eight layers that take 8 each, or 2 packed, and a head of `ends`."""
+
+    def weight_bytes(kept: Residency) -> int:
+        return 8 * kept.resident_layers + 2 * kept.packed_layers + ends * kept.resident_head
+
+    kept = choose_residency(
+        step_s,
+        room_bytes=room,
+        num_layers=8,
+        weight_bytes=weight_bytes,
+        layer_product_bytes=3,
+        is_packed=True,
+        ends=[Residency(resident_head=True)] if ends else [],
+    )
+    assert (kept.resident_bytes, kept.packed_bytes) == (8 * kept.resident_layers, 2 * kept.packed_layers)
+    assert kept.end_bytes == (ends if kept.resident_head else 0)
+    assert weight_bytes(kept) + kept.product_bytes <= room
+    return kept
+
+
+def test_packed_weights_save_more_for_their_bytes_and_whole_layers_take_what_is_left() -> None:
+    def step_s(kept: Residency) -> float:
+        return 100 - 5 * kept.packed_layers - 6 * kept.resident_layers - 0.01 * kept.product_layers
+
+    few, all_packed, both, whole = (chosen_of_packed(step_s, room=room) for room in (7, 16, 40, 64))
+    assert (few.packed_layers, few.resident_layers) == (3, 0)
+    assert (all_packed.packed_layers, all_packed.resident_layers) == (8, 0)
+    assert (both.packed_layers, both.resident_layers) == (4, 4)
+    assert (whole.packed_layers, whole.resident_layers) == (0, 8)
+
+
+def test_packed_weights_leave_their_room_to_products_where_the_link_is_fast() -> None:
+    kept = chosen_of_packed(lambda kept: 100 - 5 * kept.product_layers - 0.01 * kept.packed_layers, room=30)
+    assert (kept.packed_layers, kept.resident_layers, kept.product_layers) == (0, 0, 8)
+
+
+def test_a_head_stays_where_that_saves_more_than_layers_in_its_place() -> None:
+    def step_s(kept: Residency) -> float:
+        return 100 - 20 * kept.resident_head - 5 * kept.packed_layers
+
+    assert chosen_of_packed(step_s, room=22, ends=12).resident_head
+    assert not chosen_of_packed(step_s, room=11, ends=12).resident_head
+    assert not chosen_of_packed(lambda kept: 100 - 5 * kept.packed_layers, room=200, ends=12).resident_head
+
+
 def work_of(folder: ModelFolder, kept: Residency, *, grad_bytes: int = 2) -> StepWork:
     return step_work(
         folder,
@@ -129,6 +187,56 @@ def test_a_resident_layer_goes_up_once_a_step_and_takes_no_slot_from_the_others(
     assert {visit.unit for visit in layers if visit.resident} == stay == {4, 8}
     # Forward sends all; backward neither those nor the last two of the others.
     assert [visit.unit for visit in layers if not visit.upload_s] == [8, 7, 6, 4]
+
+
+def adapters_on(path: Path, base: BaseFormat) -> ModelFolder:
+    return open_for_training(path, TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4, base=base)))
+
+
+def test_a_layer_whose_packed_weights_stay_is_unpacked_from_the_devices_own_memory(path: Path) -> None:
+    found = adapters_on(path, "nf4")
+    plain, kept = (work_of(found, Residency(packed_layers=n)) for n in (0, 2))
+    stay = {unit.index for unit in packed_units(found.layout, Residency(packed_layers=2))}
+    for unit, before, after in zip(found.layout.units[1:-1], plain.layers, kept.layers, strict=True):
+        assert before.unpack_bytes == after.unpack_bytes > 2 * 32 * 32
+        assert before.upload_bytes - after.upload_bytes == (unit.packed_bytes if unit.index in stay else 0)
+        assert not after.resident
+    rates = dataclasses.replace(RATES, h2d_bytes_per_s=1e4)
+    seconds = [
+        predict_step(work_of(found, Residency(packed_layers=n)), rates, shares_processors=False).step_s
+        for n in range(LAYERS + 1)
+    ]
+    assert all(after <= before for before, after in pairwise(seconds)) and seconds[-1] < 0.7 * seconds[0]
+    whole = work_of(found, Residency(resident_layers=LAYERS))
+    assert all(layer.unpack_bytes == 0 for layer in whole.layers)
+
+
+def test_packed_weights_stay_only_of_layers_that_do_not_stay_as_a_whole(path: Path) -> None:
+    layout = adapters_on(path, "nf4").layout
+    kept = Residency(resident_layers=2, packed_layers=LAYERS - 2)
+    packed = {unit.index for unit in packed_units(layout, kept)}
+    assert packed | {unit.index for unit in resident_units(layout, 2)} == set(range(1, LAYERS + 1))
+    assert len(packed) == LAYERS - 2
+
+
+def test_a_frozen_head_and_table_that_stay_spare_the_link_their_bytes(path: Path) -> None:
+    found = adapters_on(path, "source")
+    plain, head, both = (work_of(found, kept) for kept in (NOTHING_STAYS, *possible_ends(found.layout)))
+    assert plain.head_traffic.upload_bytes == 2 * found.layout.units[-1].num_elements
+    assert (head.head_traffic.upload_bytes, head.head_traffic.resident) == (0, True)
+    assert head.embedding == plain.embedding and plain.embedding.rows_up_bytes == 2 * 64 * 32
+    assert (both.embedding.rows_up_bytes, both.embedding.rows_up_again_bytes) == (0, 0)
+
+
+def test_a_head_that_is_trained_goes_up_in_any_case(folder: ModelFolder) -> None:
+    assert possible_ends(folder.layout) == []
+    tied = dataclasses.replace(folder, layout=dataclasses.replace(folder.layout, tied=True))
+    assert possible_ends(tied.layout) == [Residency(resident_head=True)]
+    plain, kept = (work_of(tied, stays) for stays in (NOTHING_STAYS, Residency(resident_head=True)))
+    assert kept.head_traffic.upload_bytes == plain.head_traffic.upload_bytes
+    # When backward reads the rows, the head has brought the table.
+    assert kept.embedding.rows_up_bytes == plain.embedding.rows_up_bytes > 0
+    assert (kept.embedding.rows_up_again_bytes, plain.embedding.rows_up_again_bytes) == (0, 2 * 64 * 32)
 
 
 def test_a_kept_layer_recomputes_no_product(folder: ModelFolder) -> None:
@@ -191,6 +299,36 @@ def test_a_slow_link_is_spared_by_weights_that_stay(path: Path) -> None:
     assert plan.fits
     assert 0.1 < kept.saved_share < 0.3
     assert "weights of 4 layers" in kept.text and "of a step" in kept.text
+
+
+def test_a_packed_base_stays_packed_where_it_fits_and_the_link_is_slow(path: Path) -> None:
+    train: dict[str, Any] = {"trainable": "lora", "lora": {"rank": 2, "base": "nf4"}}
+    slow = dataclasses.replace(SLOW_LINK, gather_bytes_per_s=1e4)
+    plan, without = planned(path, slow, **train), planned(path, None, **train)
+    kept = plan.execution.residency
+    assert kept.packed_layers + kept.resident_layers == LAYERS and kept.resident_head and kept.resident_table
+    num_bytes = kept.resident_bytes + kept.packed_bytes + kept.end_bytes
+    assert plan.device_bytes["weights"] - without.device_bytes["weights"] == num_bytes > 0
+    assert plan.fits and plan.kept == kept and kept.saved_share > 0.3
+    assert "weights of head and embedding (" in kept.text
+    needed = int((without.device_total_bytes + kept.end_bytes + 20_000) / 0.95) + 60_000
+    tight = planned(path, slow, memory=int((needed + GIB) / 0.96), **train).execution.residency
+    assert f"packed weights of {tight.packed_layers} layers (" in tight.text and tight.packed_layers > 4
+
+
+def test_ends_stay_on_one_device_alone(path: Path) -> None:
+    train = {"trainable": "lora", "lora": {"rank": 2}, "parallel": "rows"}
+    planner = Planner(
+        load_settings(host_memory_reserve_bytes=0, device_arena_bytes=GIB, numa_interleave=False),
+        memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
+        num_threads=1,
+        accelerators=[Gpu(index=i, name="H100", memory_bytes=80 * GIB, uuid=f"GPU-{i}") for i in range(2)],
+        rates=lambda: {"cuda": SLOW_LINK},
+    )
+    spec = {"name": "j", "model": "m", "dataset": "d", "device": "cuda", "gpus": 2}
+    spec["train"] = {"max_steps": 1, "tokens_per_step": 4096, "sequence_length": 64, **train}
+    kept = planner.plan_to_start(parse_job_spec(spec), path).execution.residency
+    assert kept.resident_layers and not kept.resident_head and not kept.resident_table
 
 
 def test_compiled_layers_keep_products_where_compute_is_what_takes_long(path: Path) -> None:

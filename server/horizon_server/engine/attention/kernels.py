@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from horizon_server.engine.attention import host_kernel
 from horizon_server.engine.attention.blocks import Scores, attend_in_blocks, gradients_in_blocks
 from horizon_server.engine.attention.implementation import Heads, implementation_of
 
@@ -68,7 +69,8 @@ def attention(
         output, logsumexp = attend_in_blocks(query[0], key[0], value[0], _first_seen(ends, window), sinks, rule)
         return output[None], logsumexp
     with implementation_of(Heads.of(query, key, value), has_window=0 < window < _longest(ends)):
-        fused = _all_at_once if query.is_cuda else _by_document
+        on_host = _by_own_kernel if host_kernel.runs(query, value) else _by_document
+        fused = _all_at_once if query.is_cuda else on_host
         return fused(query, key, value, boundaries, rule)
 
 
@@ -115,7 +117,8 @@ def attention_backward(
             result[0] = tensor
         return results[0], results[1], results[2], for_sinks
     with implementation_of(Heads.of(query, key, value), has_window=0 < window < _longest(ends)):
-        fused = _gradients_at_once if query.is_cuda else _gradients_by_document
+        on_host = _gradients_by_own_kernel if host_kernel.runs(query, value) else _gradients_by_document
+        fused = _gradients_at_once if query.is_cuda else on_host
         return *fused(gradient, query, key, value, output, logsumexp, boundaries, rule), for_sinks
 
 
@@ -197,6 +200,44 @@ def as_promised(found_THE: Tensor, size: int) -> Tensor:
     """What a kernel made, as [1, T, heads, E] with a token's heads next to each other, which the operators promise: the
     kernel's own memory where it is so laid out and no head was filled up."""
     return found_THE[None, ..., :size].contiguous()
+
+
+def _by_own_kernel(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, rule: Scores
+) -> tuple[Tensor, Tensor]:
+    """`attention` by the engine's own kernel for a CPU, all documents at once."""
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    logsumexp = query.new_empty(query.shape[1:3], dtype=torch.float32)
+    mixed = output[0].transpose(0, 1)
+    host_kernel.attend(query[0], key[0], value[0], boundaries.tolist(), rule.scale, mixed, logsumexp)
+    return output, logsumexp
+
+
+def _gradients_by_own_kernel(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    rule: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` by the engine's own kernel for a CPU."""
+    for_query, for_key, for_value = (_like(tensor) for tensor in (query, key, value))
+    changed, mixed = (tensor[0].transpose(0, 1) for tensor in (gradient, output))
+    host_kernel.gradients(
+        changed,
+        query[0],
+        key[0],
+        value[0],
+        mixed,
+        logsumexp,
+        boundaries.tolist(),
+        rule.scale,
+        [for_query[0], for_key[0], for_value[0]],
+    )
+    return for_query, for_key, for_value
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:

@@ -183,20 +183,25 @@ class CudaDevice(QueuedDevice):
         *,
         only_trained: bool = False,
         parts: Sequence[slice] | None = None,
+        packed: Tensor | None = None,
     ) -> None:
         """2 bytes a parameter, no cast; packed tensors cross the link as they are and become bf16 on the device.
 
-        CUDA: h2d runs in order, so one buffer for packed bytes is enough.
+        CUDA: h2d runs in order, so one buffer is enough for packed bytes that arrive.
         """
         unit = store.layout.units[index]
         whole = [slice(0, unit.trained_elements if only_trained else unit.unpacked_elements)]
         for part in whole if parts is None else parts:
             self._upload(store.unit(index, "hi")[part], out[part], label=f"unit {index}")
         if unit.packed_bytes and not only_trained:
-            assert self._packed is not None, "adopt comes first"
-            block = self._packed[: unit.packed_bytes]
-            self._upload(store.unit(index, "packed"), block, label=f"packed weights of unit {index}")
-            self.h2d.submit(partial(store.unpack, index, block, out), label=f"unpacking of unit {index}")
+            if packed is None:
+                assert self._packed is not None, "adopt comes first"
+                packed = self._packed[: unit.packed_bytes]
+                self.upload_packed(store, index, packed)
+            self.h2d.submit(partial(store.unpack, index, packed, out), label=f"unpacking of unit {index}")
+
+    def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
+        self._upload(store.unit(index, "packed"), out, label=f"packed weights of unit {index}")
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Through the staging ring: it is small, and both halves of the master are joined on the host."""
@@ -209,6 +214,16 @@ class CudaDevice(QueuedDevice):
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         work = partial(self._rings["h2d"].upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
         self.h2d.submit(work, num_bytes=out_RD.nbytes, label=f"rows of {name}")
+
+    def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
+        """CUDA: the numbers of the rows go through the staging ring, into memory that is taken on h2d's stream."""
+
+        def work() -> None:
+            placed_R = torch.empty_like(rows_R, device=table_VD.device)
+            self._rings["h2d"].upload(rows_R, placed_R)
+            torch.index_select(table_VD, 0, placed_R, out=out_RD)
+
+        self.h2d.submit(work, num_bytes=rows_R.nbytes, label="rows on the device")
 
     def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
         self._upload(source, out, label="layer input", queue=queue)

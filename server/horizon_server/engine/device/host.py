@@ -111,6 +111,7 @@ class HostDevice(QueuedDevice):
         *,
         only_trained: bool = False,
         parts: Sequence[slice] | None = None,
+        packed: Tensor | None = None,
     ) -> None:
         """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed
         tensors cross it as they are.
@@ -118,8 +119,11 @@ class HostDevice(QueuedDevice):
         unit = store.layout.units[index]
         whole = [slice(0, unit.trained_elements if only_trained else unit.unpacked_elements)]
         copied = whole if parts is None else parts
-        packed = None if only_trained or not unit.packed_bytes else store.unit(index, "packed")
-        num_bytes = sum(out[part].nbytes for part in copied) + (0 if packed is None else packed.nbytes)
+        num_bytes = sum(out[part].nbytes for part in copied)
+        if unit.packed_bytes and packed is None and not only_trained:
+            packed = store.unit(index, "packed")
+            num_bytes += packed.nbytes
+        block = None if only_trained else packed
 
         def copy() -> None:
             with self._link("h2d", num_bytes):
@@ -129,10 +133,13 @@ class HostDevice(QueuedDevice):
                     else:
                         out[part].copy_(store.unit(index, "hi")[part])
             # Off the link's time: a GPU unpacks at the speed of its own memory.
-            if packed is not None:
-                store.unpack(index, packed, out)
+            if block is not None:
+                store.unpack(index, block, out)
 
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
+
+    def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
+        self._copy(self.h2d, store.unit(index, "packed"), out, label=f"packed weights of unit {index}")
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         def copy() -> None:
@@ -153,6 +160,9 @@ class HostDevice(QueuedDevice):
                     out_RD[start : start + _GATHER_ROWS].copy_(store.exact_rows(name, rows))
 
         self.h2d.submit(copy, num_bytes=out_RD.nbytes, label=f"rows of {name}")
+
+    def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
+        self.h2d.submit(partial(torch.index_select, table_VD, 0, rows_R, out=out_RD), label="rows on the device")
 
     def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
         self._copy(queue or self.h2d, source, out)

@@ -156,15 +156,23 @@ class Device(Protocol):
         *,
         only_trained: bool = False,
         parts: Sequence[slice] | None = None,
+        packed: Tensor | None = None,
     ) -> None:
         """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has
-        the others already; with `parts`, other ranks send what is in none of them."""
+        the others already; with `parts`, other ranks send what is in none of them. Packed weights are unpacked from
+        `packed` where it is given, which `upload_packed` has filled."""
+
+    def upload_packed(self, store: HostStore, index: int, out: Tensor) -> None:
+        """Append the copy of a unit's packed weights to h2d, as they are. Shapes: [unit.packed_bytes], uint8."""
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         """Append the gathering and copy of some rows of a 2-D parameter to h2d."""
+
+    def gather_rows(self, table_VD: Tensor, rows_R: Tensor, out_RD: Tensor) -> None:
+        """Append the gathering of some rows of a table that is on the device to h2d; `rows_R` are on the host."""
 
     def upload(self, source: Tensor, out: Tensor, *, queue: Queue | None = None) -> None:
         """Append the copy of host memory, from `allocate_host`, to h2d, or to a queue for hops."""

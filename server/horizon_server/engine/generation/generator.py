@@ -52,7 +52,7 @@ from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.working_memory import logits_chunk_tokens
-from horizon_server.records.execution import NUM_SLOTS
+from horizon_server.records.execution import NOTHING_STAYS, NUM_SLOTS, Residency
 from horizon_server.store.host_store import HostStore
 
 # That the driver queues before compute has reached them, as in training.
@@ -73,8 +73,8 @@ class TokenGenerator:
     not change while prompts are being answered.
 
     What is kept of sequences is on the device where it fits beside the weights in flight, else in host memory: then
-    each layer's part is copied to the device for its call and back, which changes the speed only. Weights of
-    `resident_layers` stay on the device, and with `resident_head` the head. Thread: one driving thread.
+    each layer's part is copied to the device for its call and back, which changes the speed only. `residency` says
+    which weights stay on the device. Thread: one driving thread.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class TokenGenerator:
         device: Device,
         *,
         num_weight_slots: int = NUM_SLOTS,
-        resident_layers: int = 0,
-        resident_head: bool = False,
+        residency: Residency = NOTHING_STAYS,
     ) -> None:
         """Try on the real weights whether the model can be computed token by token.
 
@@ -111,8 +110,7 @@ class TokenGenerator:
             device,
             updates,
             num_slots=num_weight_slots,
-            resident_layers=resident_layers,
-            resident_head=resident_head,
+            residency=residency,
         )
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)

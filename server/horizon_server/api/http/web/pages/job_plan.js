@@ -93,6 +93,14 @@ export function PlanFacts({ plan }) {
       ${kept?.resident_layers ? html`
         <${Fact} label="Layers that stay on the device">${kept.resident_layers}<//>
       ` : null}
+      ${kept?.packed_layers ? html`
+        <${Fact} label="Layers that stay there packed">
+          ${kept.packed_layers} <small>${bytes(kept.packed_bytes)}</small>
+        <//>
+      ` : null}
+      ${kept?.resident_head || kept?.resident_table ? html`
+        <${Fact} label="Head and embedding that stay there">${bytes(kept.end_bytes)}<//>
+      ` : null}
     <//>
     ${plan.message && html`<p class="note bad">${plan.message}</p>`}
     ${(plan.warnings || []).map((text) => html`<p class="note warn" key=${text}>${text}</p>`)}
