@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.predicted import with_fp8
 from bench.gpu.shapes import Engine
 from bench.gpu.steps import Model, folder_of, job_of, placed, trainer_for
 from bench.gpu.task import Task
@@ -123,7 +122,6 @@ def set_up(
             residency = next(kept for kept in most if weight_bytes(kept) <= room_bytes)
         else:
             residency = choose_residency(
-                # As a plan predicts it, which knows nothing of casts.
                 lambda kept: predict_step(work(kept), rates, shares_processors=False).step_s,
                 room_bytes=room_bytes,
                 num_layers=num_layers,
@@ -136,15 +134,12 @@ def set_up(
         # A dry run goes the same way.
         whole = Residency(resident_layers=num_layers)
         residency = whole if engine == "resident" else _packed_resident(folder)
-    counted = work(residency)
-    if engine == "fp8":
-        counted = with_fp8(counted, "eager")
     execution = replace(execution, residency=residency)
     return SetUp(
         plan=plan_memory(folder, recipe, execution),
         recipe=recipe,
         execution=execution,
-        predicted=predict_step(counted, rates, shares_processors=False),
+        predicted=predict_step(work(residency), rates, shares_processors=False),
         layers=layers,
     )
 

@@ -8,42 +8,13 @@ the traced graphs of a 7B layer; none was measured on a GPU.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_work import StepWork
 from horizon_server.store.layout import StoreLayout
 
-Fp8 = Literal["eager", "traced", "with weight gradients"]
-"""Products of layers in FP8: cast by operations of their own as the engine does it; cast inside compiled layers; and
-weight gradients in FP8 too, which the engine keeps in the compute dtype."""
-
-FP8_TIMES_AS_FAST = 1.55
-# Of a token and layer, in bytes per hidden element: five passes for each cast, and the same input cast for each of its
-# maps.
-_CAST_BYTES = 654
 # AdamW on a device reads and writes master and moments, and reads a gradient in fp32.
 _STATE_BYTES = 26
-
-
-def with_fp8(work: StepWork, kind: Fp8) -> StepWork:
-    """The layers' products in FP8; the head's stay as they are."""
-    layer, faster = work.layer, 1 / FP8_TIMES_AS_FAST
-    # Half of backward are gradients of inputs.
-    backward = faster if kind == "with weight gradients" else (1 + faster) / 2
-    cast = _CAST_BYTES * work.hidden_size * work.num_tokens / 3 if kind == "eager" else 0.0
-    return dataclasses.replace(
-        work,
-        layer=dataclasses.replace(
-            layer,
-            forward_flops=layer.forward_flops * faster,
-            recompute_flops=layer.recompute_flops * faster,
-            backward_flops=layer.backward_flops * backward,
-            forward_bytes=layer.forward_bytes + cast,
-            recompute_bytes=layer.recompute_bytes + cast,
-            backward_bytes=layer.backward_bytes + cast,
-        ),
-    )
 
 
 def with_resident_states(work: StepWork, layout: StoreLayout, num_layers: int) -> StepWork:

@@ -2,22 +2,23 @@
 it.
 
 They are those of an independent review of the engine before its first run on a GPU: the engine as it is and with less
-of it, adapters, and changes that it does not have yet, which are predicted alone.
+of it, adapters, and changes that it does not have yet, which are predicted alone. `python -m bench.gpu.variants` prints
+what is predicted; docs/performance.md shows it, and a test keeps it equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
-from bench.forecast import spare_memory
+from bench.forecast import TOKENS, model_7b, spare_memory
 from bench.gpu.predicted import (
-    Fp8,
     with_attention,
-    with_fp8,
     with_resident_states,
 )
 from bench.gpu.shapes import Base, Engine
+from bench.gpu.steps import with_base
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.residency import possible_ends
@@ -68,7 +69,7 @@ class Variant:
     packed_resident: bool = False
     resident_states: bool = False
     for_hopper: bool = False
-    fp8: Fp8 | None = None
+    matmul: str = "bf16"
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -82,21 +83,27 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         title="compiled, weights of all layers resident", all_resident=True, measured_by=Measures(engine="resident")
     ),
-    Variant(title="eager, products kept", facts=TODAY, products=True, measured_by=Measures(engine="products")),
+    Variant(title="a job that keeps products", products=True, measured_by=Measures(engine="products")),
     Variant(title="a job + attention for Hopper", for_hopper=True, measured_by=Measures()),
-    Variant(title="+ products kept by compiled layers", products=True, for_hopper=True),
+    Variant(
+        title="+ products kept by compiled layers",
+        products=True,
+        for_hopper=True,
+        measured_by=Measures(engine="products"),
+    ),
     Variant(title="+ embedding table resident", facts=_NO_TABLE, products=True, for_hopper=True),
     Variant(
         title="optimizer states of 17 of 28 layers resident instead",
         resident_states=True,
         for_hopper=True,
     ),
-    Variant(title="train.matmul: fp8, eager layers", facts=TODAY, fp8="eager", measured_by=Measures(engine="fp8")),
-    Variant(title="fp8 in compiled layers, weight gradients in bf16", fp8="traced", for_hopper=True),
+    Variant(title="train.matmul: fp8, eager layers", facts=TODAY, matmul="fp8", measured_by=Measures(engine="fp8")),
+    Variant(title="fp8 in compiled layers, weight gradients in bf16", matmul="fp8", for_hopper=True),
+    Variant(title="the same, weight gradients too, products kept", matmul="fp8_full", products=True, for_hopper=True),
     Variant(
         title="the same, weight gradients too, products kept, table resident",
         facts=_NO_TABLE,
-        fp8="with weight gradients",
+        matmul="fp8_full",
         products=True,
         for_hopper=True,
     ),
@@ -141,13 +148,12 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     if variant.for_hopper:
         rates = with_attention(rates, *HOPPER_ATTENTION)
     num_layers = folder.shape.num_hidden_layers
-    recipe = Recipe(learning_rate=1e-5, tokens_per_step=num_tokens, sequence_length=ROW_TOKENS)
+    options: dict[str, Any] = {"matmul": variant.matmul}
+    recipe = Recipe(learning_rate=1e-5, tokens_per_step=num_tokens, sequence_length=ROW_TOKENS, **options)
 
     def step(kept: Residency) -> StepPrediction:
         execution = dataclasses.replace(variant.execution, residency=kept)
         work = work_of_step(folder, recipe, execution, facts=variant.facts)
-        if variant.fp8:
-            work = with_fp8(work, variant.fp8)
         if variant.resident_states:
             work = with_resident_states(work, folder.layout, num_layers * _STATE_LAYERS_OF_28 // 28)
         return predict_step(work, rates, shares_processors=False)
@@ -159,3 +165,22 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     if not (variant.products or variant.residents):
         return step(NOTHING_STAYS)
     return step(spare_memory(folder, recipe, variant.execution, step, keeps_products=variant.products))
+
+
+def table() -> list[str]:
+    """What is predicted for a 7B model in useful TFLOP/s, as lines of Markdown."""
+    folder = model_7b()
+    lines = [
+        "| variant | " + " | ".join(f"{tokens // 1024}k tokens" for tokens in TOKENS) + " |",
+        "| --- |" + " --- |" * len(TOKENS),
+    ]
+    for variant in VARIANTS:
+        layout = with_base(folder.layout, variant.base) if variant.base else folder.layout
+        found = [forecast(variant, tokens, dataclasses.replace(folder, layout=layout)) for tokens in TOKENS]
+        cells = [f"{one.model_flops_per_s / 1e12:.0f}" for one in found]
+        lines.append(f"| {variant.title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

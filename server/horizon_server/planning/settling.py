@@ -71,8 +71,11 @@ class Case:
 
     def work(self, execution: Execution) -> StepWork:
         """What a step does; of several nodes, each."""
-        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective)
         recipe, num_nodes = self.spec.train.recipe, execution.num_nodes
+        # Experts that are chosen by value cannot be compiled, nor dropout.
+        can_be = self.folder.shape.experts is None and not recipe.adapter_dropout
+        fused = execution.device_kind == "cuda" and can_be and self.compiles(execution)
+        facts = dataclasses.replace(TODAY, two_pass_head=METHODS[self.spec.method].has_objective, fused=fused)
         if num_nodes > 1:
             recipe = dataclasses.replace(recipe, tokens_per_step=-(-recipe.tokens_per_step // num_nodes))
         return work_of_step(self.folder, recipe, of_one_node(execution), facts=facts)

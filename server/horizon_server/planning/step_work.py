@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
+from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.residency import packed_units, resident_units, skips_projection
 from horizon_server.planning.working_memory import logits_chunk_tokens
@@ -49,6 +50,11 @@ _SCALED_ACCESSES, _SCALED_BACKWARD_ACCESSES = 11, 14
 # Of an output of a map with an adapter: the adapter's product is written, and added to the map's. Of an input in
 # backward: the same of both gradients. On an H100, eager steps of 65,536 tokens took within 3 % of what this gives.
 _ADAPTED_ACCESSES, _ADAPTED_BACKWARD_ACCESSES = 4, 4
+_FP8_WEIGHT_GRADIENTS = ("fp8_full",)
+"""Values of `train.matmul`."""
+# Of products in FP8, what an eager layer moves for its casts, by hidden elements of a token in a whole step: five
+# passes for each cast, and the same input cast for each of its maps. Compiled layers cast what they make at once.
+_CAST_BYTES = 654
 DETERMINISTIC_BACKWARD = 1.1
 """Attention's backward on a GPU that adds in a fixed order, in units of the one that adds in the order of arrival.
 Estimated; `bench.gpu_all` measures both."""
@@ -296,6 +302,19 @@ class _Counter:
         return self.execution.device_kind == "host"
 
     @property
+    def _in_fp8(self) -> bool:
+        """Whether the layers' products are in FP8 on a device that has it; the host emulates it, at its own pace."""
+        return self.recipe.matmul != "bf16" and not self._on_host
+
+    @property
+    def _gemm_times(self) -> tuple[float, float]:
+        """What products of values and of input gradients take in units of bf16's, and those of weight gradients."""
+        if not self._in_fp8:
+            return 1.0, 1.0
+        faster = 1 / FP8_TIMES_AS_FAST
+        return faster, faster if self.recipe.matmul in _FP8_WEIGHT_GRADIENTS else 1.0
+
+    @property
     def _by_layers(self) -> bool:
         return self.execution.parallel == "layers"
 
@@ -355,15 +374,19 @@ class _Counter:
             backward += _ADAPTED_BACKWARD_ACCESSES * inputs * num_tokens * self.element
         # Where inputs are dropped, what a magnitude multiplies is a second product of the weight, with a gradient of
         # its inputs.
+        casts = self._in_fp8 and not self.facts.fused
+        cast_bytes = _CAST_BYTES * model.hidden_size * num_tokens / 3 if casts else 0.0
+        of_values, of_gradients = self._gemm_times
         again_flops = FLOPS_PER_PARAMETER * _FORWARD_SHARE * num_tokens * normed if self.recipe.adapter_dropout else 0.0
         return LayerWork(
-            forward_flops=own_flops * _FORWARD_SHARE + again_flops,
-            recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices) + again_flops,
-            backward_flops=own_flops * (1 - _FORWARD_SHARE) * (1 + trained) / 2 + again_flops,
+            forward_flops=of_values * (own_flops * _FORWARD_SHARE + again_flops),
+            recompute_flops=of_values * (own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices) + again_flops),
+            # Half of it are gradients of inputs, the other half those of trained weights.
+            backward_flops=own_flops * (1 - _FORWARD_SHARE) * (of_values + of_gradients * trained) / 2 + again_flops,
             attention_flops=count.of_attention(self.lengths) * _FORWARD_SHARE / model.num_hidden_layers,
-            forward_bytes=forward,
-            recompute_bytes=recompute,
-            backward_bytes=backward,
+            forward_bytes=forward + cast_bytes,
+            recompute_bytes=recompute + cast_bytes,
+            backward_bytes=backward + cast_bytes,
             accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches * trained,
             attention_backward_times=1.0 if self._on_host or not self.recipe.deterministic else DETERMINISTIC_BACKWARD,
         )

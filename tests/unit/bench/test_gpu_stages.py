@@ -20,7 +20,7 @@ from bench.gpu.shapes import SIZES, RowKind
 from bench.gpu.steps import choose_model, hardware_flops_of, model_of, rows_for, typical_s, with_base
 from bench.gpu.summary import MAX_LINES, Outcome, summary_lines
 from bench.gpu.task import PLANES, DeviceChoice, Task
-from bench.gpu.variants import VARIANTS, Measures, forecast
+from bench.gpu.variants import VARIANTS, Measures, forecast, table
 from bench.models import random_rows, rows_of
 
 from horizon_server.engine.micro_batch import IGNORED_LABEL
@@ -190,6 +190,11 @@ REVIEWED = {
 }
 """Useful TFLOP/s at TOKENS, by a reviewer who counted bytes on the traced graphs and played the schedule with a program
 of his own."""
+
+
+def test_the_page_shows_what_is_predicted_for_the_table() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "performance.md").read_text("utf-8")
+    assert "\n".join(table()) in text, "paste what python -m bench.gpu.variants prints into docs/performance.md"
 
 
 @pytest.mark.parametrize("title", REVIEWED)

@@ -356,6 +356,18 @@ def test_products_are_planned_where_the_worker_compiles(path: Path, monkeypatch:
     assert not keep(compile="auto", max_steps=3, matmul="fp8")
 
 
+def test_layers_that_will_be_compiled_are_predicted_as_such_on_a_gpu(path: Path) -> None:
+    def elementwise_s(**job: Any) -> float:
+        predicted = planned(path, RATES, **job).prediction
+        assert predicted is not None
+        return predicted.parts_s["elementwise"]
+
+    assert elementwise_s(compile="on") < 0.6 * elementwise_s(compile="off")
+    # Too little work for `auto`.
+    assert elementwise_s(compile="auto") == elementwise_s(compile="off")
+    assert elementwise_s(compile="on", device="host") == elementwise_s(compile="off", device="host")
+
+
 def test_what_is_kept_leaves_a_twentieth_of_the_device_free(path: Path) -> None:
     without = planned(path, None)
     # The context and fragmentation take 4 percent and one GiB of what the GPU has.

@@ -11,9 +11,11 @@ import pytest
 from bench.forecast import model_7b
 from tests.support.plans import step_work
 
+from horizon_server.planning.gpus import FP8_TIMES_AS_FAST
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.step_work import (
     DETERMINISTIC_BACKWARD,
+    TODAY,
     EngineFacts,
     LayerWork,
     StepWork,
@@ -147,6 +149,27 @@ def test_attention_in_a_fixed_order_takes_longer_on_a_gpu_alone(tied: ModelFolde
         for device_kind, deterministic in (("cuda", True), ("cuda", False), ("host", True))
     ]
     assert times == [DETERMINISTIC_BACKWARD, 1.0, 1.0]
+
+
+def test_products_in_fp8_are_faster_and_eager_layers_cast_by_themselves(tied: ModelFolder) -> None:
+    def layer_of_job(device_kind: DeviceKind, *, matmul: str, fused: bool) -> LayerWork:
+        facts = dataclasses.replace(TODAY, fused=fused)
+        given = {"tokens_per_step": TOKENS, "sequence_length": ROW, "device_kind": device_kind, "matmul": matmul}
+        return step_work(tied, facts=facts, **given).layer
+
+    usual, traced = (layer_of_job("cuda", matmul=matmul, fused=True) for matmul in ("bf16", "fp8"))
+    whole = layer_of_job("cuda", matmul="fp8_full", fused=True)
+    assert traced.forward_flops == pytest.approx(usual.forward_flops / FP8_TIMES_AS_FAST)
+    assert traced.recompute_flops == pytest.approx(usual.recompute_flops / FP8_TIMES_AS_FAST)
+    # Those of weights stay as they are, unless the job asks for them.
+    assert traced.backward_flops == pytest.approx(usual.backward_flops * (1 + 1 / FP8_TIMES_AS_FAST) / 2)
+    assert whole.backward_flops == pytest.approx(usual.backward_flops / FP8_TIMES_AS_FAST)
+    assert traced.forward_bytes == usual.forward_bytes
+    eager = [layer_of_job("cuda", matmul=matmul, fused=False) for matmul in ("bf16", "fp8")]
+    assert eager[1].forward_bytes - eager[0].forward_bytes == pytest.approx(654 / 3 * HIDDEN * TOKENS)
+    # The host emulates it.
+    host, emulated = (layer_of_job("host", matmul=matmul, fused=False) for matmul in ("bf16", "fp8"))
+    assert host == emulated
 
 
 def test_gradients_are_summed_once_per_micro_batch(tied: ModelFolder) -> None:
