@@ -143,7 +143,7 @@ def test_the_plan_is_not_below_the_peak_of_other_families(architecture: str) -> 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize(("num_layers", "num_rows"), [(4, 1), (4, 3), (8, 2)])
 def test_the_plan_is_not_below_the_peak_with_products_kept(architecture: str, num_layers: int, num_rows: int) -> None:
-    sizes = {"num_rows": num_rows, "num_hidden_layers": num_layers, "is_traced": True}
+    sizes: dict[str, Any] = {"num_rows": num_rows, "num_hidden_layers": num_layers, "is_traced": True}
     planned_without, without = planned_and_tracked(architecture, 512, **sizes)
     planned, runtime = planned_and_tracked(architecture, 512, product_layers=num_layers - 1, **sizes)
     # What backward of a layer takes over is planned twice, and layers that recompute come when the others' products are
