@@ -52,6 +52,7 @@ def planned_and_tracked(
     num_rows: int = 1,
     documents: int = 1,
     product_layers: int = 0,
+    is_traced: bool = False,
     recipe: Mapping[str, float] = MappingProxyType({}),
     is_weighted: bool = False,
     **sizes: Any,
@@ -68,7 +69,7 @@ def planned_and_tracked(
     store.plane("hi").normal_(std=0.02)
     options = settings(optimizer_threads=1, tokens_per_step=tokens * num_rows, product_layers=product_layers, **recipe)
     # Only compiled layers keep products; here their graphs run as plain operations.
-    compiled = traced_layers(template, torch.bfloat16, product_layers=product_layers) if product_layers else None
+    compiled = traced_layers(template, torch.bfloat16, product_layers=product_layers) if is_traced else None
     trainer = Trainer(template, store, device, *options, num_steps=9, compiled=compiled)
     generator = torch.Generator().manual_seed(0)
     lengths = [tokens // documents] * documents
@@ -142,12 +143,16 @@ def test_the_plan_is_not_below_the_peak_of_other_families(architecture: str) -> 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize(("num_layers", "num_rows"), [(4, 1), (4, 3), (8, 2)])
 def test_the_plan_is_not_below_the_peak_with_products_kept(architecture: str, num_layers: int, num_rows: int) -> None:
-    planned, runtime = planned_and_tracked(
-        architecture, 512, num_rows=num_rows, product_layers=num_layers - 1, num_hidden_layers=num_layers
-    )
+    sizes: dict[str, Any] = {"num_rows": num_rows, "num_hidden_layers": num_layers, "is_traced": True}
+    planned_without, without = planned_and_tracked(architecture, 512, **sizes)
+    planned, runtime = planned_and_tracked(architecture, 512, product_layers=num_layers - 1, **sizes)
     # What backward of a layer takes over is planned twice, and layers that recompute come when the others' products are
     # gone.
-    assert 0.98 < planned / runtime.allocations.peak_bytes < 1.6, "\n".join(runtime.allocations.at_peak)
+    more_bytes = runtime.allocations.peak_bytes - without.allocations.peak_bytes
+    assert 0 < more_bytes <= 1.02 * (planned - planned_without), "\n".join(runtime.allocations.at_peak)
+    # Plain operations take gemma2's activation function apart, whose parts compiled code never has in memory.
+    if architecture != "gemma2":
+        assert 0.98 < planned / runtime.allocations.peak_bytes < 1.6, "\n".join(runtime.allocations.at_peak)
 
 
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 16384}, {"num_rows": 3}, {"documents": 4}])

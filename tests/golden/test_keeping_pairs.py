@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +37,10 @@ TEMPLATE = template_of(config_of("llama"))
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Has builds of this test compile nothing, and their trials find these errors; collects how many inputs each
-    backward took."""
+    """Has builds of this test compile nothing, and their trials find these errors, and in what; collects how many
+    inputs each backward took."""
 
-    def set_errors(*errors: float) -> list[int]:
+    def set_errors(*errors: tuple[Any, ...]) -> list[int]:
         left, taken = list(errors), list[int]()
 
         def noted(graphs: LayerGraphs, path: Path) -> None:
@@ -47,7 +48,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
             path.touch()
 
         def tried(*_: Any, **__: Any) -> Trial:
-            return Trial(error=left.pop(0) if left else 0.0, worst="output", speedup=2.0)
+            error, *names = left.pop(0) if left else (0.0,)
+            return Trial(error=error, worst="output", speedup=2.0, differing=frozenset(names))
 
         monkeypatch.setattr(build, "build_package", noted)
         monkeypatch.setattr(build, "LayerCode", lambda path: None)
@@ -83,16 +85,17 @@ def test_only_the_kinds_of_the_last_layers_get_one(compiles: Callable[..., list[
     ("errors", "refusal"),
     [
         # Of the layer against the eager one, of the pair against the layer, of the layer against itself.
-        ((1e-7, 0.0), ""),
-        ((1e-7, 1e-9, 0.0), "must have the same bits"),
-        ((1e-7, float("nan"), 0.0), "must have the same bits"),
-        ((1e-7, 1e-9, 1e-9), ""),
-        ((1e-7, 1e-2, 1e-9), "must have the same bits"),
-        ((1e-7, float("nan"), 1e-9), "must have the same bits"),
+        (((1e-7, "q"), (0.0,)), ""),
+        (((1e-7, "q"), (1e-9, "q"), (0.0,)), "must have the same bits"),
+        (((1e-7, "q"), (math.inf, "q"), (0.0,)), "must have the same bits"),
+        (((1e-7, "q"), (1e-9, "q"), (1e-9, "k", "q")), ""),
+        (((1e-7, "q"), (1e-9, "q", "output"), (1e-9, "k", "q")), "must have the same bits"),
+        (((1e-7, "q"), (1e-2, "q"), (1e-9, "q")), "must have the same bits"),
+        (((1e-7, "q"), (math.inf, "q"), (1e-9, "q")), "must have the same bits"),
     ],
 )
 def test_a_pair_that_changes_a_bit_is_refused_unless_the_layer_itself_does(
-    errors: tuple[float, ...], refusal: str, compiles: Callable[..., list[int]], tmp_path: Path
+    errors: tuple[tuple[Any, ...], ...], refusal: str, compiles: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     library, texts = CodeLibrary(tmp_path), list[str]()
     compiles(*errors)

@@ -114,7 +114,7 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
             with AccumulatedProducts((weight, Accumulator(out=out, first=first)) for weight, out, first in targets):
                 return template.layer(layer, {**parameters, **trained_parameters}, hidden_1TD, call)
 
-        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
+        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[:2]
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
         return [hidden_gradient_1TD, *(gradients[name] for name in trained), output_1TD]
 

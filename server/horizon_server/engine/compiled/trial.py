@@ -36,6 +36,8 @@ class Trial:
     error: float
     worst: str
     speedup: float
+    differing: frozenset[str] = frozenset()
+    """Outputs and gradients that differ at all."""
 
 
 def try_layer(
@@ -90,9 +92,10 @@ def try_layer(
         return tensors
 
     reference = eager if against is None else partial(compiled, against)
-    error, worst = _worst(reference(), compiled())
+    error, worst, differing = _worst(reference(), compiled())
     pairs = [(timed(reference, device), timed(compiled, device)) for _ in range(_NUM_PAIRS)]
-    return Trial(error=error, worst=worst, speedup=statistics.median(a / b for a, b in pairs))
+    speedup = statistics.median(a / b for a, b in pairs)
+    return Trial(error=error, worst=worst, speedup=speedup, differing=differing)
 
 
 def _scale(shape: tuple[int, ...]) -> float:
@@ -113,8 +116,8 @@ def relative_differences(expected: Mapping[str, Tensor], found: Mapping[str, Ten
     }
 
 
-def _worst(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The greatest relative difference, and the tensor that has it."""
+def _worst(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str, frozenset[str]]:
+    """The greatest relative difference, the tensor that has it, and all that have some."""
     if expected.keys() != found.keys():
         odd = ", ".join(sorted(expected.keys() ^ found.keys()))
         raise NotCompilable(f"compiled and eager code differ in which parameters have gradients: {odd}")
@@ -122,7 +125,8 @@ def _worst(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple
     # A NaN is no small difference, and no comparison sees it.
     odd_ones = [name for name, value in differences.items() if not math.isfinite(value)]
     worst = odd_ones[0] if odd_ones else max(differences, key=differences.__getitem__)
-    return math.inf if odd_ones else differences[worst], worst
+    differing = frozenset(name for name, value in differences.items() if value != 0)
+    return math.inf if odd_ones else differences[worst], worst, differing
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
