@@ -56,8 +56,8 @@ class Measures:
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A row. `measured_by` is None where the engine has no such thing. In the memory that is left, `products` keeps
-    products and `residents` weights; `all_resident` keeps those of all layers, `packed_resident` as they are packed, and
-    head and table."""
+    products and `residents` weights; `all_resident` keeps those of all layers, `packed_resident` as they are packed,
+    and head and table."""
 
     title: str
     measured_by: Measures | None = None
