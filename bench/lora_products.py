@@ -102,6 +102,7 @@ def measure(rank: int, *, hidden: int, inner: int, tokens: int, dtype: torch.dty
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=512)
@@ -123,9 +124,8 @@ def main() -> None:
             pairs=arguments.pairs,
         )
         saved = (apart_s - one_s) / (layer_s + apart_s)
-        print(
-            f"| {rank} | {1e3 * apart_s:.2f} | {1e3 * one_s:.2f} | {1e3 * layer_s:.1f} | {saved:.1%} | {difference:.0e} |"
-        )
+        apart_ms, one_ms, layer_ms = 1e3 * apart_s, 1e3 * one_s, 1e3 * layer_s
+        print(f"| {rank} | {apart_ms:.2f} | {one_ms:.2f} | {layer_ms:.1f} | {saved:.1%} | {difference:.0e} |")
 
 
 if __name__ == "__main__":
