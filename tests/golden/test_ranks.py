@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.golden.test_lora import adapted
+from tests.support.device_steps import with_lora
 from tests.support.plans import ledger_of
 from tests.support.ranks import (
     LANES,
@@ -77,7 +78,9 @@ def test_ranks_that_gather_need_no_memory_in_common(
     assert (said, stores.bits()) == alone
 
 
-@pytest.mark.parametrize("case", ["adapters", "bfloat16", "offloaded", "one row at a time", "long"])
+@pytest.mark.parametrize(
+    "case", ["adapters", "bfloat16", "offloaded", "one row at a time", "packed weights that stay", "long"]
+)
 def test_so_does_whatever_else_decides_how_a_step_is_computed(case: str, engine: Engine, tmp_path: Path) -> None:
     model, how = engine.tiny_model("llama"), dict[str, Any]()
     rows = rows_of(engine, num_steps=2)
@@ -95,6 +98,9 @@ def test_so_does_whatever_else_decides_how_a_step_is_computed(case: str, engine:
             how = {"activation_placement": "host"}
         case "one row at a time":
             how = {"micro_batch_tokens": 0}
+        case "packed weights that stay":
+            model = with_lora(model, "nf4")
+            how = {"packed_layers": 2, "resident_layers": 1, "gathers": True}
         case "long":
             # One document: most lanes, and with them a rank, have nothing to compute.
             rows = [[engine.pack(engine.documents(60, seed=step))] for step in range(2)]
