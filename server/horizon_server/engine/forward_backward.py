@@ -31,7 +31,7 @@ from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.leaves import unit_leaves
-from horizon_server.engine.linear import AccumulatedProducts
+from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.ranks import ALONE, Ranks
@@ -376,13 +376,11 @@ class ForwardBackward:
                 output_1TD = compiled.forward(parameters, hidden_1TD)
             else:
                 casts = visit.of(parameters)
+                casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in casts.items()]
+                maps = LinearMaps(casted) if casted else None
                 products = KeptProducts() if keeps_products else None
-                with (
-                    torch.no_grad(),
-                    AccumulatedProducts((), casts) if casts else nullcontext(),
-                    products.recording() if products is not None else nullcontext(),
-                ):
-                    output_1TD = template.layer(layer, parameters, hidden_1TD, call)
+                with torch.no_grad(), products.recording() if products is not None else nullcontext():
+                    output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
                 if products is not None:
                     self._keep(current, layer, index, products)
             activations.output(layer)[span].copy_(output_1TD[0])
@@ -412,15 +410,15 @@ class ForwardBackward:
                 gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
                 return
             hidden_1TD.requires_grad_(not is_last)
-            leaves, products = unit_leaves(template.places[layer + 1], flat, gradients, visit)
+            leaves, maps = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             current.seed(layer + 1, part.name_of(index))
             kept = current.products.pop((layer, index), None)
             if kept is not None:
                 self._charge_products(current, -kept.num_bytes)
             with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
-                with products, kept.taken() if kept is not None else nullcontext():
-                    output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call)
+                with kept.taken() if kept is not None else nullcontext():
+                    output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call, maps)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             if hidden_1TD.grad is not None:
                 gradient_TD.copy_(hidden_1TD.grad[0])
@@ -459,7 +457,7 @@ class ForwardBackward:
         assert unit is not None, "backward comes here only for what is trained"
 
         def backward(index: int, span: slice, gradients: UnitGradients) -> None:
-            leaves, products = unit_leaves(template.places_besides_table, flat, gradients)
+            leaves, maps = unit_leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the
             # rest of this.
@@ -469,7 +467,7 @@ class ForwardBackward:
             current.seed(0, part.name_of(index))
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
-                with products:
+                with maps:
                     hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids[index], noise_1TD=noise_1TD)
                 torch.autograd.backward(hidden_1TD, activations.edge_gradient[span][None])
             # Not by a hook: other parameters of the unit may still read what came in.

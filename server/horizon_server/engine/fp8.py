@@ -85,12 +85,12 @@ class Fp8Visit:
         self._names, self._for_backward = names, for_backward
         self._casts: dict[str, Fp8Weight] = {}
 
-    def of(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Fp8Weight]]:
-        """Each weight among a layer's parameters, with its casts."""
+    def of(self, parameters: Mapping[str, Tensor]) -> dict[str, Fp8Weight]:
+        """The casts of a layer's weights, by name."""
         for name in self._names:
             if name not in self._casts:
                 self._casts[name] = Fp8Weight.of(parameters[name].detach(), for_backward=self._for_backward)
-        return [(parameters[name], self._casts[name]) for name in self._names]
+        return self._casts
 
 
 def cast_rows(values_RK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

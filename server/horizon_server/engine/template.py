@@ -29,7 +29,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from horizon_server.engine.adapters import AdaptedMaps, Adapter, adapter_places, adapters_among, check_uses
+from horizon_server.engine.adapters import adapter_places, adapters_among, check_uses
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
 from horizon_server.engine.layer_stubs import (
@@ -40,6 +40,7 @@ from horizon_server.engine.layer_stubs import (
     Tape,
     try_embedding,
 )
+from horizon_server.engine.linear import Adapter, LinearMaps
 from horizon_server.engine.logits import keeps_logits
 from horizon_server.engine.meta_model import (
     ModuleState,
@@ -479,26 +480,39 @@ class Template:
             if names.magnitude and names.norms not in parameters
         }
 
-    def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
+    def layer(
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        hidden_1TD: Tensor,
+        call: LayerCall,
+        maps: LinearMaps | None = None,
+    ) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D].
 
-        `parameters` may have the `norms` of these values, which are computed if they are not there.
+        `parameters` may have the `norms` of these values, which are computed if they are not there. `maps` says how
+        linear maps with their weights are computed; adapters are added to it.
         """
         args, kwargs = call.with_hidden(hidden_1TD)
         own = {**self.norms(index, parameters), **parameters}
+        dropout = self.adapter_dropout if self._is_training else 0.0
         adapters = [
-            Adapter(
-                weight=own[names.weight],
-                a=own.pop(names.a),
-                b=own.pop(names.b),
-                magnitude=own.pop(names.magnitude, None),
-                norms=own.pop(names.norms, None),
+            (
+                own[names.weight],
+                Adapter(
+                    a=own.pop(names.a),
+                    b=own.pop(names.b),
+                    magnitude=own.pop(names.magnitude, None),
+                    norms=own.pop(names.norms, None),
+                    scale=self.adapter_scale,
+                    dropout=dropout,
+                ),
             )
             for names in self._adapters[index]
         ]
-        dropout = self.adapter_dropout if self._is_training else 0.0
-        adapted = AdaptedMaps(adapters, scale=self.adapter_scale, dropout=dropout) if adapters else nullcontext()
-        with self._layer_states[self.layer_groups[index]].restored(), adapted:
+        if adapters:
+            maps = (maps or LinearMaps()).with_adapters(adapters)
+        with self._layer_states[self.layer_groups[index]].restored(), maps or nullcontext():
             output = functional_call(self._layers[index], own, args, kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
@@ -507,13 +521,18 @@ class Template:
         return hidden
 
     def layer_for_gradients(
-        self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        hidden_1TD: Tensor,
+        call: LayerCall,
+        maps: LinearMaps | None = None,
     ) -> Tensor:
         """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is
         exact."""
         projection = self._skipped_by(index)
         with projection.skipped() if projection else nullcontext():
-            return self.layer(index, parameters, hidden_1TD, call)
+            return self.layer(index, parameters, hidden_1TD, call, maps)
 
     def skips_projection(self, index: int) -> bool:
         """Whether `layer_for_gradients` leaves out the layer's last projection."""

@@ -25,13 +25,11 @@ from torch.func import vjp
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
 from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.linear import AccumulatedProducts, Accumulator
+from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,6 @@ log = logging.getLogger(__name__)
 # dimension of size 1 broadcasts, so a graph for it would be another one.
 _TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
 _FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
-_MAP_ARGUMENTS = 3
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"})
 
 Function = Callable[..., Sequence[Tensor]]
@@ -98,7 +95,7 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         parameters, hidden_1TD, call, _ = split(inputs)
-        return [template.layer(layer, parameters, hidden_1TD, call)]
+        return [template.layer(layer, parameters, hidden_1TD, call, LinearMaps(is_traced=True))]
 
     def backward(*inputs: Tensor) -> list[Tensor]:
         parameters, hidden_1TD, call, (gradient_1TD, *accumulators) = split(inputs)
@@ -107,8 +104,11 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         def output(trained_parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
             # In here, because differentiation wraps the parameters, and the mode knows them by identity.
             targets = zip((trained_parameters[place.name] for place in matrices), outs, flags, strict=True)
-            with AccumulatedProducts((weight, Accumulator(out=out, first=first)) for weight, out, first in targets):
-                return template.layer(layer, {**parameters, **trained_parameters}, hidden_1TD, call)
+            maps = [
+                (weight, LinearMap(accumulator=Accumulator(out=out, first=first))) for weight, out, first in targets
+            ]
+            own = {**parameters, **trained_parameters}
+            return template.layer(layer, own, hidden_1TD, call, LinearMaps(maps, is_traced=True))
 
         gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[1]
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
@@ -218,33 +218,12 @@ def _trace(
     inputs = make_inputs(_Inputs(mode, device))
     # Without Python's dispatcher, torch 2.11 takes a product apart in C++, which asks for sizes that are symbols and
     # fails.
-    with mode, enable_python_dispatcher(), _MapsWithBias():
+    with mode, enable_python_dispatcher():
         module = make_fx(function, tracing_mode="real", decomposition_table=select_decomp_table())(*inputs)
     shape_env.is_tracing = False  # the compiler's conditions narrow the range, and end nothing
     module.graph.eliminate_dead_code()
     module.recompile()
     return Graph(module=module, inputs=inputs, shape_env=shape_env)
-
-
-class _MapsWithBias(TorchFunctionMode):
-    """While a graph with gradients is traced: torch takes a frozen map with a bias apart in C++, which fixes the number
-    of tokens. The same product of the same matrices, asked for in Python."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Replace the calls of linear maps with a bias."""
-        kwargs = kwargs or {}
-        if func is functional.linear and len(args) == _MAP_ARGUMENTS and not kwargs and torch.is_grad_enabled():
-            inputs, weight_OI, bias_O = args
-            if bias_O is not None and inputs.dim() > weight_OI.dim():
-                output_TO = torch.addmm(bias_O, inputs.reshape(-1, inputs.shape[-1]), weight_OI.t())
-                return output_TO.view(*inputs.shape[:-1], weight_OI.shape[0])
-        return func(*args, **kwargs)
 
 
 def _drop_zeros(module: GraphModule, trained: Sequence[str]) -> tuple[str, ...]:
