@@ -8,7 +8,10 @@ from torch import Tensor
 from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
 from horizon_server.engine.compiled.trial import relative_differences
+from horizon_server.engine.fp8 import Fp8Visit, tensors_of
+from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.template import Template
+from horizon_server.recipe import Matmul
 
 FP32, CPU = torch.float32, torch.device("cpu")
 TRACED_FOR = (20, 28)
@@ -31,13 +34,30 @@ TRACED = {
 """Architectures of which every kind of layer can be traced."""
 
 
-def trace(template: Template, group: int, pattern: CallPattern, lengths: tuple[int, ...] = TRACED_FOR) -> LayerGraphs:
-    case = LayerCase(template=template, layer=group, pattern=pattern, lengths=lengths, dtype=FP32, device=CPU)
+def trace(
+    template: Template,
+    group: int,
+    pattern: CallPattern,
+    lengths: tuple[int, ...] = TRACED_FOR,
+    *,
+    matmul: Matmul = "bf16",
+    dtype: torch.dtype = FP32,
+    device: torch.device = CPU,
+) -> LayerGraphs:
+    case = LayerCase(
+        template=template, layer=group, pattern=pattern, lengths=lengths, dtype=dtype, device=device, matmul=matmul
+    )
     return trace_layer(case)
 
 
 def greatest_difference(
-    template: Template, group: int, pattern: CallPattern, graphs: LayerGraphs, lengths: tuple[int, ...]
+    template: Template,
+    group: int,
+    pattern: CallPattern,
+    graphs: LayerGraphs,
+    lengths: tuple[int, ...],
+    *,
+    matmul: Matmul = "bf16",
 ) -> tuple[float, str]:
     """Between the graphs and the layer under autograd, relative, and where it is."""
     generator = torch.Generator().manual_seed(0)
@@ -51,18 +71,21 @@ def greatest_difference(
     trained = [place.name for place in places if place.trained]
     leaves = {name: parameters[name].clone().requires_grad_() for name in trained}
     leaf = hidden.clone().requires_grad_()
-    output = template.layer(group, {**parameters, **leaves}, leaf, call)
+    own = {**parameters, **leaves}
+    for_forward, for_backward = (Fp8Visit(places, matmul, for_backward=on).of(parameters) for on in (False, True))
+    maps = LinearMaps((own[name], LinearMap(cast=cast)) for name, cast in for_backward.items())
+    output = template.layer(group, own, leaf, call, maps)
     found = torch.autograd.grad(output, [leaf, *leaves.values()], gradient, allow_unused=True)
     expected = {"output": output.detach(), **dict(zip(["hidden state", *trained], found, strict=True))}
 
-    inputs = [*parameters.values(), hidden, *tensors]
     matrices = [place.name for place in places if place.is_matrix]
     # Not zeros: what is there before the first product must not count.
     outs = {name: torch.full_like(parameters[name], torch.nan) for name in matrices}
     flags = {name: torch.tensor(True) for name in matrices}
     targets = [part for name in matrices for part in (outs[name], flags[name])]
     with torch.no_grad():
-        (output,) = graphs.forward.module(*inputs)
+        (output,) = graphs.forward.module(*parameters.values(), *tensors_of(for_forward), hidden, *tensors)
+        inputs = [*parameters.values(), *tensors_of(for_backward), hidden, *tensors]
         hidden_gradient, *others = graphs.backward.module(*inputs, gradient, *targets)
     got: dict[str, Tensor] = {"output": output, "hidden state": hidden_gradient}
     got |= {name: out for name, out in outs.items() if not flags[name]}

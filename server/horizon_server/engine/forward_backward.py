@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
-from horizon_server.engine.binding import Strided
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.engine.fp8 import Fp8Visit, is_castable
+from horizon_server.engine.fp8 import Fp8Visit
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.kept_products import KeptProducts
@@ -373,7 +372,7 @@ class ForwardBackward:
             current.seed(layer + 1, part.name_of(index))
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
-                output_1TD = compiled.forward(parameters, hidden_1TD)
+                output_1TD = compiled.forward(parameters, hidden_1TD, visit.of(parameters))
             else:
                 casts = visit.of(parameters)
                 casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in casts.items()]
@@ -407,7 +406,8 @@ class ForwardBackward:
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
-                gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
+                casts = visit.of(parameters)
+                gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients, casts)[0])
                 return
             hidden_1TD.requires_grad_(not is_last)
             leaves, maps = unit_leaves(template.places[layer + 1], flat, gradients, visit)
@@ -521,11 +521,7 @@ class ForwardBackward:
         current.product_bytes += num_bytes
 
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
-        """What the layer multiplies in FP8; nothing where that is off."""
-        places = self._template.places[layer + 1] if self._recipe.matmul == "fp8" else []
-        views = [p for p in places if p.is_parameter and isinstance(p.piece, Strided) and not p.adapts]
-        names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
-        return Fp8Visit(names, for_backward=for_backward)
+        return Fp8Visit(self._template.places[layer + 1], self._recipe.matmul, for_backward=for_backward)
 
     def _table(self, tokens: StepTokens, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of these tokens one after the other, or all."""

@@ -29,7 +29,7 @@ from torch.library import Library
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from horizon_server.engine.fp8 import Fp8Weight
+from horizon_server.engine.fp8 import Fp8Weight, weight_gradient
 
 # Of the attribute a new object is made each time, so that it is compared by value.
 TRANSPOSE = torch.Tensor.T.__get__  # type: ignore[attr-defined]
@@ -54,6 +54,19 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, first: Tensor) -> None:
     torch.ops.horizon.add_product(out, a, b, first)
 
 
+def add_sum(out: Tensor, addend: Tensor, first: Tensor) -> None:
+    """Add a tensor to `out`, or write it there where `first` is true, which it then no longer is."""
+    torch.ops.horizon.add_sum(out, addend, first)
+
+
+def _add_sum(out: Tensor, addend: Tensor, first: Tensor) -> None:
+    if first:
+        out.copy_(addend)
+    else:
+        out.add_(addend)
+    first.fill_(False)
+
+
 def _add_product(out: Tensor, a: Tensor, b: Tensor, first: Tensor) -> None:
     # Read here and not by the caller, so that a traced call depends on the flag's value when it runs.
     beta = 0 if first else 1
@@ -74,11 +87,15 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: Tensor) -> None:
 # Not by `torch.library.custom_op`, which adds an autograd kernel: this operator only writes, and autograd passes
 # through it.
 _library = Library("horizon", "DEF")  # type: ignore[no-untyped-call]
-_SIGNATURE = "add_product(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!) first) -> ()"
-_library.define(_SIGNATURE, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-_library.impl("add_product", _add_product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("add_product", torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("horizon::add_product", lambda out, a, b, first: None, lib=_library)
+for _signature, _kernel in (
+    ("add_product(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!) first) -> ()", _add_product),
+    ("add_sum(Tensor(a!) out, Tensor addend, Tensor(b!) first) -> ()", _add_sum),
+):
+    _name = _signature.partition("(")[0]
+    _library.define(_signature, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"horizon::{_name}", lambda out, *given: None, lib=_library)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +207,7 @@ class LinearMaps(TorchFunctionMode):
                 output_TO = torch.addmm(bias_O, inputs.reshape(-1, inputs.shape[-1]), weight_OI.t())
                 return output_TO.view(*inputs.shape[:-1], weight_OI.shape[0])
         elif func is torch.addmm and found.accumulator is not None and args[0].dim() == 1:
-            return _AccumulatedAddmm.apply(*args, found.accumulator)  # type: ignore[no-untyped-call]
+            return _AccumulatedAddmm.apply(*args, found)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _linear(self, inputs: Tensor, weight_OI: Tensor) -> Tensor:
@@ -297,9 +314,8 @@ class _MappedLinear(torch.autograd.Function):
         inputs, weight_OI = ctx.saved_tensors
         for_inputs, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_TO, inputs_TI = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
-        cast = ctx.found.cast
-        weight_grad = _weight_gradient(ctx.found.accumulator, grad_TO.t(), inputs_TI, wanted=for_weight)
-        input_grad = None
+        cast, input_grad = ctx.found.cast, None
+        weight_grad = _weight_gradient(ctx.found, grad_TO.t(), inputs_TI, wanted=for_weight)
         if for_inputs:
             grad_TI = grad_TO.mm(weight_OI) if cast is None else cast.input_gradient(grad_TO)
             input_grad = grad_TI.view(inputs.shape)
@@ -310,20 +326,20 @@ class _AccumulatedAddmm(torch.autograd.Function):
     """`bias + inputs @ weight`, its weight's gradient accumulated."""
 
     @staticmethod
-    def forward(bias_O: Tensor, inputs_TI: Tensor, weight_IO: Tensor, accumulator: Accumulator) -> Tensor:
+    def forward(bias_O: Tensor, inputs_TI: Tensor, weight_IO: Tensor, found: LinearMap) -> Tensor:
         return torch.addmm(bias_O, inputs_TI, weight_IO)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, inputs_TI, weight_IO, accumulator = inputs
+        _, inputs_TI, weight_IO, found = inputs
         ctx.save_for_backward(inputs_TI, weight_IO)
-        ctx.accumulator = accumulator
+        ctx.found = found
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         inputs_TI, weight_IO = ctx.saved_tensors
         for_bias, for_inputs, for_weight = ctx.needs_input_grad[:3]
-        weight_grad = _weight_gradient(ctx.accumulator, inputs_TI.t(), grad_TO, wanted=for_weight)
+        weight_grad = _weight_gradient(ctx.found, inputs_TI.t(), grad_TO, wanted=for_weight)
         return (
             grad_TO.sum(0) if for_bias else None,
             grad_TO.mm(weight_IO.t()) if for_inputs else None,
@@ -332,11 +348,18 @@ class _AccumulatedAddmm(torch.autograd.Function):
         )
 
 
-def _weight_gradient(accumulator: Accumulator | None, a: Tensor, b: Tensor, *, wanted: bool) -> Tensor | None:
-    if accumulator is not None:
+def _weight_gradient(found: LinearMap, a: Tensor, b: Tensor, *, wanted: bool) -> Tensor | None:
+    """`a @ b`, both by tokens within; None where an accumulator took it, or nothing wants it."""
+    accumulator = found.accumulator
+    in_fp8 = found.cast is not None and found.cast.is_full and (accumulator is not None or wanted)
+    product = weight_gradient(a, b) if in_fp8 else None
+    if accumulator is None:
+        return a.mm(b) if wanted and product is None else product
+    if product is None:
         add_product(accumulator.out, a, b, accumulator.first)
-        return None
-    return a.mm(b) if wanted else None
+    else:
+        add_sum(accumulator.out, product, accumulator.first)
+    return None
 
 
 def any_values(like: Tensor, num_outputs: int) -> Tensor:

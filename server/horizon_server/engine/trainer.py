@@ -80,8 +80,8 @@ class Trainer:
         template.adapter_scale, template.adapter_dropout = recipe.adapter_scale, recipe.adapter_dropout
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
-        if recipe.matmul == "fp8":
-            check_supported(device.place(torch.zeros(())).device)
+        if recipe.matmul != "bf16":
+            check_supported(device.place(torch.zeros(())).device, recipe.matmul)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)

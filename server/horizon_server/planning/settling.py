@@ -296,7 +296,7 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
 
     recipe = case.spec.train.recipe
     # Compiled layers recompute inside one function, and take nothing that was kept.
-    is_eager = case.spec.train.compile == "off" or recipe.matmul == "fp8"
+    is_eager = case.spec.train.compile == "off"
     return choose_residency(
         step_s,
         room_bytes=room_bytes,

@@ -30,6 +30,7 @@ from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.recipe import Matmul
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
@@ -64,6 +65,7 @@ class CompileRequest:
     """As in the job: what is frozen has no gradient to compute."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """The adapters of the job, as its spec has them."""
+    matmul: Matmul = "bf16"
 
     @property
     def target(self) -> Target:
@@ -73,6 +75,7 @@ class CompileRequest:
             device=torch.device(self.device),
             num_threads=self.num_threads,
             num_tokens=self.num_tokens,
+            matmul=self.matmul,
         )
 
 
@@ -88,6 +91,7 @@ def compile_request(request: WorkerRequest) -> CompileRequest:
         num_tokens=min(max(train.sequence_length, execution.micro_batch_tokens), train.tokens_per_step),
         trainable=train.trainable,
         lora=train.lora.model_dump(mode="json"),
+        matmul=train.matmul,
     )
 
 
@@ -222,9 +226,7 @@ def compiled_layers(
     train = request.spec.train
     if request.compiled is None:
         return CompiledLayers(template)
-    # Products in FP8 are made of casts that no compiled layer has yet.
-    choice: Choice = "off" if train.matmul == "fp8" else train.compile
-    compilation = Compilation(template, compile_request(request), choice=choice, events=events, orders=orders)
+    compilation = Compilation(template, compile_request(request), choice=train.compile, events=events, orders=orders)
     before = None if kept is None else list(kept["compiled"])
     flops = FlopsCount.of_folder(folder).of([train.sequence_length])
     total = flops * num_steps * train.tokens_per_step / train.sequence_length

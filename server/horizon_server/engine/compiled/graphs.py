@@ -28,14 +28,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
+from horizon_server.engine.compiled.equal_nodes import merge_equal
+from horizon_server.engine.fp8 import Fp8Weight, cast_names
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps
+from horizon_server.recipe import Matmul
 
 log = logging.getLogger(__name__)
 
 # Where a graph's conditions depend on the number of tokens, they are tried for these. One token is not among them: a
 # dimension of size 1 broadcasts, so a graph for it would be another one.
 _TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
+# Of a weight in FP8, each way that it is cast: values and scales.
+_CAST_TENSORS = 2
 _FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"})
 
@@ -62,10 +67,11 @@ class Graph:
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden
-    state, the tensors of the call. Its output is the hidden state. `backward` takes after these: the gradient of the
-    output, then for every place that `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden
-    state, then those of the parameters in `returned`.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the tensors
+    of each `Fp8Weight` in the order of `cast_names` (by rows; for `backward` by columns too), the hidden state, the
+    tensors of the call. Its output is the hidden state. `backward` takes after these: the gradient of the output, then
+    for every place that `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden state, then
+    those of the parameters in `returned`.
     """
 
     forward: Graph
@@ -87,27 +93,34 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
     trained = [place.name for place in places if place.trained]
     num_tensors = len(pattern.tensors)
     call_tensors = pattern.tensors_of(case.call) or []
+    casts = _Casts(places, case.matmul)
 
-    def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
+    def split(
+        inputs: Sequence[Tensor], *, for_backward: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Fp8Weight], Tensor, LayerCall, Sequence[Tensor]]:
         parameters = dict(zip(names, inputs, strict=False))
-        hidden_1TD, *rest = inputs[len(names) :]
-        return parameters, hidden_1TD, pattern.call_with(case.call, rest[:num_tensors]), rest[num_tensors:]
+        in_fp8, (hidden_1TD, *rest) = casts.split(inputs[len(names) :], for_backward=for_backward)
+        return parameters, in_fp8, hidden_1TD, pattern.call_with(case.call, rest[:num_tensors]), rest[num_tensors:]
 
     def forward(*inputs: Tensor) -> list[Tensor]:
-        parameters, hidden_1TD, call, _ = split(inputs)
-        return [template.layer(layer, parameters, hidden_1TD, call, LinearMaps(is_traced=True))]
+        parameters, in_fp8, hidden_1TD, call, _ = split(inputs, for_backward=False)
+        maps = [(parameters[name], LinearMap(cast=cast)) for name, cast in in_fp8.items()]
+        return [template.layer(layer, parameters, hidden_1TD, call, LinearMaps(maps, is_traced=True))]
 
     def backward(*inputs: Tensor) -> list[Tensor]:
-        parameters, hidden_1TD, call, (gradient_1TD, *accumulators) = split(inputs)
-        outs, flags = accumulators[::2], accumulators[1::2]
+        parameters, in_fp8, hidden_1TD, call, (gradient_1TD, *targets) = split(inputs, for_backward=True)
+        pairs = zip(targets[::2], targets[1::2], strict=True)
+        accumulators = {
+            place.name: Accumulator(out=out, first=first) for place, (out, first) in zip(matrices, pairs, strict=True)
+        }
 
         def output(trained_parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
             # In here, because differentiation wraps the parameters, and the mode knows them by identity.
-            targets = zip((trained_parameters[place.name] for place in matrices), outs, flags, strict=True)
-            maps = [
-                (weight, LinearMap(accumulator=Accumulator(out=out, first=first))) for weight, out, first in targets
-            ]
             own = {**parameters, **trained_parameters}
+            maps = [
+                (own[name], LinearMap(accumulator=accumulators.get(name), cast=in_fp8.get(name)))
+                for name in accumulators.keys() | in_fp8.keys()
+            ]
             return template.layer(layer, own, hidden_1TD, call, LinearMaps(maps, is_traced=True))
 
         gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[1]
@@ -118,6 +131,7 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         hidden = (1, num_tokens, template.hidden_size)
         found = [fake.fixed(place, place.dtype_in(dtype)) for place in places]
         found += [fake.of_tokens(torch.empty(size, device=device), (size,)) for size in norm_sizes.values()]
+        found += casts.inputs(fake, for_backward=with_gradients)
         found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
         for tensor, shape in zip(call_tensors, pattern.tensors, strict=True):
             found.append(fake.of_tokens(tensor, shape.sizes))
@@ -137,6 +151,9 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         log.warning("a layer cannot be traced: %s: %s", type(error).__name__, error)
         raise NotCompilable(_why_not_traced(places)) from error
     returned = _drop_zeros(backward_graph.module, trained)
+    if case.matmul != "bf16":
+        for graph in (forward_graph, backward_graph):
+            merge_equal(graph.module)
     return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
 
 
@@ -153,16 +170,40 @@ def _why_not_traced(places: Sequence[Place]) -> str:
     return "its code in transformers decides by values or by the length of a row"
 
 
+class _Casts:
+    """The weights in FP8 among the inputs of a layer's graphs."""
+
+    def __init__(self, places: Sequence[Place], matmul: Matmul) -> None:
+        names = cast_names(places, matmul)
+        self._places, self._is_full = [place for place in places if place.name in names], matmul == "fp8_full"
+
+    def split(self, inputs: Sequence[Tensor], *, for_backward: bool) -> tuple[dict[str, Fp8Weight], Sequence[Tensor]]:
+        """The weights by name, and the inputs after theirs."""
+        size = _CAST_TENSORS * (1 + for_backward)
+        found = {
+            place.name: Fp8Weight.from_tensors(inputs[size * i : size * (i + 1)], is_full=self._is_full)
+            for i, place in enumerate(self._places)
+        }
+        return found, inputs[size * len(found) :]
+
+    def inputs(self, fake: _Inputs, *, for_backward: bool) -> list[Tensor]:
+        """Tensors without storage, for a trace."""
+        weights = [fake.fixed(place, torch.float32) for place in self._places]
+        with fake.mode:
+            casts = [Fp8Weight.of(weight, for_backward=for_backward) for weight in weights]
+        return [tensor for cast in casts for tensor in cast.tensors]
+
+
 class _Inputs:
     """Makes tensors without storage for one trace. Equal sizes that depend on the tokens become one symbol."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self._mode, self._device = mode, device
+        self.mode, self._device = mode, device
 
     def fixed(self, place: Place, dtype: torch.dtype) -> Tensor:
         """A parameter's view into a flat buffer, or a copy of its parts."""
         shape, piece = place.piece.shape, place.piece
-        with self._mode:
+        with self.mode:
             if isinstance(piece, Strided):
                 return torch.empty_strided(shape, piece.strides, dtype=dtype, device=self._device)
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -173,11 +214,11 @@ class _Inputs:
             DimDynamic.DUCK if size is None and found > 1 else DimDynamic.STATIC
             for size, found in zip(sizes, tensor.shape, strict=True)
         ]
-        return self._mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+        return self.mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
     def flag(self) -> Tensor:
         """The flag of an accumulator, which is on the CPU for every device."""
-        with self._mode:
+        with self.mode:
             return torch.empty((), dtype=torch.bool)
 
 

@@ -15,6 +15,7 @@ from horizon_server.engine.binding import Place
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
 from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key
 from horizon_server.engine.compiled.package import LayerCode
+from horizon_server.engine.fp8 import Fp8Weight, tensors_of
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
@@ -65,10 +66,10 @@ class CompiledCall:
     places: list[Place]
     norms: list[str]
 
-    def forward(self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
-        """The layer's output. Shapes: [1, T, D]."""
+    def forward(self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, casts: Mapping[str, Fp8Weight]) -> Tensor:
+        """The layer's output; `casts` are those of its `Fp8Visit`. Shapes: [1, T, D]."""
         with torch.no_grad():
-            return self.kind.code.forward([*self._read(parameters), hidden_1TD, *self.tensors])
+            return self.kind.code.forward([*self._read(parameters, casts), hidden_1TD, *self.tensors])
 
     def backward(
         self,
@@ -76,13 +77,14 @@ class CompiledCall:
         hidden_1TD: Tensor,
         gradient_1TD: Tensor,
         gradients: UnitGradients | None,
+        casts: Mapping[str, Fp8Weight],
     ) -> Tensor:
         """The gradient of the layer's input, [1, T, D]; those of its trained parameters are added to `gradients`, if it
         has any."""
         accumulators = {} if gradients is None else gradients.accumulators
         targets = [(found.out, found.first) for found in accumulators.values()]
         with torch.no_grad():
-            inputs = [*self._read(parameters), hidden_1TD, *self.tensors, gradient_1TD]
+            inputs = [*self._read(parameters, casts), hidden_1TD, *self.tensors, gradient_1TD]
             hidden_gradient_1TD, *others = self.kind.code.backward(
                 [*inputs, *(part for pair in targets for part in pair)]
             )
@@ -92,8 +94,9 @@ class CompiledCall:
                     gradients.add(place, returned[place.name])
         return hidden_gradient_1TD
 
-    def _read(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        return [parameters[name] for name in (*(place.name for place in self.places), *self.norms)]
+    def _read(self, parameters: Mapping[str, Tensor], casts: Mapping[str, Fp8Weight]) -> list[Tensor]:
+        found = [parameters[name] for name in (*(place.name for place in self.places), *self.norms)]
+        return found + tensors_of(casts)
 
 
 class CompiledLayers:
