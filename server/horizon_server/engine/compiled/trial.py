@@ -22,8 +22,9 @@ from horizon_server.engine.linear import LinearMap, LinearMaps
 
 # Of a tensor's norm. Sums in another order differ by less, another formula by far more.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-# A difference in a last bit decides which way a value is rounded to 8 bits, whatever the dtype.
-_FP8_TOLERANCE = 3e-2
+# A difference in a last bit decides which way a value is rounded to 8 bits. In bf16 that happens to every 64th or so,
+# because a compiled layer does not round to bf16 what it casts; FP8 itself changes gradients by as much.
+_FP8_TOLERANCE = {torch.float32: 3e-2, torch.bfloat16: 0.15}
 _NEGLIGIBLE = 3e-2
 _NUM_PAIRS = 5
 
@@ -43,7 +44,7 @@ class Trial:
 
 def tolerance_of(target: Target) -> float:
     """The greatest `error` that rounding explains."""
-    return _TOLERANCE[target.dtype] if target.matmul == "bf16" else _FP8_TOLERANCE
+    return (_TOLERANCE if target.matmul == "bf16" else _FP8_TOLERANCE)[target.dtype]
 
 
 def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Trial:
