@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from bench.models import random_store
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
@@ -29,6 +30,7 @@ from horizon_server.records.execution import Execution
 
 _ROOT = Path(__file__).parent.parent
 _NUM_BYTES = 256
+ROW_TOKENS, _ROWS_PER_STEP = 256, 4
 _SIZES = {
     "vocab_size": _NUM_BYTES,
     "hidden_size": 128,
@@ -37,10 +39,9 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": ROW_TOKENS,
     "pad_token_id": 0,
 }
-_ROW_TOKENS, _ROWS_PER_STEP = 256, 4
 _NUM_HELD_OUT = 64
 
 
@@ -53,18 +54,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, metavar="N", help="steps in a row of the table; default 50")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the compute dtype")
     asked = parser.parse_args()
-    held_out, *steps = steps_of(_rows(), asked.steps)
+    held_out, *steps = steps_of(rows(), asked.steps)
     losses = {kind: losses_of(kind, steps, held_out, getattr(torch, asked.dtype)) for kind in get_args(Matmul)}
-    print(f"compute dtype {asked.dtype}, {_ROW_TOKENS * _ROWS_PER_STEP} tokens a step; mean loss of the steps")
+    print(f"compute dtype {asked.dtype}, {ROW_TOKENS * _ROWS_PER_STEP} tokens a step; mean loss of the steps")
     print()
     print(curve(losses, asked.every))
 
 
-def _rows() -> list[MicroBatch]:
+def rows() -> list[MicroBatch]:
     """The documentation in rows of bytes."""
     text = b"\n".join(file.read_bytes() for file in sorted((_ROOT / "docs").rglob("*.md")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    return [_row(part) for part in ids.split(_ROW_TOKENS) if part.numel() == _ROW_TOKENS]
+    return [_row(part) for part in ids.split(ROW_TOKENS) if part.numel() == ROW_TOKENS]
 
 
 def _row(ids_T: torch.Tensor) -> MicroBatch:
@@ -75,25 +76,35 @@ def _row(ids_T: torch.Tensor) -> MicroBatch:
     )
 
 
-def steps_of(rows: Sequence[MicroBatch], num_steps: int) -> list[list[MicroBatch]]:
+def steps_of(found: Sequence[MicroBatch], num_steps: int) -> list[list[MicroBatch]]:
     """Rows that are held out, and then those of each step, in an order of their own."""
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
     held_out, rest = order[:_NUM_HELD_OUT], order[_NUM_HELD_OUT:]
     places = [rest[i % len(rest)] for i in range(num_steps * _ROWS_PER_STEP)]
     steps = [places[i : i + _ROWS_PER_STEP] for i in range(0, len(places), _ROWS_PER_STEP)]
-    return [[rows[i] for i in part] for part in (held_out, *steps)]
+    return [[found[i] for i in part] for part in (held_out, *steps)]
+
+
+def template() -> Template:
+    """Of the model that is trained."""
+    return Template.from_config(AutoConfig.for_model("llama", **_SIZES))
 
 
 def losses_of(
-    matmul: Matmul, steps: Sequence[Sequence[MicroBatch]], held_out: Sequence[MicroBatch], dtype: torch.dtype
+    matmul: Matmul,
+    steps: Sequence[Sequence[MicroBatch]],
+    held_out: Sequence[MicroBatch],
+    dtype: torch.dtype,
+    *,
+    compiled: CompiledLayers | None = None,
 ) -> list[float]:
     """The loss of each step, and at the end that of what was held out."""
-    template = Template.from_config(AutoConfig.for_model("llama", **_SIZES))
-    store = random_store(template)
+    model = template()
+    store = random_store(model)
     device = HostDevice(num_threads=torch.get_num_threads(), compute_dtype=dtype)
     recipe = Recipe(learning_rate=2e-3, warmup_steps=20, weight_decay=0.1, matmul=matmul)
-    trainer = Trainer(template, store, device, recipe, Execution(), num_steps=len(steps))
-    losses = [trainer.train_step(list(rows)).loss for rows in steps]
+    trainer = Trainer(model, store, device, recipe, Execution(), num_steps=len(steps), compiled=compiled)
+    losses = [trainer.train_step(list(step)).loss for step in steps]
     losses.append(trainer.evaluate(list(held_out)).eval_loss)
     trainer.close()
     device.close()

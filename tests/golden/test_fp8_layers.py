@@ -3,6 +3,7 @@ each activation and gradient cast once."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tiny_models import Engine, config_of, template_of
+from bench import fp8 as text
+from tests.support.tiny_models import config_of, template_of
 from tests.support.traced_layers import FP32, ROWS, TRACED_FOR, greatest_difference, trace
 from torch.fx import Node
 
@@ -127,18 +129,16 @@ def target_of(matmul: Any) -> Target:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 def test_compiled_training_stays_near_that_of_the_compute_dtype(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = CodeLibrary(tmp_path / "compiled")
     scratch = library.make_scratch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch))
     monkeypatch.setenv("TMPDIR", str(scratch))
-    # Wider than other tiny models: rounding averages out over a product's inputs.
-    model = engine.tiny_model("llama", hidden_size=128, intermediate_size=256, num_attention_heads=8, head_dim=16)
-    target = target_of("fp8_full")
-    texts = list[str]()
-    assert build_missing(model.template, library, target, texts.append) == []
-    layers = CompiledLayers.load(model.template, library, target)
+    # Text, in rows of 256 tokens: random tokens would be learned by heart, where any rounding shows most.
+    template, target = text.template(), dataclasses.replace(target_of("fp8_full"), num_tokens=text.ROW_TOKENS)
+    assert build_missing(template, library, target, lambda line: None) == []
+    layers = CompiledLayers.load(template, library, target)
     served: list[CompiledCall | None] = []
     serve: Callable[..., CompiledCall | None] = layers.serve
 
@@ -147,17 +147,13 @@ def test_compiled_training_stays_near_that_of_the_compute_dtype(
         return served[-1]
 
     monkeypatch.setattr(layers, "serve", recorded)
-    rows = [engine.pack(engine.documents(20, 12, seed=1)), engine.pack(engine.documents(60, seed=3))]
+    held_out, *steps = text.steps_of(text.rows(), NUM_STEPS)
 
-    def losses(matmul: str, compiled: CompiledLayers | None = None) -> list[float]:
-        options = {"matmul": matmul, "learning_rate": 1e-4, "lr_schedule": "constant", "num_steps": NUM_STEPS}
-        run = engine.start(model, compiled=compiled, **options)
-        return [run.trainer.train_step(rows).loss for _ in range(NUM_STEPS)]
+    compiled = text.losses_of("fp8_full", steps, held_out, FP32, compiled=layers)
+    eager, full = (text.losses_of(matmul, steps, held_out, FP32) for matmul in ("fp8_full", "bf16"))
 
-    in_fp8, eager, full = losses("fp8_full", layers), losses("fp8_full"), losses("bf16")
-
-    assert len(served) >= 2 * NUM_STEPS * model.template.num_layers * len(rows) and None not in served
-    assert full[-1] < 0.9 * full[0]
-    assert in_fp8 != full
-    assert in_fp8 == pytest.approx(eager, rel=1e-4)
-    assert in_fp8 == pytest.approx(full, rel=2e-3)
+    assert served and None not in served
+    assert full[-1] < 0.8 * full[0]
+    assert compiled != full
+    assert compiled == pytest.approx(eager, rel=1e-3)
+    assert compiled == pytest.approx(full, rel=2e-3)
