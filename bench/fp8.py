@@ -65,7 +65,7 @@ def rows() -> list[MicroBatch]:
     """The documentation in rows of bytes."""
     text = b"\n".join(file.read_bytes() for file in sorted((_ROOT / "docs").rglob("*.md")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    return [_row(part) for part in ids.split(ROW_TOKENS) if part.numel() == ROW_TOKENS]
+    return [_row(part) for part in torch.split(ids, ROW_TOKENS) if part.numel() == ROW_TOKENS]
 
 
 def _row(ids_T: torch.Tensor) -> MicroBatch:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench import fp8 as text
+from bench.lowered import kernels_of
 from tests.support.tiny_models import config_of, template_of
 from tests.support.traced_layers import FP32, ROWS, TRACED_FOR, greatest_difference, trace
 from torch.fx import Node
@@ -123,6 +124,22 @@ def test_the_kind_of_product_is_part_of_the_key(matmul: Matmul) -> None:
 
 def target_of(matmul: Any) -> Target:
     return Target(dtype=FP32, device=torch.device("cpu"), num_threads=1, num_tokens=48, matmul=matmul)
+
+
+# The compiler uses parts of torch that are to be replaced.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_on_a_gpu_casts_are_parts_of_the_kernels_that_make_what_is_cast() -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    template = template_of(config_of("llama", **sizes))
+    (forward, backward), (forward_fp8, backward_fp8) = (kernels_of(template, kind) for kind in ("bf16", "fp8"))
+
+    # What attention puts out is cast by a kernel of its own; the other three casts of forward are in kernels that are
+    # there anyway, and write half as many bytes.
+    assert forward_fp8.count == forward.count + 1
+    assert forward_fp8.hidden_sizes <= forward.hidden_sizes
+    # Of the ten casts of backward, as many kernels of their own as there are gradients that products alone put out.
+    assert backward_fp8.count <= backward.count + 4
+    assert backward_fp8.hidden_sizes <= 1.3 * backward.hidden_sizes
 
 
 # The compiler uses parts of torch that are to be replaced.
