@@ -196,7 +196,7 @@ def plan_memory(
             else -(-tokens_per_step // row_tokens) * scores.call_at(row_tokens)
         ),
     }
-    in_fp8 = recipe.matmul == "fp8"
+    in_fp8 = recipe.matmul != "bf16"
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens, recipe.matmul)
     adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=recipe.adapter_dropout > 0)

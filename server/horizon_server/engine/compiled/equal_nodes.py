@@ -38,9 +38,16 @@ def _is_pure(node: Node) -> bool:
         isinstance(operator, torch._ops.OpOverload)
         and not operator._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in operator.tags
-        and not any(_writes(user) for user in node.users)
+        and not any(_writes(user, node) for user in node.users)
     )
 
 
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def _writes(user: Node, node: Node) -> bool:
+    """Whether an operator writes to the result of a node."""
+    if not isinstance(user.target, torch._ops.OpOverload):
+        return False
+    given = {**user.kwargs, **dict(zip((a.name for a in user.target._schema.arguments), user.args, strict=False))}
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write and given.get(argument.name) is node
+        for argument in user.target._schema.arguments
+    )
