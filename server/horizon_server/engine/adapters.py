@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
-from horizon_server.engine.linear import TRANSPOSE, Transposes, map_of
+from horizon_server.engine.linear import TRANSPOSE, Adapter, Transposes, map_of
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adapters import LORA_A, LORA_B, MAGNITUDE
 from horizon_server.store.layout import StoreLayout
@@ -93,6 +93,26 @@ def adapters_among(places: Sequence[Place], layout: StoreLayout) -> list[Adapter
             names = replace(names, magnitude=magnitude.name, norms=base + _NORMS, norm_dim=norm_dim)
         found.append(names)
     return found
+
+
+def take_adapters(
+    names: Sequence[AdapterNames], parameters: dict[str, Tensor], *, scale: float, dropout: float
+) -> list[tuple[Tensor, Adapter]]:
+    """The adapters of a layer, each beside its weight; their parameters are taken out of the layer's."""
+    return [
+        (
+            parameters[found.weight],
+            Adapter(
+                a=parameters.pop(found.a),
+                b=parameters.pop(found.b),
+                magnitude=parameters.pop(found.magnitude, None),
+                norms=parameters.pop(found.norms, None),
+                scale=scale,
+                dropout=dropout,
+            ),
+        )
+        for found in names
+    ]
 
 
 class _WatchedUses(TorchFunctionMode):
