@@ -27,8 +27,8 @@ ResourceT = TypeVar("ResourceT")
 REQUIRED = ("name", "model", "dataset")
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-# Choices that users write with underscores, because transformers does.
-_UNDERSCORED = frozenset({"LrSchedule"})
+# Choices that users write with underscores: as transformers has them, or names of formats of numbers.
+_UNDERSCORED = frozenset({"LrSchedule", "Matmul"})
 _BOOLEAN_WORDS = {True: ("true", "on"), False: ("false", "off")}
 _CLIPPING_OFF = "no_clipping"
 _CLIPPING = "max_grad_norm"

@@ -262,7 +262,7 @@ class TrainSpec(TypedDict, total=False):
     compile: Literal["auto", "on", "off", True, False]
     """Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain from it, for
     layers that a trial finds equal within rounding and faster; on: in any job, which is refused where a layer cannot be
-    compiled; off: never. Jobs with matmul: fp8 are never compiled. Default: 'auto'."""
+    compiled; off: never. Default: 'auto'."""
     max_skipped_steps: int
     """The job fails with reason DIVERGED after this number of skipped steps in a row. Default: 10."""
     label_smoothing: float
@@ -275,10 +275,11 @@ class TrainSpec(TypedDict, total=False):
     neftune_noise_alpha: float
     """NEFTune: noise on the embeddings in training, uniform and at most alpha / sqrt(L * D) for a document of L tokens
     and embeddings of D numbers. 5 to 15 are usual; 0 is none. Default: 0.0."""
-    matmul: Literal["bf16", "fp8"]
+    matmul: Literal["bf16", "fp8", "fp8_full"]
     """What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per
-    row, faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it. Default:
-    'bf16'."""
+    row, but for weight gradients, which stay in the compute dtype; fp8_full: these too, with scales for all tokens of a
+    micro-batch. FP8 takes a GPU of compute capability 8.9 or higher, and rounds more coarsely; a host emulates it,
+    slowly. Default: 'bf16'."""
     deterministic: bool
     """On a GPU, use kernels that add in a fixed order, so that two runs of a job have the same bits; attention's
     backward takes about a tenth longer then, and FlashAttention-4 is not used. On the host two runs have the same bits

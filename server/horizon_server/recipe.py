@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
-Matmul = Literal["bf16", "fp8"]
+Matmul = Literal["bf16", "fp8", "fp8_full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,10 @@ class Recipe:
     0 turns that off. `seed` is that of dropout, where the model's config asks for it, and of noise on the embeddings,
     where `neftune_noise_alpha` is above 0. A step has up to `tokens_per_step` tokens, in rows of up to
     `sequence_length`; the engine makes room for the former at once, and grows with the largest step where it is 0.
-    `matmul: fp8` rounds the layers' products. `deterministic`: kernels of a GPU add in a fixed order, so that two runs
-    have the same bits, as they have on the host. `adapter_scale` multiplies the output of adapters and
-    `adapter_dropout` is the share of their inputs that is dropped, where the layout has adapters.
+    `matmul: fp8` rounds what the layers' products multiply, `fp8_full` for their weight gradients too. `deterministic`:
+    kernels of a GPU add in a fixed order, so that two runs have the same bits, as they have on the host.
+    `adapter_scale` multiplies the output of adapters and `adapter_dropout` is the share of their inputs that is
+    dropped, where the layout has adapters.
     """
 
     learning_rate: float

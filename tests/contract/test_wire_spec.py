@@ -127,7 +127,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         lr_groups=draw(lr_groups),
         neftune_noise_alpha=draw(floats(0, 1000)),
         label_smoothing=draw(floats(0, 0.999)),
-        matmul=draw(st.sampled_from(["bf16", "fp8"])),
+        matmul=draw(st.sampled_from(["bf16", "fp8", "fp8_full"])),
         deterministic=draw(st.booleans()),
         lanes=draw(st.sampled_from([None, 1, 2, 4, 8, 16, 32, 64])),
         parallel=draw(st.sampled_from(["auto", "rows", "layers"])),

@@ -12,6 +12,7 @@ from tests.support.device_steps import LARGE_STEP_BYTES, DeviceSteps
 from tests.support.tracking_runtime import TrackingRuntime, count_losses_as_of_a_kernel
 
 from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.recipe import Matmul
 from horizon_server.store.layout import Packing
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def test_frozen_weights_that_stay_on_the_device(architecture: str, base: Packing
     steps.check_frozen_on_device(architecture, base)
 
 
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_full"])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_products_in_fp8(architecture: str, steps: DeviceSteps) -> None:
-    steps.check_fp8(architecture)
+def test_products_in_fp8(architecture: str, matmul: Matmul, steps: DeviceSteps) -> None:
+    steps.check_fp8(architecture, matmul)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -53,8 +55,9 @@ def test_fused_attention_whose_output_is_kept(architecture: str, steps: DeviceSt
 
 # The compiler uses parts of torch that are to be replaced.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiled_layers(steps: DeviceSteps) -> None:
-    steps.check_compiled("qwen3")
+@pytest.mark.parametrize("matmul", ["bf16", "fp8"])
+def test_compiled_layers(matmul: Matmul, steps: DeviceSteps) -> None:
+    steps.check_compiled("qwen3", matmul)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])

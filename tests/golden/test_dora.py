@@ -18,8 +18,8 @@ from tests.support.plans import ledger_of
 from torch import Tensor
 from torch.nn import functional
 
-from horizon_server.engine.adapters import AdaptedMaps, Adapter
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.linear import Adapter, LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.step_pass import StepKey
 from horizon_server.engine.template import Template
@@ -241,9 +241,9 @@ def test_a_map_in_fp32_next_to_adapters_in_bf16_drops_its_inputs() -> None:
     torch.manual_seed(0)
     inputs, weight = torch.randn(5, 4), torch.randn(3, 4)
     a, b = torch.randn(2, 4, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)
-    adapter = Adapter(weight=weight, a=a, b=b, magnitude=torch.full((3,), 2.0), norms=torch.ones(3))
+    adapter = Adapter(a=a, b=b, magnitude=torch.full((3,), 2.0), norms=torch.ones(3), dropout=0.5)
     torch.manual_seed(1)
-    with AdaptedMaps([adapter], scale=1.0, dropout=0.5):
+    with LinearMaps([(weight, LinearMap(adapter=adapter))]):
         output = functional.linear(inputs, weight)
     torch.manual_seed(1)
     dropped = functional.dropout(inputs.bfloat16(), 0.5).float()

@@ -15,6 +15,7 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.cuda_runtime import TorchCuda
 from horizon_server.engine.fp8 import check_supported
 from horizon_server.errors import InvalidSpec
+from horizon_server.recipe import Matmul
 from horizon_server.store.layout import Packing
 
 if TYPE_CHECKING:
@@ -42,13 +43,19 @@ def test_frozen_weights_that_stay_on_the_device(architecture: str, base: Packing
     steps.check_frozen_on_device(architecture, base)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_products_in_fp8(architecture: str, steps: DeviceSteps) -> None:
+@pytest.fixture
+def _fp8_units() -> None:
     try:
-        check_supported(torch.device("cuda"))
+        check_supported(torch.device("cuda"), "fp8")
     except InvalidSpec as error:
         pytest.skip(str(error))
-    steps.check_fp8(architecture)
+
+
+@pytest.mark.usefixtures("_fp8_units")
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_full"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_products_in_fp8(architecture: str, matmul: Matmul, steps: DeviceSteps) -> None:
+    steps.check_fp8(architecture, matmul)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -58,6 +65,12 @@ def test_fused_attention_whose_output_is_kept(architecture: str, steps: DeviceSt
 
 def test_compiled_layers(steps: DeviceSteps) -> None:
     steps.check_compiled("qwen3")
+
+
+@pytest.mark.usefixtures("_fp8_units")
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_full"])
+def test_compiled_layers_in_fp8(matmul: Matmul, steps: DeviceSteps) -> None:
+    steps.check_compiled("qwen3", matmul)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])

@@ -28,7 +28,7 @@ from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers
 from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.fp8 import cast_rows, scaled_product
+from horizon_server.engine.fp8 import Fp8Weight, cast_rows, scaled_product, weight_gradient
 from horizon_server.engine.generation.generator import TokenGenerator
 from horizon_server.engine.generation.sequences import GenerationOptions
 from horizon_server.engine.micro_batch import MicroBatch
@@ -36,6 +36,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.gpu_compiler import compiler_environment, what_is_missing
 from horizon_server.planning.residency import has_frozen_table
+from horizon_server.recipe import Matmul
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import Packing
 
@@ -74,20 +75,26 @@ class DeviceSteps:
         ends: dict[str, Any] = {"resident_head": True, "resident_table": has_frozen_table(model.template.layout)}
         self._check(model, adapter_scale=_SCALE, packed_layers=packed_layers, **ends)
 
-    def check_fp8(self, architecture: str) -> None:
-        """Products in FP8, which the host computes by hand: one of them, and a step."""
+    def check_fp8(self, architecture: str, matmul: Matmul = "fp8") -> None:
+        """Products in FP8, which the host computes by hand: one of each kind, and a step."""
         device = self.new_device()
         generator = torch.Generator().manual_seed(0)
         one, other = (torch.randn(size, 64, generator=generator).bfloat16() for size in (48, 32))
         products = []
         for place in (device.place, torch.clone):
-            casts = cast_rows(place(one), torch.float8_e5m2), cast_rows(place(other), torch.float8_e4m3fn)
-            products.append(scaled_product(*casts, torch.bfloat16).cpu().float())
+            a, b = place(one), place(other)
+            casts = cast_rows(a, torch.float8_e5m2), cast_rows(b, torch.float8_e4m3fn)
+            # Of 37 tokens, which are no whole block.
+            sums = weight_gradient(a[:37, :48].t(), b.repeat(2, 1)[:37])
+            forward = Fp8Weight.of(b, for_backward=False).product(a)
+            products.append([scaled_product(*casts, torch.bfloat16), forward, sums])
         device.close()
-        assert float((products[0] - products[1]).norm() / products[1].norm()) <= _PRODUCT
+        for found, wanted in zip(*products, strict=True):
+            found, wanted = found.cpu().float(), wanted.float()
+            assert float((found - wanted).norm() / wanted.norm()) <= _PRODUCT
 
         model = self.tiny_model(architecture)
-        in_fp8 = self._check(model, limit=_FP8_GRADIENTS, matmul="fp8")[2]
+        in_fp8 = self._check(model, limit=_FP8_GRADIENTS, matmul=matmul)[2]
         in_bf16 = self._check(model)[2]
         assert float((in_fp8 - in_bf16).norm() / in_bf16.norm()) > GRADIENTS, "nothing was in FP8"
 
@@ -124,12 +131,12 @@ class DeviceSteps:
         # Forward, recompute and backward; then without the recompute.
         assert counts == [3 * calls, 2 * calls]
 
-    def check_compiled(self, architecture: str) -> None:
+    def check_compiled(self, architecture: str, matmul: Matmul = "bf16") -> None:
         """Layers that are compiled for the device: every call of the step runs their code."""
         model, rows = self.tiny_model(architecture), _rows()
-        wanted = self._host_step(model)
+        wanted = self._host_step(model, matmul=matmul)
         device = self.new_device()
-        library, target = self._compiled_for(model, device)
+        library, target = self._compiled_for(model, device, matmul)
         layers = CompiledLayers.load(model.template, library, target)
         assert layers.num_layers == model.template.num_layers, layers.refusals
         served: list[CompiledCall | None] = []
@@ -140,11 +147,12 @@ class DeviceSteps:
             return served[-1]
 
         self.patch.setattr(layers, "serve", recorded)
-        _compare(wanted, self._device_step(model, device, compiled=layers))
+        limit = GRADIENTS if matmul == "bf16" else _FP8_GRADIENTS
+        _compare(wanted, self._device_step(model, device, compiled=layers, matmul=matmul), limit)
         assert len(served) >= 2 * layers.num_layers * len(rows) and None not in served
 
     def _compiled_for(
-        self, model: TinyModel, device: CudaDevice, *, product_layers: int = 0
+        self, model: TinyModel, device: CudaDevice, matmul: Matmul = "bf16", *, product_layers: int = 0
     ) -> tuple[CodeLibrary, Target]:
         """Compile a model's layers for a device; skips the test where that is not possible."""
         if shutil.which("g++") is None:
@@ -160,7 +168,7 @@ class DeviceSteps:
         for name, value in environment.items():
             self.patch.setenv(name, value)
         model.template.place_buffers(device.place)
-        target = Target(dtype=device.compute_dtype, device=place, num_threads=1, num_tokens=48)
+        target = Target(dtype=device.compute_dtype, device=place, num_threads=1, num_tokens=48, matmul=matmul)
         refusals = build_missing(model.template, library, target, lambda text: None, product_layers=product_layers)
         assert refusals == []
         return library, target

@@ -14,7 +14,10 @@ from horizon_server.engine.compiled.layers import CompiledLayers, Kind, Pair, ca
 from horizon_server.engine.compiled.library import Entry
 from horizon_server.engine.compiled.package import LayerCode
 from horizon_server.engine.compiled.trial import relative_differences
+from horizon_server.engine.fp8 import Fp8Visit, columns_of, rows_of
+from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.template import Template
+from horizon_server.recipe import Matmul
 
 FP32, CPU = torch.float32, torch.device("cpu")
 TRACED_FOR = (20, 28)
@@ -42,9 +45,14 @@ def trace(
     group: int,
     pattern: CallPattern,
     lengths: tuple[int, ...] = TRACED_FOR,
+    *,
+    matmul: Matmul = "bf16",
     dtype: torch.dtype = FP32,
+    device: torch.device = CPU,
 ) -> LayerGraphs:
-    case = LayerCase(template=template, layer=group, pattern=pattern, lengths=lengths, dtype=dtype, device=CPU)
+    case = LayerCase(
+        template=template, layer=group, pattern=pattern, lengths=lengths, dtype=dtype, device=device, matmul=matmul
+    )
     return trace_layer(case)
 
 
@@ -100,7 +108,13 @@ def _pair(graphs: LayerGraphs) -> Pair:
 
 
 def greatest_difference(
-    template: Template, group: int, pattern: CallPattern, graphs: LayerGraphs, lengths: tuple[int, ...]
+    template: Template,
+    group: int,
+    pattern: CallPattern,
+    graphs: LayerGraphs,
+    lengths: tuple[int, ...],
+    *,
+    matmul: Matmul = "bf16",
 ) -> tuple[float, str]:
     """Between the graphs and the layer under autograd, relative, and where it is."""
     generator = torch.Generator().manual_seed(0)
@@ -114,19 +128,22 @@ def greatest_difference(
     trained = [place.name for place in places if place.trained]
     leaves = {name: parameters[name].clone().requires_grad_() for name in trained}
     leaf = hidden.clone().requires_grad_()
-    output = template.layer(group, {**parameters, **leaves}, leaf, call)
+    own = {**parameters, **leaves}
+    casts = Fp8Visit(places, matmul, for_backward=True).of(parameters)
+    maps = LinearMaps((own[name], LinearMap(cast=cast)) for name, cast in casts.items())
+    output = template.layer(group, own, leaf, call, maps)
     found = torch.autograd.grad(output, [leaf, *leaves.values()], gradient, allow_unused=True)
     expected = {"output": output.detach(), **dict(zip(["hidden state", *trained], found, strict=True))}
 
-    inputs = [*parameters.values(), hidden, *tensors]
     matrices = [place.name for place in places if place.is_matrix]
     # Not zeros: what is there before the first product must not count.
     outs = {name: torch.full_like(parameters[name], torch.nan) for name in matrices}
     flags = {name: torch.tensor(True) for name in matrices}
     targets = [part for name in matrices for part in (outs[name], flags[name])]
     with torch.no_grad():
+        inputs = [*parameters.values(), *rows_of(casts), hidden, *tensors]
         (output,) = graphs.forward.module(*inputs)
-        hidden_gradient, *others = graphs.backward.module(*inputs, gradient, *targets)
+        hidden_gradient, *others = graphs.backward.module(*inputs, *columns_of(casts), gradient, *targets)
     got: dict[str, Tensor] = {"output": output, "hidden state": hidden_gradient}
     got |= {name: out for name, out in outs.items() if not flags[name]}
     for name, value in zip(graphs.returned, others, strict=True):

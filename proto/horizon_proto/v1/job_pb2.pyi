@@ -277,6 +277,8 @@ class _MatmulEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """The compute dtype's own."""
     MATMUL_FP8: _Matmul.ValueType  # 2
     """8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
+    MATMUL_FP8_FULL: _Matmul.ValueType  # 3
+    """Weight gradients in 8 bits too, with a scale for all tokens of a micro-batch."""
 
 class Matmul(_Matmul, metaclass=_MatmulEnumTypeWrapper):
     """Matmul is what the matrix products of layers are computed in."""
@@ -287,6 +289,8 @@ MATMUL_BF16: Matmul.ValueType  # 1
 """The compute dtype's own."""
 MATMUL_FP8: Matmul.ValueType  # 2
 """8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
+MATMUL_FP8_FULL: Matmul.ValueType  # 3
+"""Weight gradients in 8 bits too, with a scale for all tokens of a micro-batch."""
 global___Matmul = Matmul
 
 class _LoraBase:

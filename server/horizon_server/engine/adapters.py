@@ -1,14 +1,9 @@
 """Adapters of low rank on the linear maps of a layer, whatever its code looks like.
 
-A model's own code calls `torch.nn.functional.linear`, `torch.addmm` where it is GPT-2's, or `x @ weight.T` where it is
-Falcon's. Inside `AdaptedMaps` such a call, where the weight is one that has an adapter, gives x W' + b + scale *
-dropout(x) A' B'. With magnitudes m and the norms n of W + scale * B A (DoRA) it gives x W' + b + (m / n - 1) dropout(x)
-W' + m / n scale * dropout(x) A' B'. The weight is known by identity, so every use of it that is not such a call would
-miss the adapter: `check_uses` runs a layer and refuses the weight by name.
+`LinearMaps` computes them. It knows a weight by identity, so every use of it that is not a linear map would miss the
+adapter: `check_uses` runs a layer and refuses the weight by name.
 
-Shapes: T = tokens, I = inputs of a map, O = its outputs, K = rank.
 Thread: a mode belongs to the thread that enters it.
-Sources: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353), as in PEFT.
 """
 
 from __future__ import annotations
@@ -21,20 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
-from horizon_server.engine.linear import linear_without_value
+from horizon_server.engine.linear import TRANSPOSE, Adapter, Transposes, map_of
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adapters import LORA_A, LORA_B, MAGNITUDE
 from horizon_server.store.layout import StoreLayout
 
 _WEIGHT = ".weight"
-# Of the attribute a new object is made each time, so that it is compared by value.
-_TRANSPOSE = torch.Tensor.T.__get__  # type: ignore[attr-defined]
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _ENDS = (LORA_A, LORA_B, MAGNITUDE)
 _NORMS = ".lora_norms"
 
@@ -51,20 +42,6 @@ class AdapterNames:
     magnitude: str = ""
     norms: str = ""
     norm_dim: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Adapter:
-    """One adapted map; plain LoRA has no magnitude and no norms.
-
-    Shapes: weight [O, I] (or [I, O] for `addmm`), a [K, I], b [O, K], magnitude and norms [O].
-    """
-
-    weight: Tensor
-    a: Tensor
-    b: Tensor
-    magnitude: Tensor | None = None
-    norms: Tensor | None = None
 
 
 def adapter_places(layout: StoreLayout, bound: Sequence[Place]) -> list[Place]:
@@ -118,53 +95,24 @@ def adapters_among(places: Sequence[Place], layout: StoreLayout) -> list[Adapter
     return found
 
 
-class AdaptedMaps(TorchFunctionMode):
-    """Inside the block, linear maps with these weights have adapters; `dropout` is the share of an adapter's inputs
-    that is dropped.
-
-    The random numbers are those of torch's default generator. Its own products reach the modes around it, such as
-    `AccumulatedProducts`.
-    """
-
-    def __init__(self, adapters: Iterable[Adapter], *, scale: float, dropout: float) -> None:
-        super().__init__()
-        # With the weight itself, so that no other tensor can get its id meanwhile.
-        self._adapters = {id(adapter.weight): adapter for adapter in adapters}
-        self._scale, self._dropout = scale, dropout
-        self._transposed = _Transposes()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Add what the adapters put out to that of the maps. The mode itself is off in here."""
-        kwargs = kwargs or {}
-        if func == _TRANSPOSE and id(args[0]) in self._adapters:
-            return self._transposed.made_of(args[0])
-        used = _map_of(func, args, kwargs, self._transposed)
-        if used is not None and (found := self._adapters.get(id(used[1]))) is not None:
-            # As in PEFT: what is computed in fp32 next to adapters in bf16, such as a router, is cast for them.
-            inputs = used[0].to(found.a.dtype)
-            dropped = functional.dropout(inputs, self._dropout) if self._dropout else inputs
-            # Scaled where it is narrow. Before the map itself, so that the last product of a layer, which a recompute
-            # leaves out, stays the last.
-            change = functional.linear(functional.linear(dropped, found.a) * self._scale, found.b)
-            if found.magnitude is None or found.norms is None:
-                output = func(*args, **kwargs)
-                return output + change.to(output.dtype)
-            gain_O = found.magnitude / found.norms
-            # Less 1 before it is rounded to the dtype: that difference is small, and keeps its digits.
-            more_O, gain_O = (gain_O - 1).to(change.dtype), gain_O.to(change.dtype)
-            base = _without_bias(func, args, kwargs, dropped) if self._dropout else None
-            output = func(*args, **kwargs)
-            if base is None:
-                bias = _bias_of(func, args, kwargs)
-                base = output if bias is None else output - bias
-            return output + (more_O * base + gain_O * change).to(output.dtype)
-        return func(*args, **kwargs)
+def take_adapters(
+    names: Sequence[AdapterNames], parameters: dict[str, Tensor], *, scale: float, dropout: float
+) -> list[tuple[Tensor, Adapter]]:
+    """The adapters of a layer, each beside its weight; their parameters are taken out of the layer's."""
+    return [
+        (
+            parameters[found.weight],
+            Adapter(
+                a=parameters.pop(found.a),
+                b=parameters.pop(found.b),
+                magnitude=parameters.pop(found.magnitude, None),
+                norms=parameters.pop(found.norms, None),
+                scale=scale,
+                dropout=dropout,
+            ),
+        )
+        for found in names
+    ]
 
 
 class _WatchedUses(TorchFunctionMode):
@@ -173,7 +121,7 @@ class _WatchedUses(TorchFunctionMode):
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {id(weight): name for name, weight in weights.items()}
-        self._transposed = _Transposes()
+        self._transposes = Transposes()
         self.mapped: set[str] = set()
         self.others: dict[str, str] = {}
 
@@ -185,14 +133,14 @@ class _WatchedUses(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _TRANSPOSE and id(args[0]) in self._names:
-            return self._transposed.made_of(args[0])
+        if func == TRANSPOSE and id(args[0]) in self._names:
+            return self._transposes.made_of(args[0])
         output = func(*args, **kwargs)
-        weight = used[1] if (used := _map_of(func, args, kwargs, self._transposed)) is not None else None
+        weight = used[1] if (used := map_of(func, args, kwargs, self._transposes)) is not None else None
         if (name := self._names.get(id(weight))) is not None:
             self.mapped.add(name)
         for given in _tensors((*args, *kwargs.values())):
-            value = self._transposed.weight_of(given)
+            value = self._transposes.weight_of(given)
             # Asking for its dtype or its size is no use, and neither is a conversion to what it is.
             is_use = value is not weight and output is not value and any(True for _ in _tensors((output,)))
             if is_use and (name := self._names.get(id(value))) is not None:
@@ -259,57 +207,6 @@ def _refused(name: str, why: str) -> InvalidModel:
             else ""
         )
     )
-
-
-class _Transposes:
-    """The transposes that a model's code has made of some weights, by identity: `x @ weight.T` is a linear map too."""
-
-    def __init__(self) -> None:
-        # With the transpose itself, so that no other tensor can get its id meanwhile.
-        self._found: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def made_of(self, weight: Tensor) -> Tensor:
-        """The transpose of a weight, which is known as that from now on."""
-        transposed = weight.T
-        self._found[id(transposed)] = transposed, weight
-        return transposed
-
-    def weight_of(self, tensor: Tensor) -> Tensor:
-        """The weight that a tensor is the transpose of; the tensor itself where it is none."""
-        return found[1] if (found := self._found.get(id(tensor))) is not None else tensor
-
-
-def _map_of(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], transposed: _Transposes
-) -> tuple[Tensor, Tensor] | None:
-    """The inputs and the weight of a call of a linear map."""
-    if func is functional.linear or func is linear_without_value:
-        inputs, weight = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(("input", "weight")))
-        return (inputs, weight) if isinstance(inputs, Tensor) and isinstance(weight, Tensor) else None
-    # GPT-2's projections: the weight is the second factor.
-    if func is torch.addmm and len(args) == 3 and not kwargs:
-        return args[1], args[2]
-    if func in _PRODUCTS and len(args) == 2 and isinstance(args[1], Tensor):
-        weight = transposed.weight_of(args[1])
-        return (args[0], weight) if weight is not args[1] else None
-    return None
-
-
-def _bias_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a linear map adds to its product."""
-    bias: Tensor | None = args[0] if func is torch.addmm else args[2] if len(args) > 2 else kwargs.get("bias")
-    return bias
-
-
-def _without_bias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Tensor) -> Tensor:
-    """The product of a linear map for other inputs, which may be in the adapter's dtype where the map is in fp32."""
-    if func is torch.addmm:
-        product: Tensor = inputs.to(args[2].dtype) @ args[2]
-        return product
-    weight = args[1] if len(args) > 1 else kwargs["weight"]
-    inputs = inputs.to(weight.dtype)
-    # The transpose itself is the second factor there.
-    return inputs @ weight if func in _PRODUCTS else functional.linear(inputs, weight)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

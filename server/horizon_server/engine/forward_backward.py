@@ -13,24 +13,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import EMBEDDING, Activations, OffloadedActivations, Purpose
-from horizon_server.engine.binding import Strided
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.engine.fp8 import Fp8Visit, is_castable
+from horizon_server.engine.fp8 import Fp8Visit
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.lane_sums import RowExchange
 from horizon_server.engine.lanes import StepRows
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.leaves import unit_leaves
-from horizon_server.engine.linear import AccumulatedProducts
+from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.ranks import ALONE, Ranks
@@ -372,12 +370,15 @@ class ForwardBackward:
             current.seed(layer + 1, part.name_of(index))
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
-                output_1TD, products = compiled.forward(parameters, hidden_1TD, keeps=keeps_products)
+                output_1TD, products = compiled.forward(
+                    parameters, hidden_1TD, visit.of(parameters), keeps=keeps_products
+                )
                 self._keep(current, layer, index, products)
             else:
-                casts = visit.of(parameters)
-                with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
-                    output_1TD = template.layer(layer, parameters, hidden_1TD, call)
+                casted = [(parameters[name], LinearMap(cast=cast)) for name, cast in visit.of(parameters).items()]
+                maps = LinearMaps(casted) if casted else None
+                with torch.no_grad():
+                    output_1TD = template.layer(layer, parameters, hidden_1TD, call, maps)
             activations.output(layer)[span].copy_(output_1TD[0])
 
         # Only a training step has a backward.
@@ -404,15 +405,17 @@ class ForwardBackward:
                 parameters = norms.beside({place.name: place.piece.read(flat) for place in template.places[layer + 1]})
                 kept = current.products.pop((layer, index), [])
                 self._charge_products(current, -_num_bytes(kept))
-                gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients, kept)[0])
+                casts = visit.of(parameters)
+                gradient_TD.copy_(
+                    compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients, casts, kept)[0]
+                )
                 return
             hidden_1TD.requires_grad_(not is_last)
-            leaves, products = unit_leaves(template.places[layer + 1], flat, gradients, visit)
+            leaves, maps = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             current.seed(layer + 1, part.name_of(index))
             with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
-                with products:
-                    output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call)
+                output_1TD = template.layer_for_gradients(layer, norms.beside(leaves), hidden_1TD, call, maps)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             if hidden_1TD.grad is not None:
                 gradient_TD.copy_(hidden_1TD.grad[0])
@@ -451,7 +454,7 @@ class ForwardBackward:
         assert unit is not None, "backward comes here only for what is trained"
 
         def backward(index: int, span: slice, gradients: UnitGradients) -> None:
-            leaves, products = unit_leaves(template.places_besides_table, flat, gradients)
+            leaves, maps = unit_leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the
             # rest of this.
@@ -461,7 +464,7 @@ class ForwardBackward:
             current.seed(0, part.name_of(index))
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
-                with products:
+                with maps:
                     hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids[index], noise_1TD=noise_1TD)
                 torch.autograd.backward(hidden_1TD, activations.edge_gradient[span][None])
             # Not by a hook: other parameters of the unit may still read what came in.
@@ -513,11 +516,7 @@ class ForwardBackward:
         current.product_bytes += num_bytes
 
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
-        """What the layer multiplies in FP8; nothing where that is off."""
-        places = self._template.places[layer + 1] if self._recipe.matmul == "fp8" else []
-        views = [p for p in places if p.is_parameter and isinstance(p.piece, Strided) and not p.adapts]
-        names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
-        return Fp8Visit(names, for_backward=for_backward)
+        return Fp8Visit(self._template.places[layer + 1], self._recipe.matmul, for_backward=for_backward)
 
     def _table(self, tokens: StepTokens, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of these tokens one after the other, or all."""

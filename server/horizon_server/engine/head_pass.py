@@ -174,12 +174,12 @@ class HeadPass:
         template, activations = self._template, self._activations
         supervised_S = current.edges.tokens.supervised_S[chunk.tokens]
         hidden_1SD = activations.head_input[supervised_S][None].requires_grad_(self._has_backward)
-        leaves, products = unit_leaves(template.places[self._unit_index], flat, gradients)
+        leaves, maps = unit_leaves(template.places[self._unit_index], flat, gradients)
         current.seed(self._unit_index, chunk.name)
         # Autograd does not keep the logits, so that they are not in what `workspace` counts.
         logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
         with charged(self._device, logits_bytes), self._device.workspace(("head", supervised_S.numel())):
-            with products:
+            with maps:
                 logits_SV = template.head(leaves, hidden_1SD)
             values_SV = logits_SV.detach()
             # Before the values change: of a view that has changed, autograd makes another graph, with copies of the

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
@@ -34,6 +35,17 @@ ANSWERS: tuple[Answer, ...] = (lambda hidden: hidden, lambda hidden: (hidden,), 
 NUM_TRIAL_TOKENS = 4
 RUN_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 """What a model's code raises where it cannot be run on a trial's tensors."""
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+
+class EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with
+    it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _PRODUCTS and args[-1].dtype is not args[-2].dtype:
+            raise RuntimeError(f"a product of {args[-2].dtype} and {args[-1].dtype}")
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, kw_only=True)

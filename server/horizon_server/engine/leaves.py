@@ -9,23 +9,26 @@ from torch import Tensor
 
 from horizon_server.engine.binding import Place
 from horizon_server.engine.fp8 import Fp8Visit
-from horizon_server.engine.linear import AccumulatedProducts
+from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.unit_gradients import UnitGradients
 
 
 def unit_leaves(
     places: Sequence[Place], flat: Tensor, gradients: UnitGradients | None, visit: Fp8Visit | None = None
-) -> tuple[dict[str, Tensor], AccumulatedProducts]:
-    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds the gradients of the
-    trained ones to `gradients`, if there are any.
+) -> tuple[dict[str, Tensor], LinearMaps]:
+    """The parameters of a unit, in its flat weights, and how their linear maps are computed; autograd adds the
+    gradients of the trained ones to `gradients`, if there are any.
     """
     leaves = {}
     for place in places:
         weight = place.piece.read(flat)
         leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if gradients and place.trained else weight
     accumulators = {} if gradients is None else gradients.accumulators
-    accumulated = [(leaves[name], accumulators[name]) for name in leaves if name in accumulators]
-    return leaves, AccumulatedProducts(accumulated, visit.of(leaves) if visit else ())
+    casts = visit.of(leaves) if visit else {}
+    maps = (
+        (weight, LinearMap(accumulator=accumulators.get(name), cast=casts.get(name))) for name, weight in leaves.items()
+    )
+    return leaves, LinearMaps(maps)
 
 
 def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:

@@ -32,7 +32,7 @@ from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.linear import AccumulatedProducts, Accumulator
+from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
@@ -341,7 +341,7 @@ class _Probe:
         targets_C = self.device.place(torch.zeros(sizes.chunk_tokens, dtype=torch.int64))
 
         def chunk() -> None:
-            with AccumulatedProducts([(weight_VD, accumulator)]):
+            with LinearMaps([(weight_VD, LinearMap(accumulator=accumulator))]):
                 logits_CV = functional.linear(hidden_CD, weight_VD)
             values_CV = logits_CV.detach()
             chunk_loss(values_CV, targets_C, divisor=sizes.chunk_tokens, gradient_SV=values_CV)

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from horizon_server.engine.adapters import AdaptedMaps, Adapter, adapter_places, adapters_among, check_uses
+from horizon_server.engine.adapters import adapter_places, adapters_among, check_uses, take_adapters
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
 from horizon_server.engine.bound_module import BoundModule
@@ -36,11 +35,13 @@ from horizon_server.engine.layer_stubs import (
     NUM_TRIAL_TOKENS,
     RUN_ERRORS,
     CaptureEnded,
+    EqualFactors,
     LayerCall,
     Stub,
     Tape,
     try_embedding,
 )
+from horizon_server.engine.linear import LinearMaps
 from horizon_server.engine.logits import keeps_logits
 from horizon_server.engine.meta_model import (
     ModuleState,
@@ -65,7 +66,6 @@ from horizon_server.store.layout import TENSOR_ALIGN_ELEMENTS, StoreLayout, Unit
 
 # More than recurrent layers compute at once: shorter rows take another way through their code.
 _DTYPE_TRIAL_TOKENS = 512
-_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
 class Template:
@@ -356,7 +356,7 @@ class Template:
             }
             try:
                 # On a copy: some layers move what they hold to where they find the hidden state.
-                with _EqualFactors():  # type: ignore[no-untyped-call]
+                with EqualFactors():  # type: ignore[no-untyped-call]
                     functional_call(copy.deepcopy(self._layers[group]), meta, args, kwargs)
                 errors.append(None)
             except RUN_ERRORS as error:
@@ -483,26 +483,26 @@ class Template:
             if names.magnitude and names.norms not in parameters
         }
 
-    def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
+    def layer(
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        hidden_1TD: Tensor,
+        call: LayerCall,
+        maps: LinearMaps | None = None,
+    ) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D].
 
-        `parameters` may have the `norms` of these values, which are computed if they are not there.
+        `parameters` may have the `norms` of these values, which are computed if they are not there. `maps` says how
+        linear maps with their weights are computed; adapters are added to it.
         """
         args, kwargs = call.with_hidden(hidden_1TD)
         own = {**self.norms(index, parameters), **parameters}
-        adapters = [
-            Adapter(
-                weight=own[names.weight],
-                a=own.pop(names.a),
-                b=own.pop(names.b),
-                magnitude=own.pop(names.magnitude, None),
-                norms=own.pop(names.norms, None),
-            )
-            for names in self._adapters[index]
-        ]
         dropout = self.adapter_dropout if self._is_training else 0.0
-        adapted = AdaptedMaps(adapters, scale=self.adapter_scale, dropout=dropout) if adapters else nullcontext()
-        with self._layer_states[self.layer_groups[index]].restored(), adapted:
+        adapters = take_adapters(self._adapters[index], own, scale=self.adapter_scale, dropout=dropout)
+        if adapters:
+            maps = (maps or LinearMaps()).with_adapters(adapters)
+        with self._layer_states[self.layer_groups[index]].restored(), maps or nullcontext():
             output = self._bound_layers[self.layer_groups[index]](own, *args, **kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
@@ -511,13 +511,18 @@ class Template:
         return hidden
 
     def layer_for_gradients(
-        self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        hidden_1TD: Tensor,
+        call: LayerCall,
+        maps: LinearMaps | None = None,
     ) -> Tensor:
         """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is
         exact."""
         projection = self._skipped_by(index)
         with projection.skipped() if projection else nullcontext():
-            return self.layer(index, parameters, hidden_1TD, call)
+            return self.layer(index, parameters, hidden_1TD, call, maps)
 
     def _skipped_by(self, index: int) -> SkippedProjection | None:
         """The projection whose value a layer's backward does not need. A magnitude's gradient is made of what it
@@ -564,16 +569,6 @@ class VisitNorms:
         if self._norms is None:
             self._norms = self._template.norms(self._layer, parameters)
         return {**parameters, **self._norms}
-
-
-class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with
-    it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _PRODUCTS and args[-1].dtype is not args[-2].dtype:
-            raise RuntimeError(f"a product of {args[-2].dtype} and {args[-1].dtype}")
-        return func(*args, **(kwargs or {}))
 
 
 def _forms(places: Sequence[Place]) -> list[object]:

@@ -83,8 +83,8 @@ class Trainer:
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
         computes_on = device.place(torch.zeros(())).device
-        if recipe.matmul == "fp8":
-            check_supported(computes_on)
+        if recipe.matmul != "bf16":
+            check_supported(computes_on, recipe.matmul)
         use_deterministic_kernels(recipe.deterministic, computes_on)
         self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.

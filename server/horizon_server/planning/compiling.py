@@ -14,11 +14,6 @@ WORTH_COMPILING_FLOPS: Mapping[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 """Below this, compiling takes longer than it saves: about five minutes of training on the machines that we know."""
 
 
-def compile_choice(train: TrainSpec) -> CompileChoice:
-    """What a job asks for. Products in FP8 are made of casts that no compiled layer has yet."""
-    return "off" if train.matmul == "fp8" else train.compile
-
-
 def flops_of_job(folder: ModelFolder, train: TrainSpec, num_steps: int) -> float:
     """The operations of a whole job, in rows of their full length."""
     of_row = FlopsCount.of_folder(folder).of([train.sequence_length])

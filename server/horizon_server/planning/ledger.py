@@ -38,7 +38,7 @@ from horizon_server.planning.working_memory import (
     norm_input_elements,
     unpacking_bytes,
 )
-from horizon_server.recipe import Recipe
+from horizon_server.recipe import Matmul, Recipe
 from horizon_server.records.execution import NUM_SLOTS, DeviceKind, Execution, Residency
 from horizon_server.records.plan import Ledger
 from horizon_server.store.adapters import MAGNITUDE, adapter_elements, first_norm_bytes, norm_bytes
@@ -197,9 +197,9 @@ def plan_memory(
             else -(-tokens_per_step // row_tokens) * scores.call_at(row_tokens)
         ),
     }
-    in_fp8 = recipe.matmul == "fp8"
+    in_fp8 = recipe.matmul != "bf16"
     if in_fp8:
-        device["workspace"] += _fp8_bytes(layout, model, row_tokens)
+        device["workspace"] += _fp8_bytes(layout, model, row_tokens, recipe.matmul)
     adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=recipe.adapter_dropout > 0)
     saved_bytes = formula_elements * element_bytes + uncovered_bytes if scores is None else counted_bytes
     layer_bytes = saved_bytes + adapter_elements_of_row * element_bytes
@@ -228,7 +228,7 @@ def plan_memory(
         host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout) + norm_bytes(layout)
         if in_fp8:
             # Products that are emulated widen both factors again.
-            host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
+            host["other"] += 3 * _fp8_bytes(layout, model, row_tokens, recipe.matmul)
         if uncovered_bytes:
             grown_bytes = int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
             # Shares are for what was kept; the widest moment says more, where a large part of it goes back to the
@@ -403,9 +403,14 @@ def _activation_elements(
     return 3 * elements, (num_layers - 1) * plane_elements_of(tokens_per_step, model.hidden_size)
 
 
-def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
-    """A layer's weights in FP8 by rows and by columns, and the quotient in fp32 that one tensor is rounded from."""
-    largest_cast = max(
-        largest_weight_elements(layout, model), row_tokens * max(model.hidden_size, model.intermediate_size)
-    )
-    return 2 * _largest_layer_elements(layout) + _FP32 * largest_cast
+def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, matmul: Matmul) -> int:
+    """A layer's weights in FP8 by rows and by columns, and what one tensor is rounded from: its quotients in fp32, and
+    these within the format's range."""
+    largest_weight = largest_weight_elements(layout, model)
+    largest_cast = max(largest_weight, row_tokens * max(model.hidden_size, model.intermediate_size))
+    num_bytes = 2 * _largest_layer_elements(layout) + 2 * _FP32 * largest_cast
+    if matmul == "fp8_full":
+        # What is rounded along the tokens, with zeros after the last of them, and a weight's gradient before it is
+        # added.
+        num_bytes += _FP32 * (largest_cast + largest_weight)
+    return num_bytes

@@ -463,12 +463,6 @@ class Planner:
                 "device: host"
             )
             raise InvalidSpec.of("train.compute_dtype", what)
-        if spec.train.compile == "on" and spec.train.matmul == "fp8":
-            what = (
-                "train.compile is on, and layers whose products are in fp8 are never compiled; use auto or off, or "
-                "train.matmul: bf16"
-            )
-            raise InvalidSpec.of("train.compile", what)
         return Execution(
             device_kind=device_kind,
             compute_dtype=compute_dtype,

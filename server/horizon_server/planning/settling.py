@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from horizon_server.errors import InvalidModel, InvalidSpec
-from horizon_server.planning.compiling import compile_choice, flops_of_job, is_worth_compiling
+from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.data_size import DataSize
 from horizon_server.planning.layer_deal import deal_layers
 from horizon_server.planning.ledger import LayerMemory, plan_memory
@@ -116,7 +116,7 @@ class Case:
         has, unless it asks for it."""
         train = self.spec.train
         flops = flops_of_job(self.folder, train, self.num_steps or 0)
-        return is_worth_compiling(compile_choice(train), execution.device_kind, flops)
+        return is_worth_compiling(train.compile, execution.device_kind, flops)
 
     def speeds(self, work: StepWork) -> tuple[float, ...]:
         """How fast each rank's device computes a layer, in units of `rates`; empty where they do not differ."""

@@ -128,7 +128,7 @@ class TrainSpec(Section):
         default="auto",
         description="Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain "
         "from it, for layers that a trial finds equal within rounding and faster; on: in any job, which is refused "
-        "where a layer cannot be compiled; off: never. Jobs with matmul: fp8 are never compiled.",
+        "where a layer cannot be compiled; off: never.",
         json_schema_extra={"enum": ["auto", "on", "off", True, False]},  # YAML reads on and off as booleans
     )
     max_skipped_steps: int = Field(
@@ -167,8 +167,9 @@ class TrainSpec(Section):
     matmul: Matmul = Field(
         default="bf16",
         description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with "
-        "a scale per row, faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates "
-        "it.",
+        "a scale per row, but for weight gradients, which stay in the compute dtype; fp8_full: these too, with scales "
+        "for all tokens of a micro-batch. FP8 takes a GPU of compute capability 8.9 or higher, and rounds more "
+        "coarsely; a host emulates it, slowly.",
     )
     deterministic: bool = Field(
         default=False,

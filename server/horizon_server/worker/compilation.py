@@ -26,10 +26,11 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
-from horizon_server.planning.compiling import compile_choice, flops_of_job, is_worth_compiling
+from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
 from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
+from horizon_server.recipe import Matmul
 from horizon_server.records.execution import DeviceKind
 from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
@@ -60,6 +61,7 @@ class CompileRequest:
     """As in the job: what is frozen has no gradient to compute."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """The adapters of the job, as its spec has them."""
+    matmul: Matmul = "bf16"
     product_layers: int = 0
     """The last layers that are to keep their products, as the job's plan says."""
 
@@ -71,6 +73,7 @@ class CompileRequest:
             device=torch.device(self.device),
             num_threads=self.num_threads,
             num_tokens=self.num_tokens,
+            matmul=self.matmul,
         )
 
 
@@ -87,6 +90,7 @@ def compile_request(request: WorkerRequest) -> CompileRequest:
         trainable=train.trainable,
         lora=train.lora.model_dump(mode="json"),
         product_layers=execution.residency.product_layers,
+        matmul=train.matmul,
     )
 
 
@@ -224,8 +228,9 @@ def compiled_layers(
     train, planned = request.spec.train, request.plan.execution.residency.product_layers
     layers = CompiledLayers(template)
     if request.compiled is not None:
-        choice = compile_choice(train)
-        compilation = Compilation(template, compile_request(request), choice=choice, events=events, orders=orders)
+        compilation = Compilation(
+            template, compile_request(request), choice=train.compile, events=events, orders=orders
+        )
         before = None if kept is None else list(kept["compiled"])
         # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
         layers = compilation.layers(

@@ -48,7 +48,7 @@ _train = st.fixed_dictionaries(
         "decay": st.sampled_from(["trainer", "matrices", "all"]),
         "compute_dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
         "compile": st.sampled_from(["auto", "on", "off"]),
-        "matmul": st.sampled_from(["bf16", "fp8"]),
+        "matmul": st.sampled_from(["bf16", "fp8", "fp8_full"]),
         "deterministic": st.booleans(),
         "lanes": st.integers(1, 64),
         "parallel": st.sampled_from(["auto", "rows", "layers"]),

@@ -10,8 +10,9 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from horizon_server.engine.fp8 import Fp8Visit, Fp8Weight, cast_rows, check_supported, is_castable
-from horizon_server.engine.linear import AccumulatedProducts, Accumulator, linear_without_value
+from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.fp8 import Fp8Visit, Fp8Weight, cast_rows, check_supported, is_castable, weight_gradient
+from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps, linear_without_value
 from horizon_server.errors import InvalidSpec
 
 
@@ -52,6 +53,31 @@ def test_a_gpu_gets_every_operand_row_by_row() -> None:
         assert cast.input_gradient(gradient).shape == (48, 64)
 
 
+def test_a_gpu_adds_up_gradients_over_whole_blocks_of_tokens() -> None:
+    with FakeTensorMode():
+        grad, inputs = (torch.empty(37, size, dtype=torch.bfloat16, device="cuda") for size in (96, 64))
+        assert weight_gradient(grad.t(), inputs).shape == (96, 64)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37, 48])
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_of_weights_can_be_products_in_fp8(accumulates: bool, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, grad = (torch.randn(num_tokens, size, generator=generator) for size in (64, 96))
+    weight = torch.randn(96, 64, generator=generator, requires_grad=True)
+    accumulator = Accumulator(out=torch.full((96, 64), torch.nan), first=torch.tensor(True))
+    cast = Fp8Weight.of(weight.detach(), for_backward=True, is_full=True)
+    for _ in range(2):
+        with LinearMaps([(weight, LinearMap(accumulator=accumulator if accumulates else None, cast=cast))]):
+            functional.linear(inputs, weight).backward(grad)  # type: ignore[no-untyped-call]
+
+    found = accumulator.out if accumulates else weight.grad
+    assert found is not None
+    assert not accumulates or weight.grad is None
+    assert error(found, 2 * grad.t() @ inputs) <= 8e-2
+    assert torch.equal(found, 2 * weight_gradient(grad.t(), inputs))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_value_and_gradients_are_near_those_in_full(dtype: torch.dtype, accumulates: bool) -> None:
@@ -65,7 +91,7 @@ def test_value_and_gradients_are_near_those_in_full(dtype: torch.dtype, accumula
     accumulator = Accumulator(out=torch.full((96, 64), torch.nan), first=torch.tensor(True))
     cast = Fp8Weight.of(weight.detach(), for_backward=True)
 
-    with AccumulatedProducts([(weight, accumulator)] if accumulates else [], [(weight, cast)]):
+    with LinearMaps([(weight, LinearMap(accumulator=accumulator if accumulates else None, cast=cast))]):
         output = functional.linear(inputs, weight, bias)
         skipped = linear_without_value(inputs, weight, bias)
     gradients = torch.autograd.grad(output, (inputs, weight, bias), grad, allow_unused=True)
@@ -94,17 +120,37 @@ def test_a_token_does_not_change_the_rounding_of_another() -> None:
     assert torch.equal(cast.product(inputs)[:4], alone)
 
 
+def place_of(name: str, shape: tuple[int, ...]) -> Place:
+    piece = Strided.contiguous(0, shape)
+    return Place(name=name, unit_index=1, piece=piece, stored_names=(name,), is_parameter=True, has_gradient=True)
+
+
 def test_a_weight_is_cast_once_per_visit() -> None:
     parameters = {"up.weight": torch.randn(16, 32), "norm.weight": torch.randn(32)}
-    visit = Fp8Visit(["up.weight"], for_backward=True)
-    ((weight, cast),) = visit.of(parameters)
+    places = [place_of("up.weight", (16, 32)), place_of("norm.weight", (32,))]
+    visit = Fp8Visit(places, "fp8", for_backward=True)
+    cast = visit.of(parameters)["up.weight"]
 
     again = {name: value.clone() for name, value in parameters.items()}
-    ((other, same),) = visit.of(again)
 
-    assert weight is parameters["up.weight"]
-    assert other is again["up.weight"]
-    assert same is cast
+    assert visit.of(again) == {"up.weight": cast}
+
+
+def test_traced_for_a_gpu_products_are_torchs_own_and_sums_are_fast_in_forward_alone() -> None:
+    def run(casts: list[Tensor], inputs: Tensor, grad: Tensor) -> list[Tensor]:
+        cast = Fp8Weight.from_tensors(casts, is_full=True)
+        return [cast.product(inputs), weight_gradient(grad.t(), inputs), cast.input_gradient(grad)]
+
+    with FakeTensorMode():
+        weight, inputs = (torch.empty(size, 32, dtype=torch.bfloat16, device="cuda") for size in (64, 37))
+        casts = Fp8Weight.of(weight, for_backward=True).tensors
+        traced = make_fx(run)(casts, inputs, torch.empty(37, 64, dtype=torch.bfloat16, device="cuda"))
+
+    products = list(traced.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
+    forms = [(tuple(node.meta["val"].shape), node.args[6:]) for node in products]
+    assert forms == [((37, 64), (torch.bfloat16, True)), ((64, 32), (torch.bfloat16,)), ((37, 32), (torch.bfloat16,))]
+    # Of 37 tokens, which are no whole block.
+    assert products[1].args[0].meta["val"].shape == (64, 48)
 
 
 def test_it_can_be_traced() -> None:
@@ -113,7 +159,7 @@ def test_it_can_be_traced() -> None:
 
     def run(weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
         def forward(inputs: Tensor) -> Tensor:
-            with AccumulatedProducts((), [(weight, Fp8Weight.of(weight, for_backward=True))]):
+            with LinearMaps([(weight, LinearMap(cast=Fp8Weight.of(weight, for_backward=True)))]):
                 output: Tensor = functional_call(layer, {"weight": weight, "bias": bias}, (inputs,))
             return output
 
@@ -145,5 +191,5 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
 
     with pytest.raises(InvalidSpec, match=r"needs a GPU of compute capability 8.9 or higher .* A100 has 8.0"):
-        check_supported(torch.device("cuda"))
-    check_supported(torch.device("cpu"))
+        check_supported(torch.device("cuda"), "fp8")
+    check_supported(torch.device("cpu"), "fp8_full")

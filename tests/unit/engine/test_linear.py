@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from horizon_server.engine.linear import AccumulatedProducts, Accumulator, add_product, linear_without_value
+from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps, add_product, linear_without_value
 
 Tensors = dict[str, Tensor]
 
@@ -81,7 +81,7 @@ def test_gradients_over_several_micro_batches_are_those_of_autograd(
 
     for (hidden, grad), wanted_input in zip(batches, wanted_inputs, strict=True):
         leaf = hidden.clone().requires_grad_()
-        with AccumulatedProducts((leaves[name], accumulator) for name, accumulator in made.items()):
+        with LinearMaps((leaves[name], LinearMap(accumulator=found)) for name, found in made.items()):
             output = functional_call(block, leaves, (leaf,))
         assert torch.equal(output, functional_call(block, parameters, (hidden,)))
         torch.autograd.backward(output, grad)
@@ -109,8 +109,8 @@ def test_a_traced_vjp_has_the_product_as_one_operator_and_the_same_numbers(
         parameters: Tensors, hidden: Tensor, grad: Tensor, outs: Tensors, firsts: Tensors
     ) -> tuple[Tensors, Tensor]:
         def forward(parameters: Tensors, hidden: Tensor) -> Tensor:
-            pairs = [(parameters[name], Accumulator(out=outs[name], first=firsts[name])) for name in outs]
-            with AccumulatedProducts(pairs):
+            made = {name: Accumulator(out=outs[name], first=firsts[name]) for name in outs}
+            with LinearMaps((parameters[name], LinearMap(accumulator=found)) for name, found in made.items()):
                 output: Tensor = functional_call(block, parameters, (hidden,))
             return output
 
@@ -173,9 +173,9 @@ def test_a_map_without_its_value_has_all_its_gradients(accumulates: bool) -> Non
     grad = torch.randn(2, 5, 6)
     wanted = torch.autograd.grad(functional.linear(inputs, weight, bias), (inputs, weight, bias), grad)
     accumulator = Accumulator(out=torch.full((6, 8), torch.nan), first=torch.tensor(True))
-    pairs = [(weight, accumulator)] if accumulates else []
+    maps = [(weight, LinearMap(accumulator=accumulator))] if accumulates else []
 
-    with AccumulatedProducts(pairs):
+    with LinearMaps(maps):
         output = linear_without_value(inputs, weight, bias)
     got = torch.autograd.grad(output, (inputs, weight, bias), grad, allow_unused=True)
 

@@ -77,6 +77,22 @@ def test_fp8_takes_two_bytes_more_for_every_weight_of_a_layer(folder: ModelFolde
     assert in_fp8.device_bytes["weights"] == full.device_bytes["weights"]
 
 
+@pytest.mark.parametrize("device_kind", ["host", "cuda"])
+def test_weight_gradients_in_fp8_take_more_beside_them(folder: ModelFolder, device_kind: DeviceKind) -> None:
+    partly, fully = (
+        ledger_of(
+            folder.layout,
+            folder.shape,
+            device_kind=device_kind,
+            tokens_per_step=256,
+            sequence_length=64,
+            matmul=matmul,
+        )
+        for matmul in ("fp8", "fp8_full")
+    )
+    assert fully.device_bytes["workspace"] > partly.device_bytes["workspace"]
+
+
 def test_rows_of_shorter_documents_need_no_more_than_the_longest_document(folder: ModelFolder) -> None:
     """Which are computed together up to `micro_batch_tokens`, so that is what a layer's working memory is for."""
 

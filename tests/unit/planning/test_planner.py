@@ -199,12 +199,9 @@ def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
     assert memory.execution.grad_bytes == grad_bytes
 
 
-def test_compiled_fp8_is_refused_by_field(folder: Path) -> None:
-    with pytest.raises(
-        InvalidSpec, match=r"train\.compile is on, .*fp8.*use auto or off, or train\.matmul: bf16"
-    ) as refusal:
-        worker_memory(folder, spec_of(compile="on", matmul="fp8"))
-    assert [violation.field for violation in refusal.value.violations] == ["train.compile"]
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_full"])
+def test_layers_in_fp8_can_be_compiled(folder: Path, matmul: str) -> None:
+    assert worker_memory(folder, spec_of(compile="on", matmul=matmul)).execution.device_kind == "host"
 
 
 def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:

@@ -43,8 +43,8 @@ _RENAMED: Mapping[str, str] = {
     "Dataset.state": "ready",
     "Model.state": "ready",
 }
-# Choices that people write with underscores, because transformers does.
-_UNDERSCORED = frozenset({"LrSchedule"})
+# Choices that people write with underscores: as transformers has them, or names of formats of numbers.
+_UNDERSCORED = frozenset({"LrSchedule", "Matmul"})
 _COMPUTED: Mapping[str, Callable[[Any], object]] = {
     "Dataset.state": attrgetter("state"),
     "Model.state": attrgetter("state"),

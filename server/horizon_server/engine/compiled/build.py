@@ -27,7 +27,7 @@ from horizon_server.engine.compiled.library import (
     sha256_of,
 )
 from horizon_server.engine.compiled.package import CompilerFailed, LayerCode, build_package
-from horizon_server.engine.compiled.trial import TOLERANCE, Trial, try_layer
+from horizon_server.engine.compiled.trial import Trial, tolerance_of, try_layer
 from horizon_server.engine.fused.graphs import fuse_sums, has_fused_operators
 from horizon_server.engine.fused.substitution import Substitution
 from horizon_server.engine.template import Template
@@ -204,7 +204,7 @@ class _Build:
         """
         build_package(graphs, file)
         trial = try_layer(self._case(), LayerCode(file), graphs.returned)
-        refusal, tolerance = "", TOLERANCE[self.target.dtype]
+        refusal, tolerance = "", tolerance_of(self.target)
         # Written so that a NaN does not pass.
         if not trial.error <= tolerance:
             refusal = (
@@ -236,6 +236,7 @@ class _Build:
             lengths=tuple(lengths),
             dtype=self.target.dtype,
             device=self.target.device,
+            matmul=self.target.matmul,
         )
 
     @contextmanager

@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
+from horizon_server.recipe import Matmul
 
 
 class NotCompilable(Exception):
@@ -99,7 +100,7 @@ class CallPattern:
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
     """A layer that is traced and tried for all of its kind, on a row of documents of `lengths`, whose tokens are the
-    number that the code will be best for."""
+    number that the code will be best for. Its products are computed in `matmul`."""
 
     template: Template
     layer: int
@@ -107,6 +108,7 @@ class LayerCase:
     lengths: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    matmul: Matmul = "bf16"
 
     @property
     def num_tokens(self) -> int:

@@ -26,22 +26,24 @@ from torch.func import vjp
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
+from horizon_server.engine.compiled.equal_nodes import merge_equal
 from horizon_server.engine.compiled.sums import sum_products
+from horizon_server.engine.fp8 import Fp8Weight, cast_names, columns_of, rows_of
 from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.linear import AccumulatedProducts, Accumulator
+from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps
+from horizon_server.recipe import Matmul
 
 log = logging.getLogger(__name__)
 
 # Where a graph's conditions depend on the number of tokens, they are tried for these. One token is not among them: a
 # dimension of size 1 broadcasts, so a graph for it would be another one.
 _TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
+# Of a weight in FP8, each way that it is cast: values and scales.
+_CAST_TENSORS = 2
 _FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
-_MAP_ARGUMENTS = 3
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"})
 
 Function = Callable[..., Sequence[Tensor]]
@@ -67,11 +69,11 @@ class Graph:
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the hidden
-    state, the tensors of the call. Its output is the hidden state. `backward` takes after these: the gradient of the
-    output, then for every place that `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden
-    state, then those of the parameters in `returned`. `joint` is `backward` that returns the hidden state of `forward`
-    too, after all others.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the weights in
+    FP8 by rows (`fp8.rows_of`), the hidden state, the tensors of the call. Its output is the hidden state. `backward`
+    takes after these: the weights in FP8 by columns, the gradient of the output, then for every place that `is_matrix`
+    its accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters in
+    `returned`. `joint` is `backward` that returns the hidden state of `forward` too, after all others.
     """
 
     forward: Graph
@@ -94,27 +96,39 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
     trained = [place.name for place in places if place.trained]
     num_tensors = len(pattern.tensors)
     call_tensors = pattern.tensors_of(case.call) or []
+    casts = _Casts(places, case.matmul)
 
-    def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
+    def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Sequence[Tensor], Tensor, LayerCall, list[Tensor]]:
         parameters = dict(zip(names, inputs, strict=False))
-        hidden_1TD, *rest = inputs[len(names) :]
-        return parameters, hidden_1TD, pattern.call_with(case.call, rest[:num_tensors]), rest[num_tensors:]
+        after = inputs[len(names) :]
+        hidden_1TD, *rest = after[casts.num_tensors :]
+        call = pattern.call_with(case.call, rest[:num_tensors])
+        return parameters, after[: casts.num_tensors], hidden_1TD, call, rest[num_tensors:]
 
     def forward(*inputs: Tensor) -> list[Tensor]:
-        parameters, hidden_1TD, call, _ = split(inputs)
-        return [template.layer(layer, parameters, hidden_1TD, call)]
+        parameters, by_rows, hidden_1TD, call, _ = split(inputs)
+        maps = [(parameters[name], LinearMap(cast=cast)) for name, cast in casts.weights(by_rows).items()]
+        return [template.layer(layer, parameters, hidden_1TD, call, LinearMaps(maps, is_traced=True))]
 
     def joint(*inputs: Tensor) -> list[Tensor]:
-        parameters, hidden_1TD, call, (gradient_1TD, *accumulators) = split(inputs)
-        outs, flags = accumulators[::2], accumulators[1::2]
+        parameters, by_rows, hidden_1TD, call, rest = split(inputs)
+        in_fp8 = casts.weights(by_rows, rest[: casts.num_tensors])
+        gradient_1TD, *targets = rest[casts.num_tensors :]
+        pairs = zip(targets[::2], targets[1::2], strict=True)
+        accumulators = {
+            place.name: Accumulator(out=out, first=first) for place, (out, first) in zip(matrices, pairs, strict=True)
+        }
 
         def output(trained_parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
             # In here, because differentiation wraps the parameters, and the mode knows them by identity.
-            targets = zip((trained_parameters[place.name] for place in matrices), outs, flags, strict=True)
-            with AccumulatedProducts((weight, Accumulator(out=out, first=first)) for weight, out, first in targets):
-                return template.layer(layer, {**parameters, **trained_parameters}, hidden_1TD, call)
+            own = {**parameters, **trained_parameters}
+            maps = [
+                (own[name], LinearMap(accumulator=accumulators.get(name), cast=in_fp8.get(name)))
+                for name in accumulators.keys() | in_fp8.keys()
+            ]
+            return template.layer(layer, own, hidden_1TD, call, LinearMaps(maps, is_traced=True))
 
-        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[:2]
+        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
         return [hidden_gradient_1TD, *(gradients[name] for name in trained), output_1TD]
 
@@ -122,10 +136,12 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         hidden = (1, num_tokens, template.hidden_size)
         found = [fake.fixed(place, place.dtype_in(dtype)) for place in places]
         found += [fake.of_tokens(torch.empty(size, device=device), (size,)) for size in norm_sizes.values()]
+        found += casts.inputs(fake, by_columns=False)
         found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
         for tensor, shape in zip(call_tensors, pattern.tensors, strict=True):
             found.append(fake.of_tokens(tensor, shape.sizes))
         if with_gradients:
+            found += casts.inputs(fake, by_columns=True)
             found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
             for place in matrices:
                 found += [fake.fixed(place, torch.float32), fake.flag()]
@@ -144,6 +160,9 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
     # On the host the bits stay those of the eager layer.
     if device.type == "cuda":
         sum_products(joint_graph.module)
+    if case.matmul != "bf16":
+        for graph in (forward_graph, joint_graph):
+            merge_equal(graph.module)
     return LayerGraphs(
         forward=forward_graph, backward=_without_output(joint_graph), returned=returned, joint=joint_graph
     )
@@ -162,16 +181,44 @@ def _why_not_traced(places: Sequence[Place]) -> str:
     return "its code in transformers decides by values or by the length of a row"
 
 
+class _Casts:
+    """The weights in FP8 among the inputs of a layer's graphs."""
+
+    def __init__(self, places: Sequence[Place], matmul: Matmul) -> None:
+        names = cast_names(places, matmul)
+        self._places, self._is_full = [place for place in places if place.name in names], matmul == "fp8_full"
+
+    @property
+    def num_tensors(self) -> int:
+        """Of all weights, cast one way."""
+        return _CAST_TENSORS * len(self._places)
+
+    def weights(self, by_rows: Sequence[Tensor], by_columns: Sequence[Tensor] = ()) -> dict[str, Fp8Weight]:
+        """The weights by name."""
+        parts = [slice(_CAST_TENSORS * i, _CAST_TENSORS * (i + 1)) for i in range(len(self._places))]
+        return {
+            place.name: Fp8Weight.from_tensors([*by_rows[part], *by_columns[part]], is_full=self._is_full)
+            for place, part in zip(self._places, parts, strict=True)
+        }
+
+    def inputs(self, fake: _Inputs, *, by_columns: bool) -> list[Tensor]:
+        """Tensors without storage, for a trace: all weights, cast one way."""
+        weights = [fake.fixed(place, torch.float32) for place in self._places]
+        with fake.mode:
+            casts = {str(i): Fp8Weight.of(weight, for_backward=True) for i, weight in enumerate(weights)}
+            return columns_of(casts) if by_columns else rows_of(casts)
+
+
 class _Inputs:
     """Makes tensors without storage for one trace. Equal sizes that depend on the tokens become one symbol."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self._mode, self._device = mode, device
+        self.mode, self._device = mode, device
 
     def fixed(self, place: Place, dtype: torch.dtype) -> Tensor:
         """A parameter's view into a flat buffer, or a copy of its parts."""
         shape, piece = place.piece.shape, place.piece
-        with self._mode:
+        with self.mode:
             if isinstance(piece, Strided):
                 return torch.empty_strided(shape, piece.strides, dtype=dtype, device=self._device)
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -182,11 +229,11 @@ class _Inputs:
             DimDynamic.DUCK if size is None and found > 1 else DimDynamic.STATIC
             for size, found in zip(sizes, tensor.shape, strict=True)
         ]
-        return self._mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+        return self.mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
     def flag(self) -> Tensor:
         """The flag of an accumulator, which is on the CPU for every device."""
-        with self._mode:
+        with self.mode:
             return torch.empty((), dtype=torch.bool)
 
 
@@ -227,33 +274,12 @@ def _trace(
     inputs = make_inputs(_Inputs(mode, device))
     # Without Python's dispatcher, torch 2.11 takes a product apart in C++, which asks for sizes that are symbols and
     # fails.
-    with mode, enable_python_dispatcher(), _MapsWithBias():
+    with mode, enable_python_dispatcher():
         module = make_fx(function, tracing_mode="real", decomposition_table=select_decomp_table())(*inputs)
     shape_env.is_tracing = False  # the compiler's conditions narrow the range, and end nothing
     module.graph.eliminate_dead_code()
     module.recompile()
     return Graph(module=module, inputs=inputs, shape_env=shape_env)
-
-
-class _MapsWithBias(TorchFunctionMode):
-    """While a graph with gradients is traced: torch takes a frozen map with a bias apart in C++, which fixes the number
-    of tokens. The same product of the same matrices, asked for in Python."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Replace the calls of linear maps with a bias."""
-        kwargs = kwargs or {}
-        if func is functional.linear and len(args) == _MAP_ARGUMENTS and not kwargs and torch.is_grad_enabled():
-            inputs, weight_OI, bias_O = args
-            if bias_O is not None and inputs.dim() > weight_OI.dim():
-                output_TO = torch.addmm(bias_O, inputs.reshape(-1, inputs.shape[-1]), weight_OI.t())
-                return output_TO.view(*inputs.shape[:-1], weight_OI.shape[0])
-        return func(*args, **kwargs)
 
 
 def _drop_zeros(module: GraphModule, trained: Sequence[str]) -> tuple[str, ...]:

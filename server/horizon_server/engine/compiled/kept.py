@@ -18,6 +18,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 # Registers the operators.
+from horizon_server.engine import fp8 as _fp8  # noqa: F401
 from horizon_server.engine.attention import kernels as _kernels  # noqa: F401
 from horizon_server.engine.compiled.call_pattern import NotCompilable
 from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
@@ -25,9 +26,18 @@ from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
 _aten = torch.ops.aten
 _ATTENTION = torch.ops.horizon.attention.default
 # Not products of batches: attention with masks is made of them, and its scores are all pairs of tokens.
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default, _ATTENTION})
+PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten._scaled_mm.default,
+        torch.ops.horizon.scaled_product.default,
+        _ATTENTION,
+    }
+)
 """The operators whose outputs are kept."""
-_ADD_PRODUCT = torch.ops.horizon.add_product.default
+# They write to accumulators, which nothing else in a graph reads.
+_SUMS = frozenset({torch.ops.horizon.add_product.default, torch.ops.horizon.add_sum.default})
 
 
 def keeping_products(graphs: LayerGraphs) -> LayerGraphs:
@@ -49,14 +59,14 @@ def keeping_products(graphs: LayerGraphs) -> LayerGraphs:
         if node in forward_nodes and node.target in PRODUCTS
         for tensor in (node.users if node.target is _ATTENTION else [node])
     ]
-    effects = [node for node in nodes if node.target is _ADD_PRODUCT]
+    effects = [node for node in nodes if node.target in _SUMS]
     needed = _needed([*gradients, *effects], products)
     # A product that only leads to other products is not kept: they are.
     kept = [product for product in products if product in needed]
     if not kept:
         raise NotCompilable("its gradients need no products")
     given = {*placeholders, *kept}
-    if any(_is_seen(node, given) for node in nodes if _changes(node) and node.target is not _ADD_PRODUCT):
+    if any(_is_seen(node, given) for node in nodes if _changes(node) and node.target not in _SUMS):
         raise NotCompilable("it changes a tensor in place that is kept or used elsewhere")
     forward = _cut(joint, placeholders[:num_inputs], [output, *kept], ())
     backward = _cut(joint, [*placeholders, *kept], gradients, effects)

@@ -16,6 +16,7 @@ from horizon_server.engine.binding import Place
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
 from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key, products_key
 from horizon_server.engine.compiled.package import LayerCode
+from horizon_server.engine.fp8 import Fp8Weight, columns_of, rows_of
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
@@ -92,14 +93,19 @@ class CompiledCall:
     norms: list[str]
 
     def forward(
-        self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, *, keeps: bool = False
+        self,
+        parameters: Mapping[str, Tensor],
+        hidden_1TD: Tensor,
+        casts: Mapping[str, Fp8Weight],
+        *,
+        keeps: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """The layer's output, [1, T, D], and the products that `backward` may take; none where the layer has no code
-        that `keeps` them. Both compute the same."""
+        that `keeps` them. Both compute the same. `casts` are those of its `Fp8Visit`."""
         keeping = self.kind.keeping
         pair = keeping if keeps and keeping is not None and keeping.takes(hidden_1TD.shape[1]) else self.kind.pair
         with torch.no_grad():
-            output_1TD, *products = pair.code.forward([*self._read(parameters), hidden_1TD, *self.tensors])
+            output_1TD, *products = pair.code.forward([*self._read(parameters, casts), hidden_1TD, *self.tensors])
         return output_1TD, products
 
     def backward(
@@ -108,6 +114,7 @@ class CompiledCall:
         hidden_1TD: Tensor,
         gradient_1TD: Tensor,
         gradients: UnitGradients | None,
+        casts: Mapping[str, Fp8Weight],
         products: list[Tensor] | None = None,
     ) -> Tensor:
         """The gradient of the layer's input, [1, T, D]; those of its trained parameters are added to `gradients`, if it
@@ -120,7 +127,7 @@ class CompiledCall:
         accumulators = {} if gradients is None else gradients.accumulators
         targets = [(found.out, found.first) for found in accumulators.values()]
         with torch.no_grad():
-            inputs = [*self._read(parameters), hidden_1TD, *self.tensors, gradient_1TD]
+            inputs = [*self._read(parameters, casts), hidden_1TD, *self.tensors, *columns_of(casts), gradient_1TD]
             inputs += [*(part for target in targets for part in target), *(products or ())]
             if products:
                 products.clear()
@@ -131,8 +138,9 @@ class CompiledCall:
                     gradients.add(place, returned[place.name])
         return hidden_gradient_1TD
 
-    def _read(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        return [parameters[name] for name in (*(place.name for place in self.places), *self.norms)]
+    def _read(self, parameters: Mapping[str, Tensor], casts: Mapping[str, Fp8Weight]) -> list[Tensor]:
+        found = [parameters[name] for name in (*(place.name for place in self.places), *self.norms)]
+        return found + rows_of(casts)
 
 
 class CompiledLayers:

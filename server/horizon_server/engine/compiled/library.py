@@ -24,6 +24,7 @@ import transformers
 
 from horizon_server.durable import replace_file
 from horizon_server.engine.template import Template
+from horizon_server.recipe import Matmul
 from horizon_server.store.triton_kernels import triton_version
 
 _CHUNK_BYTES = 1 << 20
@@ -36,12 +37,14 @@ Kernels = Literal["inductor", "triton"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What layers are compiled for. `num_tokens` are those of a usual micro-batch, for which the code is best."""
+    """What layers are compiled for. `num_tokens` are those of a usual micro-batch, for which the code is best;
+    `matmul` is what products are computed in."""
 
     dtype: torch.dtype
     device: torch.device
     num_threads: int
     num_tokens: int
+    matmul: Matmul = "bf16"
 
     @property
     def processor(self) -> list[str]:
@@ -149,6 +152,7 @@ def layer_key(template: Template, layer: int, target: Target) -> str:
         str(target.dtype),
         target.num_threads,
         target.num_tokens,
+        target.matmul,
         target.processor,
         torch.__version__,
         triton_version(target.device),
