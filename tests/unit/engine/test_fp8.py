@@ -11,7 +11,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from horizon_server.engine.binding import Place, Strided
-from horizon_server.engine.fp8 import Fp8Visit, Fp8Weight, cast_rows, check_supported, is_castable, weight_gradient
+from horizon_server.engine.fp8 import (
+    Fp8Visit,
+    Fp8Weight,
+    cast_rows,
+    check_supported,
+    columns_of,
+    is_castable,
+    rows_of,
+    weight_gradient,
+)
 from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps, linear_without_value
 from horizon_server.errors import InvalidSpec
 
@@ -143,7 +152,8 @@ def test_traced_for_a_gpu_products_are_torchs_own_and_sums_are_fast_in_forward_a
 
     with FakeTensorMode():
         weight, inputs = (torch.empty(size, 32, dtype=torch.bfloat16, device="cuda") for size in (64, 37))
-        casts = Fp8Weight.of(weight, for_backward=True).tensors
+        cast = {"weight": Fp8Weight.of(weight, for_backward=True)}
+        casts = [*rows_of(cast), *columns_of(cast)]
         traced = make_fx(run)(casts, inputs, torch.empty(37, 64, dtype=torch.bfloat16, device="cuda"))
 
     products = list(traced.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))

@@ -156,7 +156,7 @@ class _Build:
         # gradients of the layer whose own bits differ from run to run can only be near.
         if trial.differing:
             again = try_layer(self._case(), other, entry.returned, against=other)
-            if not trial.differing <= again.differing or not trial.error <= TOLERANCE[self.target.dtype]:
+            if not trial.differing <= again.differing or not trial.error <= tolerance_of(self.target):
                 raise NotCompilable(
                     f"{trial.worst} differs by {trial.error:.1e} where products are kept; it must have the same bits"
                 )

@@ -69,11 +69,11 @@ class Graph:
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the weights in
-    FP8 by rows (`fp8.rows_of`), the hidden state, the tensors of the call. Its output is the hidden state. `backward`
-    takes after these: the weights in FP8 by columns, the gradient of the output, then for every place that `is_matrix`
-    its accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters in
-    `returned`. `joint` is `backward` that returns the hidden state of `forward` too, after all others.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the weights
+    in FP8 by rows (`fp8.rows_of`), the hidden state, the tensors of the call. Its output is the hidden state.
+    `backward` takes after these: the weights in FP8 by columns, the gradient of the output, then for every place that
+    `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the
+    parameters in `returned`. `joint` is `backward` that returns the hidden state of `forward` too, after all others.
     """
 
     forward: Graph
@@ -128,7 +128,7 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
             ]
             return template.layer(layer, own, hidden_1TD, call, LinearMaps(maps, is_traced=True))
 
-        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
+        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[:2]
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
         return [hidden_gradient_1TD, *(gradients[name] for name in trained), output_1TD]
 
