@@ -351,7 +351,7 @@ def test_products_are_planned_where_the_worker_compiles(path: Path, monkeypatch:
     job = train.model_copy(update={"tokens_per_step": 4096, "sequence_length": 64})
     flops = flops_of_job(open_model_folder(path), job, 1)
     assert not is_worth_compiling("auto", "cuda", flops) and not keep(compile="auto")
-    monkeypatch.setitem(compiling.WORTH_COMPILING_FLOPS, "cuda", 2.5 * flops)  # type: ignore[attr-defined]
+    monkeypatch.setitem(compiling.WORTH_COMPILING_FLOPS, "cuda", 2.5 * flops)
     assert [keep(compile="auto", max_steps=steps) for steps in (1, 2, 3)] == [False, False, True]
     assert not keep(compile="auto", max_steps=3, matmul="fp8")
 
