@@ -128,7 +128,9 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
             ]
             return template.layer(layer, own, hidden_1TD, call, LinearMaps(maps, is_traced=True))
 
-        output_1TD, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[:2]
+        # By index: to a type checker, it may have a third part.
+        found = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
+        output_1TD, gradients_of = found[0], found[1]
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
         return [hidden_gradient_1TD, *(gradients[name] for name in trained), output_1TD]
 
