@@ -103,9 +103,10 @@ def test_no_bit_depends_on_what_is_kept(
         ("llama", {}, {"matmul": "fp8"}),
         ("qwen3", {}, {"product_bytes": 10_000}),
         ("qwen3", {}, {"micro_batch_tokens": 64}),
+        ("qwen3", {}, {"activation_placement": "host", "num_weight_slots": 1, "num_gradient_slots": 1}),
     ],
 )
-def test_nor_with_dropout_fp8_joined_rows_or_a_budget(
+def test_nor_with_dropout_fp8_joined_rows_a_budget_or_one_slot(
     architecture: str,
     changes: dict[str, Any],
     options: dict[str, Any],

@@ -25,6 +25,7 @@ from tests.support.double import (
 )
 from tests.support.further import further
 from tests.support.tiny_models import VOCAB
+from tests.support.traced_layers import traced_layers
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -364,7 +365,7 @@ def test_weights_of_one_give_the_bits_of_cross_entropy(engine: Engine) -> None:
         {"micro_batch_tokens": 20},
         {"micro_batch_tokens": 1000},
         {"activation_placement": "host"},
-        {"resident_layers": 1},
+        {"product_layers": 2, "resident_layers": 1},
     ],
     ids=str,
 )
@@ -375,7 +376,9 @@ def test_how_a_step_is_cut_and_kept_changes_nothing(
 ) -> None:
     case, (model, references) = CASES["grpo"], moved("qwen3")
     rows = rows_of(texts(0), packed=True)
-    plain, cut = engine.start(model), engine.start(model, **options)
+    # Only compiled layers keep products.
+    compiled = traced_layers(model.template, product_layers=2) if "product_layers" in options else None
+    plain, cut = engine.start(model, compiled=compiled), engine.start(model, compiled=compiled, **options)
 
     one_loss, other_loss = (
         run.trainer.train_step(rows, step_objective(case, rows, torch.cat(references))).loss for run in (plain, cut)

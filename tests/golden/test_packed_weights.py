@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
 from tests.support.further import further
+from tests.support.traced_layers import traced_layers
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
@@ -87,14 +88,18 @@ def test_training_is_that_of_the_unpacked_values(
             assert torch.equal(runs[0].store.tensor(name, plane), runs[1].store.tensor(name, plane)), name
 
 
-@pytest.mark.parametrize("options", [{"resident_layers": 2}, {"activation_placement": "host"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"resident_layers": 2}, {"product_layers": 2}, {"activation_placement": "host"}], ids=str
+)
 def test_nothing_that_changes_memory_or_time_changes_a_bit(
     options: dict[str, object],
     engine: Engine,
 ) -> None:
     rows = [engine.pack(engine.documents(11, 20, seed=1)), engine.pack(engine.documents(16, 9, seed=2))]
     small, _ = packed(engine.tiny_model("qwen3"), "nf4")
-    runs = [engine.start(small, store=small.store(), **chosen) for chosen in ({}, options)]
+    # Only compiled layers keep products.
+    compiled = traced_layers(small.template, product_layers=2) if "product_layers" in options else None
+    runs = [engine.start(small, store=small.store(), compiled=compiled, **chosen) for chosen in ({}, options)]
     for run in runs:
         for _ in range(3):
             run.trainer.train_step(rows)
