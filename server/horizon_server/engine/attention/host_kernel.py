@@ -1,6 +1,6 @@
 """Attention in bf16 on a CPU with AVX512-BF16: the C ABI of store/kernels/attention.cpp.
 
-Torch's own kernel for CPUs takes four to six times as long: of a compiled layer's step it was half.
+Torch's own kernel for CPUs takes two to six times as long: it was half of a compiled layer's time (bench/RESULTS.md).
 
 Shapes: T = tokens of the row, E = size of a head, of queries and keys or of values.
 """
