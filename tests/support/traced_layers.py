@@ -8,7 +8,7 @@ from torch import Tensor
 from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
 from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
 from horizon_server.engine.compiled.trial import relative_differences
-from horizon_server.engine.fp8 import Fp8Visit, tensors_of
+from horizon_server.engine.fp8 import Fp8Visit, by_columns, by_rows
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.template import Template
 from horizon_server.recipe import Matmul
@@ -72,8 +72,8 @@ def greatest_difference(
     leaves = {name: parameters[name].clone().requires_grad_() for name in trained}
     leaf = hidden.clone().requires_grad_()
     own = {**parameters, **leaves}
-    for_forward, for_backward = (Fp8Visit(places, matmul, for_backward=on).of(parameters) for on in (False, True))
-    maps = LinearMaps((own[name], LinearMap(cast=cast)) for name, cast in for_backward.items())
+    casts = Fp8Visit(places, matmul, for_backward=True).of(parameters)
+    maps = LinearMaps((own[name], LinearMap(cast=cast)) for name, cast in casts.items())
     output = template.layer(group, own, leaf, call, maps)
     found = torch.autograd.grad(output, [leaf, *leaves.values()], gradient, allow_unused=True)
     expected = {"output": output.detach(), **dict(zip(["hidden state", *trained], found, strict=True))}
@@ -84,9 +84,9 @@ def greatest_difference(
     flags = {name: torch.tensor(True) for name in matrices}
     targets = [part for name in matrices for part in (outs[name], flags[name])]
     with torch.no_grad():
-        (output,) = graphs.forward.module(*parameters.values(), *tensors_of(for_forward), hidden, *tensors)
-        inputs = [*parameters.values(), *tensors_of(for_backward), hidden, *tensors]
-        hidden_gradient, *others = graphs.backward.module(*inputs, gradient, *targets)
+        inputs = [*parameters.values(), *by_rows(casts), hidden, *tensors]
+        (output,) = graphs.forward.module(*inputs)
+        hidden_gradient, *others = graphs.backward.module(*inputs, gradient, *by_columns(casts), *targets)
     got: dict[str, Tensor] = {"output": output, "hidden state": hidden_gradient}
     got |= {name: out for name, out in outs.items() if not flags[name]}
     for name, value in zip(graphs.returned, others, strict=True):

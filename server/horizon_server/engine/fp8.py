@@ -80,17 +80,6 @@ class Fp8Weight:
         columns = cast_rows(weight_OI.t(), e4m3) if for_backward else None
         return cls(cast_rows(weight_OI, e4m3), columns, is_full)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Values and scales, by rows and then by columns."""
-        return [*self.by_rows, *(self.by_columns or ())]
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor], *, is_full: bool) -> Fp8Weight:
-        """The weight with these `tensors`."""
-        values, scales, *columns = tensors
-        return cls((values, scales), (columns[0], columns[1]) if columns else None, is_full)
-
     def product(self, inputs: Tensor) -> Tensor:
         """`inputs @ weight.T`."""
         inputs_TI = inputs.reshape(-1, inputs.shape[-1])
@@ -105,9 +94,14 @@ class Fp8Weight:
         return scaled_product(cast_rows(grad_TO, torch.float8_e5m2), self.by_columns, grad_TO.dtype)
 
 
-def tensors_of(casts: Mapping[str, Fp8Weight]) -> list[Tensor]:
-    """The tensors of a layer's casts, as its compiled graphs take them."""
-    return [tensor for cast in casts.values() for tensor in cast.tensors]
+def by_rows(casts: Mapping[str, Fp8Weight]) -> list[Tensor]:
+    """The tensors of a layer's casts that its compiled forward takes: values and scales of each weight."""
+    return [tensor for cast in casts.values() for tensor in cast.by_rows]
+
+
+def by_columns(casts: Mapping[str, Fp8Weight]) -> list[Tensor]:
+    """Those that its compiled backward takes as well."""
+    return [tensor for cast in casts.values() for tensor in cast.by_columns or ()]
 
 
 def weight_gradient(grad_OT: Tensor, inputs_TI: Tensor) -> Tensor:

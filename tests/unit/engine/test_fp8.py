@@ -137,14 +137,16 @@ def test_a_weight_is_cast_once_per_visit() -> None:
 
 
 def test_traced_for_a_gpu_products_are_torchs_own_and_sums_are_fast_in_forward_alone() -> None:
-    def run(casts: list[Tensor], inputs: Tensor, grad: Tensor) -> list[Tensor]:
-        cast = Fp8Weight.from_tensors(casts, is_full=True)
+    def run(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], inputs: Tensor, grad: Tensor) -> list[Tensor]:
+        cast = Fp8Weight(rows, columns, is_full=True)
         return [cast.product(inputs), weight_gradient(grad.t(), inputs), cast.input_gradient(grad)]
 
     with FakeTensorMode():
         weight, inputs = (torch.empty(size, 32, dtype=torch.bfloat16, device="cuda") for size in (64, 37))
-        casts = Fp8Weight.of(weight, for_backward=True).tensors
-        traced = make_fx(run)(casts, inputs, torch.empty(37, 64, dtype=torch.bfloat16, device="cuda"))
+        cast = Fp8Weight.of(weight, for_backward=True)
+        traced = make_fx(run)(
+            cast.by_rows, cast.by_columns, inputs, torch.empty(37, 64, dtype=torch.bfloat16, device="cuda")
+        )
 
     products = list(traced.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
     forms = [(tuple(node.meta["val"].shape), node.args[6:]) for node in products]

@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
 from horizon_server.engine.compiled.equal_nodes import merge_equal
-from horizon_server.engine.fp8 import Fp8Weight, cast_names
+from horizon_server.engine.fp8 import Fp8Weight, by_columns, by_rows, cast_names
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.linear import Accumulator, LinearMap, LinearMaps
 from horizon_server.recipe import Matmul
@@ -67,11 +67,10 @@ class Graph:
 class LayerGraphs:
     """Both graphs of a kind of layer.
 
-    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the tensors
-    of each `Fp8Weight` in the order of `cast_names` (by rows; for `backward` by columns too), the hidden state, the
-    tensors of the call. Its output is the hidden state. `backward` takes after these: the gradient of the output, then
-    for every place that `is_matrix` its accumulator and its flag. Its outputs: the gradient of the hidden state, then
-    those of the parameters in `returned`.
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, their `Template.norms`, the casts of
+    weights in FP8 `by_rows`, the hidden state, the tensors of the call. Its output is the hidden state. `backward`
+    takes after these: the gradient of the output, the casts `by_columns`, then for every place that `is_matrix` its
+    accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters in `returned`.
     """
 
     forward: Graph
@@ -96,19 +95,21 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
     casts = _Casts(places, case.matmul)
 
     def split(
-        inputs: Sequence[Tensor], *, for_backward: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Fp8Weight], Tensor, LayerCall, Sequence[Tensor]]:
+        inputs: Sequence[Tensor],
+    ) -> tuple[dict[str, Tensor], Sequence[Tensor], Tensor, LayerCall, Sequence[Tensor]]:
         parameters = dict(zip(names, inputs, strict=False))
-        in_fp8, (hidden_1TD, *rest) = casts.split(inputs[len(names) :], for_backward=for_backward)
-        return parameters, in_fp8, hidden_1TD, pattern.call_with(case.call, rest[:num_tensors]), rest[num_tensors:]
+        rows, (hidden_1TD, *rest) = casts.split(inputs[len(names) :])
+        return parameters, rows, hidden_1TD, pattern.call_with(case.call, rest[:num_tensors]), rest[num_tensors:]
 
     def forward(*inputs: Tensor) -> list[Tensor]:
-        parameters, in_fp8, hidden_1TD, call, _ = split(inputs, for_backward=False)
-        maps = [(parameters[name], LinearMap(cast=cast)) for name, cast in in_fp8.items()]
+        parameters, rows, hidden_1TD, call, _ = split(inputs)
+        maps = [(parameters[name], LinearMap(cast=cast)) for name, cast in casts.of(rows).items()]
         return [template.layer(layer, parameters, hidden_1TD, call, LinearMaps(maps, is_traced=True))]
 
     def backward(*inputs: Tensor) -> list[Tensor]:
-        parameters, in_fp8, hidden_1TD, call, (gradient_1TD, *targets) = split(inputs, for_backward=True)
+        parameters, rows, hidden_1TD, call, (gradient_1TD, *rest) = split(inputs)
+        columns, targets = casts.split(rest)
+        in_fp8 = casts.of(rows, columns)
         pairs = zip(targets[::2], targets[1::2], strict=True)
         accumulators = {
             place.name: Accumulator(out=out, first=first) for place, (out, first) in zip(matrices, pairs, strict=True)
@@ -131,12 +132,13 @@ def trace_layer(case: LayerCase) -> LayerGraphs:
         hidden = (1, num_tokens, template.hidden_size)
         found = [fake.fixed(place, place.dtype_in(dtype)) for place in places]
         found += [fake.of_tokens(torch.empty(size, device=device), (size,)) for size in norm_sizes.values()]
-        found += casts.inputs(fake, for_backward=with_gradients)
+        found += casts.inputs(fake, by_rows)
         found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
         for tensor, shape in zip(call_tensors, pattern.tensors, strict=True):
             found.append(fake.of_tokens(tensor, shape.sizes))
         if with_gradients:
             found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
+            found += casts.inputs(fake, by_columns)
             for place in matrices:
                 found += [fake.fixed(place, torch.float32), fake.flag()]
         return found
@@ -177,21 +179,24 @@ class _Casts:
         names = cast_names(places, matmul)
         self._places, self._is_full = [place for place in places if place.name in names], matmul == "fp8_full"
 
-    def split(self, inputs: Sequence[Tensor], *, for_backward: bool) -> tuple[dict[str, Fp8Weight], Sequence[Tensor]]:
-        """The weights by name, and the inputs after theirs."""
-        size = _CAST_TENSORS * (1 + for_backward)
-        found = {
-            place.name: Fp8Weight.from_tensors(inputs[size * i : size * (i + 1)], is_full=self._is_full)
+    def split(self, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The tensors of all weights, cast in one way, and the inputs after them."""
+        size = _CAST_TENSORS * len(self._places)
+        return inputs[:size], inputs[size:]
+
+    def of(self, rows: Sequence[Tensor], columns: Sequence[Tensor] = ()) -> dict[str, Fp8Weight]:
+        """The weights by name, of the tensors of both ways."""
+        pairs, others = (list(zip(way[::2], way[1::2], strict=True)) for way in (rows, columns))
+        return {
+            place.name: Fp8Weight(pairs[i], others[i] if others else None, self._is_full)
             for i, place in enumerate(self._places)
         }
-        return found, inputs[size * len(found) :]
 
-    def inputs(self, fake: _Inputs, *, for_backward: bool) -> list[Tensor]:
+    def inputs(self, fake: _Inputs, way: Callable[[Mapping[str, Fp8Weight]], list[Tensor]]) -> list[Tensor]:
         """Tensors without storage, for a trace."""
-        weights = [fake.fixed(place, torch.float32) for place in self._places]
+        weights = {place.name: fake.fixed(place, torch.float32) for place in self._places}
         with fake.mode:
-            casts = [Fp8Weight.of(weight, for_backward=for_backward) for weight in weights]
-        return [tensor for cast in casts for tensor in cast.tensors]
+            return way({name: Fp8Weight.of(weight, for_backward=True) for name, weight in weights.items()})
 
 
 class _Inputs:

@@ -15,7 +15,7 @@ from horizon_server.engine.binding import Place
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
 from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key
 from horizon_server.engine.compiled.package import LayerCode
-from horizon_server.engine.fp8 import Fp8Weight, tensors_of
+from horizon_server.engine.fp8 import Fp8Weight, by_columns, by_rows
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
 from horizon_server.engine.unit_gradients import UnitGradients
@@ -86,7 +86,7 @@ class CompiledCall:
         with torch.no_grad():
             inputs = [*self._read(parameters, casts), hidden_1TD, *self.tensors, gradient_1TD]
             hidden_gradient_1TD, *others = self.kind.code.backward(
-                [*inputs, *(part for pair in targets for part in pair)]
+                [*inputs, *by_columns(casts), *(part for pair in targets for part in pair)]
             )
             returned = dict(zip(self.kind.entry.returned, others, strict=True))
             for place in self.places:
@@ -96,7 +96,7 @@ class CompiledCall:
 
     def _read(self, parameters: Mapping[str, Tensor], casts: Mapping[str, Fp8Weight]) -> list[Tensor]:
         found = [parameters[name] for name in (*(place.name for place in self.places), *self.norms)]
-        return found + tensors_of(casts)
+        return found + by_rows(casts)
 
 
 class CompiledLayers:

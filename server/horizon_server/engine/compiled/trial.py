@@ -17,7 +17,7 @@ from torch import Tensor
 from horizon_server.engine.compiled.call_pattern import LayerCase, NotCompilable
 from horizon_server.engine.compiled.library import Target
 from horizon_server.engine.compiled.package import LayerCode
-from horizon_server.engine.fp8 import Fp8Visit, Fp8Weight, tensors_of
+from horizon_server.engine.fp8 import Fp8Visit, Fp8Weight, by_columns, by_rows
 from horizon_server.engine.linear import LinearMap, LinearMaps
 
 # Of a tensor's norm. Sums in another order differ by less, another formula by far more.
@@ -90,11 +90,10 @@ def try_layer(case: LayerCase, code: LayerCode, returned: tuple[str, ...]) -> Tr
         first = torch.ones((), dtype=torch.bool)
         flags = {name: first.clone() for name in matrices}
         with torch.no_grad():
-            rest = [hidden_1TD, *call_tensors]
-            output = code.forward([*parameters.values(), *tensors_of(for_forward), *rest])
+            inputs = [*parameters.values(), *by_rows(for_forward), hidden_1TD, *call_tensors]
+            output = code.forward(list(inputs))
             targets = [part for name in matrices for part in (accumulators[name], flags[name])]
-            inputs = [*parameters.values(), *tensors_of(for_backward), *rest]
-            hidden, *others = code.backward([*inputs, gradient_1TD, *targets])
+            hidden, *others = code.backward([*inputs, gradient_1TD, *by_columns(for_backward), *targets])
         tensors = {"output": output, "hidden state": hidden}
         tensors |= {name: accumulators[name] for name in matrices if not flags[name]}
         for name, value in zip(returned, others, strict=True):
