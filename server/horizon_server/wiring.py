@@ -34,6 +34,7 @@ from horizon_server.jobs.queue_view import QueueView
 from horizon_server.jobs.requests import AttemptDevices
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.spare_worker import SpareWorker
 from horizon_server.jobs.tracking import NodeTrackers, Tracking
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
@@ -47,6 +48,7 @@ from horizon_server.planning.machine import (
     RateBook,
     host_memory,
     why_broken,
+    worker_environment,
 )
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState
@@ -106,6 +108,7 @@ class Parts:
         end every watch."""
         await self.services.tinker_samples.close()
         await self.services.samples.close()
+        await self.scheduler.runtime.spare.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)
         else:
@@ -156,13 +159,19 @@ async def wire(
     planner = Planner.of_node(
         settings, rates, usable, free_devices=lambda: scheduler.free_devices, jobs_on=bases.jobs_on
     )
-    sampling = SamplingChild(
-        environment=environment,
-        free_bytes=lambda but: min(
+
+    def free_bytes(but: str) -> int:
+        return min(
             planner.host_limit_bytes - scheduler.promised(but=but).num_bytes,
             host_memory().available_bytes - settings.host_memory_reserve_bytes,
-        ),
-        keep_s=settings.sampling_keep_s,
+        )
+
+    sampling = SamplingChild(environment=environment, free_bytes=free_bytes, keep_s=settings.sampling_keep_s)
+    spare = SpareWorker(
+        worker_module if settings.spare_worker else "",
+        settings.state_dir / "jobs",
+        environment=worker_environment(environment, "cuda", usable[:1]) if usable else environment,
+        free_bytes=lambda but: free_bytes(but) - sampling.held_bytes,
     )
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
     nodes = NodeDirectory(
@@ -204,6 +213,7 @@ async def wire(
         environment=environment,
         worker_module=worker_module,
         bases=bases,
+        spare=spare,
     )
     idle = IdleMeasurement(rates, environment=environment, gpus=usable)
     preparing = asyncio.Lock()
@@ -396,6 +406,10 @@ def _wire_scheduler(
             gpus=tuple(gpus[name] for name in names if name in gpus),
         )
 
+    async def make_room(job_id: str, num_bytes: int) -> None:
+        await sampling.make_room(job_id, num_bytes)
+        await runtime.spare.make_room(job_id, num_bytes)
+
     def make_attempt(job: JobRecord, devices: tuple[str, ...], others: Callable[[], HeldMemory]) -> Attempt:
         return Attempt(
             job=job,
@@ -404,7 +418,7 @@ def _wire_scheduler(
             devices=find_devices(devices),
             find_devices=find_devices,
             others=others,
-            make_room=functools.partial(sampling.make_room, job.job_id),
+            make_room=functools.partial(make_room, job.job_id),
             on_asked=functools.partial(on_asked, job.job_id),
         )
 

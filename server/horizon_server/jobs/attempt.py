@@ -347,13 +347,17 @@ class Attempt:
         await self._finish(**answer)
 
     async def _started(self, request: WorkerRequest, planes: dict[str, int]) -> Worker:
-        kind, gpus = request.plan.execution.device_kind, self.devices.gpus
+        execution, gpus = request.plan.execution, self.devices.gpus
+        environment = worker_environment(self.runtime.environment, execution.device_kind, gpus)
+        environment |= fleet_environment(request.fleet)
         worker = await Worker.start(
             self.runtime.worker_module,
             to_plain(dataclasses.replace(request, planes=planes)),
             folder=self._log.parent,
-            environment=worker_environment(self.runtime.environment, kind, gpus) | fleet_environment(request.fleet),
+            environment=environment,
             group=group_of(self.job, self._number),
+            # Other ranks inherit the planes' descriptors by the numbers in the request, which a spare does not have.
+            spare=await self.runtime.spare.take(environment) if execution.num_ranks == 1 else None,
         )
         log.info("worker started", pid=worker.pid)
         return worker

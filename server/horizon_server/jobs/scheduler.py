@@ -223,6 +223,8 @@ class Scheduler:
             {name: len(turns.participants) for name, turns in self.turns.items()},
             self.promised().num_bytes + self.held_bytes(),
         )
+        if not any(one.is_loading for one in self._residences().values()):
+            await self.runtime.spare.tend(yields=bool(self._running))
         self.runtime.metrics.set_bases(self.runtime.bases.num_bytes, self.runtime.bases.num_jobs)
         self.runtime.metrics.set_share_uses(
             self.runtime.view.shares.uses(situation.now_s), self.runtime.view.shares.weight_of
