@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,8 +11,7 @@ from pathlib import Path
 import pytest
 from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
-from tests.daemon_parts import DaemonParts, Script
-from tests.support.waiting import until
+from tests.daemon_parts import WAIT_S, DaemonParts, Script
 
 from horizon_server.jobs.spare_worker import SPARE_BYTES, SpareWorker
 from horizon_server.records.job import JobRecord, JobState
@@ -30,9 +30,9 @@ def spare_of(daemon: DaemonParts) -> SpareWorker:
 
 
 async def waiting_pid(daemon: DaemonParts) -> int:
-    await until(lambda: spare_of(daemon).pid is not None)
-    pid = spare_of(daemon).pid
-    assert pid is not None
+    async with asyncio.timeout(WAIT_S):
+        while (pid := spare_of(daemon).pid) is None:
+            await asyncio.sleep(0.01)
     return pid
 
 
