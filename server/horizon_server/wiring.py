@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from horizon_server.api.limits import CallLimits
 from horizon_server.api.logins import Logins
@@ -25,6 +26,7 @@ from horizon_server.db.webhooks import WebhookStore
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
+from horizon_server.jobs.compiling import LayerCompiler
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.health import DeviceHealth
 from horizon_server.jobs.joint_turn import JointTurn
@@ -64,6 +66,7 @@ from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.retention import Retention
 from horizon_server.services.housekeeping.sweep import Sweep
 from horizon_server.services.identity import IdentityService
+from horizon_server.services.idle_compilation import IdleCompilation
 from horizon_server.services.inputs import Inputs
 from horizon_server.services.jobs import JobService
 from horizon_server.services.merging import Merges
@@ -109,6 +112,7 @@ class Parts:
         await self.services.tinker_samples.close()
         await self.services.samples.close()
         await self.scheduler.runtime.spare.close()
+        await self.scheduler.runtime.compiler.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)
         else:
@@ -173,6 +177,15 @@ async def wire(
         environment=worker_environment(environment, "cuda", usable[:1]) if usable else environment,
         free_bytes=lambda but: free_bytes(but) - sampling.held_bytes,
     )
+    compiler = LayerCompiler(
+        folders,
+        environment=environment,
+        find_model=resources.model_of,
+        free_bytes=lambda: free_bytes("") - sampling.held_bytes,
+        tell=journal.append,
+        wake=lambda: scheduler.wake(),
+        on_made=metrics.on_compiled,
+    )
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
     nodes = NodeDirectory(
         addresses=settings.nodes,
@@ -214,8 +227,17 @@ async def wire(
         worker_module=worker_module,
         bases=bases,
         spare=spare,
+        compiler=compiler,
     )
-    idle = IdleMeasurement(rates, environment=environment, gpus=usable)
+    measurement = IdleMeasurement(rates, environment=environment, gpus=usable)
+    # A scripted worker trains no model.
+    most = settings.compile_pushed_models if worker_module == WORKER_MODULE else 0
+    compilation = IdleCompilation(models=models, planner=planner, compiler=compiler, most=most)
+
+    async def idle() -> None:
+        await measurement()
+        await compilation()
+
     preparing = asyncio.Lock()
     scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
     boxes = Boxes(
@@ -376,7 +398,7 @@ def _wire_scheduler(
     usable: Sequence[Accelerator],
     space: Space,
     sampling: SamplingChild,
-    idle: IdleMeasurement,
+    idle: Callable[[], Coroutine[Any, Any, None]],
     preparing: asyncio.Lock,
 ) -> Scheduler:
     """Make what queues and runs jobs: turns for each device, and an attempt for each job that gets memory."""

@@ -35,13 +35,14 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
+from horizon_server.jobs.compile_request import CompileRequest
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.job import StopRequest
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
-from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker.compilation import Compilation, target_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
@@ -290,7 +291,7 @@ def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
     assert compiled.compiled_calls > 0
     # Code with another scale is other code.
     template.adapter_scale = 1.0
-    assert not is_complete(template, CodeLibrary(tmp_path), request.target)
+    assert not is_complete(template, CodeLibrary(tmp_path), target_of(request))
     template.adapter_dropout = 0.1
     assert all(isinstance(found, NotCompilable) for found in call_patterns(template, torch.float32).values())
 

@@ -31,6 +31,7 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
+from horizon_server.jobs.compiling import COMPILING
 from horizon_server.jobs.fleet import continue_on_nodes, fleet_environment, plan_on_nodes
 from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation
@@ -283,6 +284,8 @@ class Attempt:
         )
         if prepared is None or self._wanted:
             raise Stopped
+        if why := await self.runtime.compiler.why_waits(self.job):
+            raise Stopped(COMPILING, why)
         assert self.job.plan is not None, "no job is queued without a plan"
         others = self.others()
         await self.make_room(others.needed_bytes(*self.job.plan.held))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
+from horizon_server.jobs.compiling import LayerCompiler
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import FindInputs
@@ -43,4 +44,5 @@ class Runtime:
     environment: Mapping[str, str]
     worker_module: str
     spare: SpareWorker
+    compiler: LayerCompiler
     bases: Bases = field(default_factory=Bases)

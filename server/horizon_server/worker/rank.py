@@ -29,7 +29,7 @@ from horizon_server.network import parse_address
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import let_launchers_run
-from horizon_server.worker.compilation import compile_request
+from horizon_server.worker.compilation import compile_request, target_of
 from horizon_server.worker.set_up import Homes, attached_store, gpu_of_rank, template_of
 from horizon_server.worker_link.request import WorkerRequest
 
@@ -67,7 +67,7 @@ def work(plain: Any, meeting: Meeting, rank: int, shared_fd: int) -> None:
         if keys := begin.values["compiled"]:
             assert request.compiled is not None, "the first rank has compiled layers of the library"
             library = CodeLibrary(request.compiled)
-            compiled = CompiledLayers.load(template, library, compile_request(request).target, keys=keys)
+            compiled = CompiledLayers.load(template, library, target_of(compile_request(request)), keys=keys)
         trainer = Trainer(
             template,
             store,

@@ -1,9 +1,9 @@
 """A worker's process that has loaded its libraries and waits for the attempt that it will serve.
 
-The daemon starts it as `python -m MODULE FOLDER --spare-fd N --loading-fd M`. It closes M once the libraries are loaded.
-When an attempt begins, one message over the socket N names the request's file and brings the descriptors that a worker
-inherits otherwise: the lock `alive`, the log, and the planes. From then on it is the attempt's worker, which outlives
-the daemon; until then it ends with the daemon.
+The daemon starts it as `python -m MODULE FOLDER --spare-fd N --loading-fd M`. It closes M once its libraries are
+loaded. When an attempt begins, one message over the socket N names the request's file and brings the descriptors that
+a worker inherits otherwise: the lock `alive`, the log, and the planes. From then on it is the attempt's worker, which
+outlives the daemon; until then it ends with the daemon.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,9 +31,10 @@ def spare_of(daemon: DaemonParts) -> SpareWorker:
 
 
 async def waiting_pid(daemon: DaemonParts) -> int:
-    async with asyncio.timeout(WAIT_S):
-        while (pid := spare_of(daemon).pid) is None:
-            await asyncio.sleep(0.01)
+    end_s = time.monotonic() + WAIT_S
+    while (pid := spare_of(daemon).pid) is None:
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.01)
     return pid
 
 

@@ -42,10 +42,15 @@ def call_patterns(template: Template, dtype: torch.dtype) -> dict[int, CallPatte
 
 def is_complete(template: Template, library: CodeLibrary, target: Target) -> bool:
     """Whether the library knows every kind of layer that can be compiled."""
-    return all(
-        isinstance(pattern, NotCompilable) or library.find(layer_key(template, kind, target)) is not None
-        for kind, pattern in call_patterns(template, target.dtype).items()
-    )
+    return known_keys(template, library, target) is not None
+
+
+def known_keys(template: Template, library: CodeLibrary, target: Target) -> list[str] | None:
+    """The keys of every kind of layer that can be compiled; None where the library does not know one."""
+    patterns = call_patterns(template, target.dtype)
+    kinds = [kind for kind, pattern in patterns.items() if not isinstance(pattern, NotCompilable)]
+    keys = [layer_key(template, kind, target) for kind in kinds]
+    return keys if all(library.find(key) is not None for key in keys) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ import json
 import os
 import platform
 import shutil
+import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ from horizon_server.store.triton_kernels import triton_version
 
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = 2 << 30
+# Of the newest entries, for an estimate.
+_MOST_KNOWN = 20
 # What a config says about where it came from and how text is made, not about the layers.
 _NOT_STRUCTURE = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
 
@@ -111,6 +114,15 @@ class CodeLibrary:
         """Keep an entry; its code is in its file already. The oldest entries make room."""
         replace_file(self._facts(key), json.dumps(asdict(entry), indent=1))
         self._make_room(key)
+
+    def expected_s(self) -> float | None:
+        """How long a kind of layer takes to compile on this node, by those made last; None while there are none."""
+        files = sorted(self._folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
+        times = []
+        for file in files[:_MOST_KNOWN]:
+            with suppress(OSError, ValueError):
+                times.append(float(json.loads(file.read_bytes()).get("compile_s", 0.0)))
+        return statistics.median(found) if (found := [seconds for seconds in times if seconds]) else None
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
