@@ -32,7 +32,7 @@ from horizon_server.errors import (
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
 from horizon_server.jobs.compiling import COMPILING
-from horizon_server.jobs.fleet import continue_on_nodes, fleet_environment, plan_on_nodes
+from horizon_server.jobs.fleet import continue_on_nodes, environment_on, plan_on_nodes
 from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
@@ -50,7 +50,6 @@ from horizon_server.jobs.requests import (
 )
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import Participant
-from horizon_server.planning.machine import worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import HeldMemory
 from horizon_server.worker_link.daemon_end import Worker, replay_journal
@@ -350,9 +349,7 @@ class Attempt:
         await self._finish(**answer)
 
     async def _started(self, request: WorkerRequest, planes: dict[str, int]) -> Worker:
-        execution, gpus = request.plan.execution, self.devices.gpus
-        environment = worker_environment(self.runtime.environment, execution.device_kind, gpus)
-        environment |= fleet_environment(request.fleet)
+        environment = environment_on(self.devices, request, self.runtime)
         worker = await Worker.start(
             self.runtime.worker_module,
             to_plain(dataclasses.replace(request, planes=planes)),
@@ -360,7 +357,7 @@ class Attempt:
             environment=environment,
             group=group_of(self.job, self._number),
             # Other ranks inherit the planes' descriptors by the numbers in the request, which a spare does not have.
-            spare=await self.runtime.spare.take(environment) if execution.num_ranks == 1 else None,
+            spare=await self.runtime.spare.take(environment) if request.plan.execution.num_ranks == 1 else None,
         )
         log.info("worker started", pid=worker.pid)
         return worker
@@ -521,11 +518,8 @@ class Attempt:
         return answer
 
     def _allowed_silence_s(self) -> float | None:
-        return (
-            None
-            if self.participant is None
-            else self.participant.silence_limit_s(self.runtime.settings.silence_limit_s)
-        )
+        limit_s = self.runtime.settings.silence_limit_s
+        return None if self.participant is None else self.participant.silence_limit_s(limit_s)
 
     async def _store(self, report: Report) -> None:
         job_id, (line, number) = self.job.job_id, report

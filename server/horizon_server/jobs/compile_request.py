@@ -38,7 +38,7 @@ MAX_KILLS = 3
 """A job is not to wait forever on a node that has no memory for the compiler."""
 
 # Of the newest compilations, for an estimate.
-_MOST_KNOWN = 20
+_NUM_KNOWN = 20
 _PROGRAMS = ("torch", "transformers", "triton")
 
 
@@ -145,7 +145,7 @@ class MadeBook:
         files = sorted(self._folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
         known = [found for file in files if (found := self._read(file)) and found["device"] == device]
         return (
-            statistics.median(times) if (times := [k["seconds"] for k in known if k["seconds"]][:_MOST_KNOWN]) else None
+            statistics.median(times) if (times := [k["seconds"] for k in known if k["seconds"]][:_NUM_KNOWN]) else None
         )
 
     @staticmethod

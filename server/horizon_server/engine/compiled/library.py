@@ -30,7 +30,7 @@ from horizon_server.store.triton_kernels import triton_version
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = 2 << 30
 # Of the newest entries, for an estimate.
-_MOST_KNOWN = 20
+_NUM_KNOWN = 20
 # What a config says about where it came from and how text is made, not about the layers.
 _NOT_STRUCTURE = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
 
@@ -119,7 +119,7 @@ class CodeLibrary:
         """How long a kind of layer takes to compile on this node, by those made last; None while there are none."""
         files = sorted(self._folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
         times = []
-        for file in files[:_MOST_KNOWN]:
+        for file in files[:_NUM_KNOWN]:
             with suppress(OSError, ValueError):
                 times.append(float(json.loads(file.read_bytes()).get("compile_s", 0.0)))
         return statistics.median(found) if (found := [seconds for seconds in times if seconds]) else None
