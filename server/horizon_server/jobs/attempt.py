@@ -283,7 +283,7 @@ class Attempt:
         )
         if prepared is None or self._wanted:
             raise Stopped
-        if why := await self.runtime.compiler.why_waits(self.job):
+        if why := await self.runtime.compiler.why_waits(self.job, others_train=bool(self.devices.turns.participants)):
             raise Stopped(COMPILING, why)
         assert self.job.plan is not None, "no job is queued without a plan"
         others = self.others()

@@ -25,6 +25,7 @@ from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.version import VERSION
 
 Choice = Literal["auto", "on", "off"]
+Urgency = Literal["idle", "low", "usual"]
 
 WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 """Below this, compiling takes longer than it saves: about five minutes of training on the machines that we know."""
@@ -56,8 +57,10 @@ class CompileRequest:
     """As in the job: what is frozen has no gradient to compute."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """The adapters of the job, as its spec has them."""
-    is_idle: bool = False
-    """Whether no job waits for it: it takes only what every other process leaves of the processors then."""
+    urgency: Urgency = "low"
+    """What it gets of the processors. `idle`, where no job waits for it: only what every other process leaves; `low`,
+    beside jobs that train: little; `usual`, where a job waits for nothing else and others train: what any process
+    gets."""
 
     @classmethod
     def of(cls, train: TrainSpec, execution: Execution, *, model: Path, library: Path) -> CompileRequest:
@@ -82,7 +85,7 @@ class CompileRequest:
         """Return what tells it from others on this node; models with the same config.json are one. Blocking. Raises
         OSError."""
         plain = to_plain(self)
-        for name in ("model", "library", "is_idle"):
+        for name in ("model", "library", "urgency"):
             del plain[name]
         config = hashlib.sha256((Path(self.model) / CONFIG_FILE).read_bytes()).hexdigest()
         text = json.dumps([plain, config, VERSION, [_version_of(name) for name in _PROGRAMS]], sort_keys=True)

@@ -130,12 +130,17 @@ class LayerCompiler:
             if wanted_by_job is not None and not await self._is_done(wanted_by_job):
                 self._begin(wanted_by_job)
 
-    async def why_waits(self, job: JobRecord) -> str:
+    async def why_waits(self, job: JobRecord, *, others_train: bool) -> str:
         """Return why a job that is prepared does not start yet, for people: its layers are being compiled, and it is to
         wait in the queue for that. "" where it may start."""
         wanted = await self._wanted(job)
         if wanted is None or await self._is_done(wanted):
             return ""
+        if others_train:
+            # It now waits for nothing else, and beside jobs that train a compiler that yields takes half an hour.
+            wanted = self._known[job.job_id] = replace(wanted, request=replace(wanted.request, urgency="usual"))
+            if self._making is not None and self._making.wanted.request.urgency != "usual":
+                await self._end()
         if self._making is None:
             self._begin(wanted)
         if self._making is None:
@@ -166,7 +171,7 @@ class LayerCompiler:
             return False
         if self._free_bytes() < NEEDED_BYTES:
             return False
-        request = replace(wanted.request, is_idle=True)
+        request = replace(wanted.request, urgency="idle")
         self._idle = asyncio.create_task(self._make(replace(wanted, request=request)), name="idle compilation")
         try:
             # `wait`: where a job needs the compiler, `_begin` ends the task, and this call only returns.
@@ -180,6 +185,9 @@ class LayerCompiler:
     async def close(self) -> None:
         """End what runs; from now on nothing is compiled here."""
         self._is_closed = True
+        await self._end()
+
+    async def _end(self) -> None:
         if self._making is not None and self._making.task is not None:
             self._making.task.cancel()
             await asyncio.gather(self._making.task, return_exceptions=True)
@@ -210,7 +218,9 @@ class LayerCompiler:
         async def on_event(line: WorkerLine) -> None:
             if isinstance(line, Message):
                 log.info("compiles layers", model=wanted.request.model, what=line.text)
-                for job_id in [one for one, found in self._known.items() if found is not None and found == wanted]:
+                for job_id in [
+                    one for one, found in self._known.items() if found is not None and found.identity == wanted.identity
+                ]:
                     with contextlib.suppress(HorizonError):  # it has ended, or the disk is full
                         await self._tell(job_id, line)
 

@@ -192,8 +192,10 @@ def compiled_layers(
 def work(request: Any, events: EventWriter) -> list[str]:
     """Make what the library lacks; returns why some of it could not be made."""
     wanted = from_plain(CompileRequest, request)
-    if wanted.is_idle:
+    if wanted.urgency == "idle":
         cpu_priority.use_idle_processors()
+    elif wanted.urgency == "low":
+        cpu_priority.lower_for_good()
     from horizon_server.engine.compiled.build import build_missing
 
     torch.set_num_threads(wanted.num_threads)
@@ -218,4 +220,4 @@ def work(request: Any, events: EventWriter) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the compilation", is_loading=True))
+    sys.exit(serve(work, who="the compilation"))

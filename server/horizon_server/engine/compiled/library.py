@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +31,15 @@ _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = 2 << 30
 # Of the newest entries, for an estimate.
 _NUM_KNOWN = 20
-# What a config says about where it came from and how text is made, not about the layers.
-_NOT_STRUCTURE = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
+# What a config says about where it came from, how text is made, and what is before and after the layers and how many
+# there are, not about one layer.
+_NOT_STRUCTURE = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "tie_word_embeddings"),
+        *("vocab_size", "num_hidden_layers"),
+    }
+)
 
 Kernels = Literal["inductor", "triton"]
 
@@ -151,7 +158,7 @@ class CodeLibrary:
 
 def layer_key(template: Template, layer: int, target: Target) -> str:
     """The key of a layer's code: equal keys mean equal code."""
-    config = {name: value for name, value in template.config.to_dict().items() if name not in _NOT_STRUCTURE}
+    config = _structure(template.config.to_dict(), layer)
     places = [(p.name, p.piece.shape, getattr(p.piece, "strides", None), p.trained) for p in template.places[layer + 1]]
     parts: list[Any] = [
         config,
@@ -169,6 +176,14 @@ def layer_key(template: Template, layer: int, target: Target) -> str:
     ]
     text = json.dumps(parts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _structure(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """What a config says about one layer: of the kinds of all layers, the layer's own."""
+    found = {name: value for name, value in config.items() if name not in _NOT_STRUCTURE}
+    if isinstance(found.get("layer_types"), list):
+        found["layer_types"] = found["layer_types"][layer]
+    return found
 
 
 def sha256_of(path: Path) -> str:
