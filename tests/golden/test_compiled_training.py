@@ -35,7 +35,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
-from horizon_server.jobs.compile_request import CompileRequest
+from horizon_server.jobs.compile_request import CompileRequest, MadeBook
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.job import StopRequest
 from horizon_server.spec import LORA, LoraSpec, TrainSpec
@@ -327,6 +327,15 @@ def test_a_second_job_compiles_nothing(library: Path, folder: Path, monkeypatch:
     texts: list[str] = []
     assert build.build_missing(template, CodeLibrary(library), target(), texts.append) == []
     assert not any("compiling" in text for text in texts)
+
+
+def test_the_daemon_knows_from_files_alone_what_was_compiled(library: Path, folder: Path) -> None:
+    book, request = MadeBook(library), request_for(folder, library)
+    assert book.has(request.identity())
+    assert not book.has(dataclasses.replace(request, num_tokens=49).identity())
+    # Who asks, and how urgently, does not matter.
+    assert book.has(dataclasses.replace(request, urgency="idle").identity())
+    assert (book.expected_s("cpu") or 0.0) > 0.0 and book.expected_s("cuda") is None
 
 
 def test_torn_code_is_never_loaded(library: Path, folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,8 +135,12 @@ class MadeBook:
 
     def has(self, identity: str) -> bool:
         """Return whether the library has all that this request asks for, its refusals included."""
-        known = self._read(self._folder / f"{identity}.json")
-        return known is not None and all((self._library / f"{key}.json").exists() for key in known["keys"])
+        file = self._folder / f"{identity}.json"
+        known = self._read(file)
+        if known is None or not all((self._library / f"{key}.json").exists() for key in known["keys"]):
+            return False
+        os.utime(file)  # the sweep removes what is not used for long
+        return True
 
     def add(self, identity: str, keys: list[str], *, device: str, seconds: float) -> None:
         """Keep that a request was carried out in that time; 0 where the library had everything."""
