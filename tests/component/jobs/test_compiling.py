@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.component.jobs.conftest import ADA
@@ -27,7 +28,7 @@ from horizon_server.services.idle_compilation import IdleCompilation
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
-WITH_LAYERS = {"train": {"compile": "on"}}
+WITH_LAYERS: dict[str, Any] = {"train": {"compile": "on"}}
 
 
 @pytest.fixture
