@@ -1,5 +1,5 @@
-"""Seconds from `submit` to a job's first step, through a real daemon and its client: the first job of a model, and those
-after it, whose data and layers are there.
+"""Seconds from `submit` to a job's first step, through a real daemon and its client: the first job of a model, and
+those after it, whose data and layers are there.
 
 The demo's model and data. Each job is submitted on an idle node, and is over before the next one. What happened when is
 taken from the job's own events.
