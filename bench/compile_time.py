@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from bench.models import SHAPES, qwen3_config
 from horizon_server.children.entry import EventWriter
 from horizon_server.engine.template import Template
+from horizon_server.jobs.compile_request import CompileRequest
 from horizon_server.planning.ledger import micro_batch_tokens
 from horizon_server.records.job import StopRequest
 from horizon_server.store.cpus import available_cpus
-from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker.compilation import Compilation
 
 
 class _NoOrders:

@@ -357,7 +357,13 @@ async def daemon_parts(
         (state_dir / "prepared").symlink_to(prepared)
     # A slice that no test has to wait for.
     # And no restart of a worker that a script has killed, where a test does not want it.
-    usual = {"model_roots": (model_folder,), "drain_timeout_s": 30.0, "time_slice_s": 0.1, "max_restarts": 0}
+    usual = {
+        "model_roots": (model_folder,),
+        "drain_timeout_s": 30.0,
+        "time_slice_s": 0.1,
+        "max_restarts": 0,
+        "spare_worker": False,
+    }
     made = Settings(**{"state_dir": state_dir, **usual, **settings})
     database = await Database.open(made.database_path)
     try:

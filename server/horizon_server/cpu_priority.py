@@ -10,6 +10,7 @@ and the thread that imports the libraries.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -41,6 +42,14 @@ def lower_for_good() -> None:
     """Give this process, with all that it starts, little of the processors until its end."""
     _set_session(LOADING_NICE)
     os.setpriority(os.PRIO_PROCESS, 0, max(LOADING_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def use_idle_processors() -> None:
+    """Give this process, with all that it starts, only what every other process leaves of the processors, until its
+    end."""
+    lower_for_good()
+    with contextlib.suppress(OSError):  # a sandbox that forbids it; it has little of them all the same
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def restore() -> bool:

@@ -244,6 +244,18 @@ class Settings(BaseSettings):
         description="How long the model of horizon checkpoint sample and chat stays in memory after an answer, for the "
         "next one, unless a job needs the memory; 0 never keeps it.",
     )
+    compile_pushed_models: int = Field(
+        3,
+        ge=0,
+        le=100,
+        description="Of how many models, those that were pushed last, the layers are compiled while the node is idle, "
+        "so that their first job need not wait for it; 0 compiles only for jobs that are submitted.",
+    )
+    spare_worker: bool = Field(
+        True,
+        description="Keep a worker process that has loaded its libraries, so that the next job starts seconds earlier. "
+        "It takes up to 512 MiB of host memory that no job has, and is ended for a job that needs it.",
+    )
     public_url: str | None = Field(
         None,
         pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$",

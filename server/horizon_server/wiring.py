@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from horizon_server.api.limits import CallLimits
 from horizon_server.api.logins import Logins
@@ -25,6 +26,7 @@ from horizon_server.db.webhooks import WebhookStore
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
+from horizon_server.jobs.compiling import LayerCompiler
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.health import DeviceHealth
 from horizon_server.jobs.joint_turn import JointTurn
@@ -34,6 +36,7 @@ from horizon_server.jobs.queue_view import QueueView
 from horizon_server.jobs.requests import AttemptDevices
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.spare_worker import SpareWorker
 from horizon_server.jobs.tracking import NodeTrackers, Tracking
 from horizon_server.jobs.turns import DeviceTurns
 from horizon_server.jobs.usage import UsageMeter
@@ -47,6 +50,7 @@ from horizon_server.planning.machine import (
     RateBook,
     host_memory,
     why_broken,
+    worker_environment,
 )
 from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord, JobState
@@ -62,6 +66,7 @@ from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.retention import Retention
 from horizon_server.services.housekeeping.sweep import Sweep
 from horizon_server.services.identity import IdentityService
+from horizon_server.services.idle_compilation import IdleCompilation
 from horizon_server.services.inputs import Inputs
 from horizon_server.services.jobs import JobService
 from horizon_server.services.merging import Merges
@@ -106,6 +111,8 @@ class Parts:
         end every watch."""
         await self.services.tinker_samples.close()
         await self.services.samples.close()
+        await self.scheduler.runtime.spare.close()
+        await self.scheduler.runtime.compiler.close()
         if leave_workers:
             await self.scheduler.leave(timeout_s)
         else:
@@ -156,13 +163,28 @@ async def wire(
     planner = Planner.of_node(
         settings, rates, usable, free_devices=lambda: scheduler.free_devices, jobs_on=bases.jobs_on
     )
-    sampling = SamplingChild(
-        environment=environment,
-        free_bytes=lambda but: min(
+
+    def free_bytes(but: str) -> int:
+        return min(
             planner.host_limit_bytes - scheduler.promised(but=but).num_bytes,
             host_memory().available_bytes - settings.host_memory_reserve_bytes,
-        ),
-        keep_s=settings.sampling_keep_s,
+        )
+
+    sampling = SamplingChild(environment=environment, free_bytes=free_bytes, keep_s=settings.sampling_keep_s)
+    spare = SpareWorker(
+        worker_module if settings.spare_worker else "",
+        settings.state_dir / "jobs",
+        environment=worker_environment(environment, "cuda", usable[:1]) if usable else environment,
+        free_bytes=lambda but: free_bytes(but) - sampling.held_bytes,
+    )
+    compiler = LayerCompiler(
+        folders,
+        environment=environment,
+        find_model=resources.model_of,
+        free_bytes=lambda: free_bytes("") - sampling.held_bytes,
+        tell=journal.append,
+        wake=lambda: scheduler.wake(),
+        on_made=metrics.on_compiled,
     )
     gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
     nodes = NodeDirectory(
@@ -204,8 +226,18 @@ async def wire(
         environment=environment,
         worker_module=worker_module,
         bases=bases,
+        spare=spare,
+        compiler=compiler,
     )
-    idle = IdleMeasurement(rates, environment=environment, gpus=usable)
+    measurement = IdleMeasurement(rates, environment=environment, gpus=usable)
+    # A scripted worker trains no model.
+    most = settings.compile_pushed_models if worker_module == WORKER_MODULE else 0
+    compilation = IdleCompilation(models=models, planner=planner, compiler=compiler, most=most)
+
+    async def idle() -> None:
+        await measurement()
+        await compilation()
+
     preparing = asyncio.Lock()
     scheduler = _wire_scheduler(runtime, usable, space, sampling, idle, preparing)
     boxes = Boxes(
@@ -366,7 +398,7 @@ def _wire_scheduler(
     usable: Sequence[Accelerator],
     space: Space,
     sampling: SamplingChild,
-    idle: IdleMeasurement,
+    idle: Callable[[], Coroutine[Any, Any, None]],
     preparing: asyncio.Lock,
 ) -> Scheduler:
     """Make what queues and runs jobs: turns for each device, and an attempt for each job that gets memory."""
@@ -396,6 +428,10 @@ def _wire_scheduler(
             gpus=tuple(gpus[name] for name in names if name in gpus),
         )
 
+    async def make_room(job_id: str, num_bytes: int) -> None:
+        await sampling.make_room(job_id, num_bytes)
+        await runtime.spare.make_room(job_id, num_bytes)
+
     def make_attempt(job: JobRecord, devices: tuple[str, ...], others: Callable[[], HeldMemory]) -> Attempt:
         return Attempt(
             job=job,
@@ -404,7 +440,7 @@ def _wire_scheduler(
             devices=find_devices(devices),
             find_devices=find_devices,
             others=others,
-            make_room=functools.partial(sampling.make_room, job.job_id),
+            make_room=functools.partial(make_room, job.job_id),
             on_asked=functools.partial(on_asked, job.job_id),
         )
 

@@ -59,7 +59,7 @@ horizon_device_seconds_total{project,user,device} horizon_device_turns_total{dev
 horizon_device_turn_wait_seconds{device}
 horizon_device_handover_seconds{device} horizon_resident_jobs{device} horizon_job_share_ratio{job_id}
 horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user}
-horizon_turn_overruns_total{}
+horizon_turn_overruns_total{} horizon_layer_compile_seconds_total{}
 horizon_job_loading_since_timestamp_seconds{job_id,state}
 horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{}
 horizon_shared_base_bytes{} horizon_shared_base_jobs{}

@@ -33,6 +33,7 @@ from horizon_server.engine.compiled.library import CodeLibrary
 from horizon_server.errors import InvalidData, InvalidModel, OutOfMemory
 from horizon_server.events import StateChanged, StepDone
 from horizon_server.jobs import recovery, requests
+from horizon_server.jobs.compile_request import CompileRequest
 from horizon_server.planning import machine
 from horizon_server.planning.machine import Gpu, IdleMeasurement, Machine, RateBook, measure_rates
 from horizon_server.records.account import Principal
@@ -185,7 +186,7 @@ async def test_the_search_for_gpus_at_its_limit(tmp_path: Path) -> None:
 def test_a_compilation_at_its_limit_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tight = limited(tmp_path / "limited", child_environment(), memory_bytes=200 * MIB)
     monkeypatch.setattr(compilation, "child_environment", lambda: tight)
-    request = compilation.CompileRequest(
+    request = CompileRequest(
         model=str(tmp_path), library=str(tmp_path), dtype="float32", device="cpu", num_threads=1, num_tokens=64
     )
     waiting = cast(Any, SimpleNamespace(_request=request, _library=CodeLibrary(tmp_path), _orders=Orders()))

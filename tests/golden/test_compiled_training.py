@@ -35,6 +35,7 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
+from horizon_server.jobs.compile_request import CompileRequest, MadeBook
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.planning.residency import product_bytes
 from horizon_server.planning.trainable import open_for_training
@@ -43,7 +44,7 @@ from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.adapters import MAGNITUDE
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
-from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker.compilation import Compilation, target_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
@@ -333,7 +334,7 @@ def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
     assert compiled.compiled_calls > 0
     # Code with another scale is other code.
     template.adapter_scale = 1.0
-    assert not is_complete(template, CodeLibrary(tmp_path), request.target)
+    assert not is_complete(template, CodeLibrary(tmp_path), target_of(request))
     template.adapter_dropout = 0.1
     assert all(isinstance(found, NotCompilable) for found in call_patterns(template, torch.float32).values())
 
@@ -369,6 +370,15 @@ def test_a_second_job_compiles_nothing(library: Path, folder: Path, monkeypatch:
     texts: list[str] = []
     assert build.build_missing(template, CodeLibrary(library), target(), texts.append) == []
     assert not any("compiling" in text for text in texts)
+
+
+def test_the_daemon_knows_from_files_alone_what_was_compiled(library: Path, folder: Path) -> None:
+    book, request = MadeBook(library), request_for(folder, library)
+    assert book.has(request.identity())
+    assert not book.has(dataclasses.replace(request, num_tokens=49).identity())
+    # Who asks, and how urgently, does not matter.
+    assert book.has(dataclasses.replace(request, urgency="idle").identity())
+    assert (book.expected_s("cpu") or 0.0) > 0.0 and book.expected_s("cuda") is None
 
 
 def test_torn_code_is_never_loaded(library: Path, folder: Path, tmp_path: Path) -> None:

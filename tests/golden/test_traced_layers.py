@@ -3,13 +3,17 @@ any row."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from bench.gpu.steps import with_base
 from tests.support.tiny_models import config_of, template_of
-from tests.support.traced_layers import FP32, ROWS, TRACED, TRACED_FOR, greatest_difference, trace
+from tests.support.traced_layers import CPU, FP32, ROWS, TRACED, TRACED_FOR, greatest_difference, trace
 
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
+from horizon_server.engine.compiled.graphs import Graph
 from horizon_server.engine.compiled.layers import call_patterns
+from horizon_server.engine.compiled.library import Target, layer_key
 from horizon_server.engine.template import Template
 
 EXPERTS = "torch traces no grouped product in fp32"
@@ -74,3 +78,37 @@ def test_a_loop_over_chunks_of_tokens_is_refused_without_following_it() -> None:
     # 1,024 chunks, whose 64 rounds each would take an hour.
     with pytest.raises(NotCompilable, match="differs for every number of tokens"):
         trace(template, 0, pattern, (1 << 16,))
+
+
+# Other numbers of layers, of tokens, and other ids of special tokens.
+OTHERS: dict[str, Any] = {"vocab_size": 160, "num_hidden_layers": 5, "pad_token_id": 3, "eos_token_id": 4}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "olmo2", "cohere2"])
+def test_models_that_differ_around_their_layers_share_keys_and_layers_with_one_key_have_one_graph(
+    architecture: str,
+) -> None:
+    one, other = template_of(config_of(architecture)), template_of(config_of(architecture, **OTHERS))
+    target = Target(dtype=FP32, device=CPU, num_threads=1, num_tokens=sum(TRACED_FOR))
+    graphs: dict[str, set[tuple[str, ...]]] = {}
+    for template in (one, other):
+        for kind, pattern in call_patterns(template, FP32).items():
+            assert isinstance(pattern, CallPattern)
+            traced = trace(template, kind, pattern)
+            text = (*_text_of(traced.forward), *_text_of(traced.backward), *traced.returned)
+            graphs.setdefault(layer_key(template, kind, target), set()).add(text)
+    # Among more layers there may be one of a further kind.
+    assert len(graphs) == max(len(set(one.layer_kinds)), len(set(other.layer_kinds)))
+    assert all(len(texts) == 1 for texts in graphs.values())
+
+
+def _text_of(graph: Graph) -> list[str]:
+    shapes = [(tensor.dtype, tuple(map(str, tensor.shape)), tensor.stride()) for tensor in graph.inputs]
+    return [graph.module.code, str(shapes)]
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"max_position_embeddings": 64}])
+def test_models_whose_layers_may_differ_share_no_key(change: dict[str, Any]) -> None:
+    target = Target(dtype=FP32, device=CPU, num_threads=1, num_tokens=sum(TRACED_FOR))
+    one, other = (template_of(config_of("llama", **more)) for more in ({}, change))
+    assert layer_key(one, 0, target) != layer_key(other, 0, target)

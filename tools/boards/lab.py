@@ -290,6 +290,7 @@ _WAITING = (
         queries=[
             (in_last_hour("horizon_jobs_displaced_total"), "displaced"),
             (in_last_hour("horizon_turn_overruns_total"), "overruns"),
+            (in_last_hour("horizon_layer_compile_seconds_total"), "seconds of compiling ahead"),
         ],
     ),
 )

@@ -31,7 +31,8 @@ from horizon_server.errors import (
     WorkerSilent,
 )
 from horizon_server.events import AttemptReady, CheckpointWritten, Message, ReferencesDone, StepDone
-from horizon_server.jobs.fleet import continue_on_nodes, fleet_environment, plan_on_nodes
+from horizon_server.jobs.compiling import COMPILING
+from horizon_server.jobs.fleet import continue_on_nodes, environment_on, plan_on_nodes
 from horizon_server.jobs.lines import Report
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
@@ -49,7 +50,6 @@ from horizon_server.jobs.requests import (
 )
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.jobs.turns import Participant
-from horizon_server.planning.machine import worker_environment
 from horizon_server.records.job import JobRecord, JobState, StopRequest
 from horizon_server.records.plan import HeldMemory
 from horizon_server.worker_link.daemon_end import Worker, replay_journal
@@ -283,6 +283,8 @@ class Attempt:
         )
         if prepared is None or self._wanted:
             raise Stopped
+        if why := await self.runtime.compiler.why_waits(self.job, others_train=bool(self.devices.turns.participants)):
+            raise Stopped(COMPILING, why)
         assert self.job.plan is not None, "no job is queued without a plan"
         others = self.others()
         await self.make_room(others.needed_bytes(*self.job.plan.held))
@@ -347,13 +349,15 @@ class Attempt:
         await self._finish(**answer)
 
     async def _started(self, request: WorkerRequest, planes: dict[str, int]) -> Worker:
-        kind, gpus = request.plan.execution.device_kind, self.devices.gpus
+        environment = environment_on(self.devices, request, self.runtime)
         worker = await Worker.start(
             self.runtime.worker_module,
             to_plain(dataclasses.replace(request, planes=planes)),
             folder=self._log.parent,
-            environment=worker_environment(self.runtime.environment, kind, gpus) | fleet_environment(request.fleet),
+            environment=environment,
             group=group_of(self.job, self._number),
+            # Other ranks inherit the planes' descriptors by the numbers in the request, which a spare does not have.
+            spare=await self.runtime.spare.take(environment) if request.plan.execution.num_ranks == 1 else None,
         )
         log.info("worker started", pid=worker.pid)
         return worker
@@ -514,11 +518,8 @@ class Attempt:
         return answer
 
     def _allowed_silence_s(self) -> float | None:
-        return (
-            None
-            if self.participant is None
-            else self.participant.silence_limit_s(self.runtime.settings.silence_limit_s)
-        )
+        limit_s = self.runtime.settings.silence_limit_s
+        return None if self.participant is None else self.participant.silence_limit_s(limit_s)
 
     async def _store(self, report: Report) -> None:
         job_id, (line, number) = self.job.job_id, report

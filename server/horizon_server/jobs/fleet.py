@@ -10,6 +10,7 @@ from horizon_server.jobs.requests import WAITS_FOR_MEMORY, AttemptDevices, Stopp
 from horizon_server.jobs.runtime import Runtime
 from horizon_server.network import interface_of
 from horizon_server.nodes.protocol import Reservation
+from horizon_server.planning.machine import worker_environment
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import Plan
 from horizon_server.worker_link.request import Fleet, WorkerRequest
@@ -95,9 +96,12 @@ async def reserve_nodes(
     return Fleet(address=settings.fleet_address, others=others, key_file=settings.fleet_key_file)
 
 
-def fleet_environment(fleet: Fleet | None) -> dict[str, str]:
-    """Variables with which the libraries of an attempt's ranks use the network between its nodes."""
+def environment_on(devices: AttemptDevices, request: WorkerRequest, runtime: Runtime) -> dict[str, str]:
+    """Return the variables of an attempt's worker: it sees only the GPUs that it is to use, and its libraries use the
+    network between its nodes."""
+    kind, fleet = request.plan.execution.device_kind, request.fleet
+    found = worker_environment(runtime.environment, kind, devices.gpus)
     if fleet is None:
-        return {}
+        return found
     interface = interface_of(fleet.address)
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {**found, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from horizon_server.jobs.bases import Bases
 from horizon_server.jobs.call_news import CallNews
+from horizon_server.jobs.compiling import LayerCompiler
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import FindInputs
 from horizon_server.jobs.queue_view import QueueView
+from horizon_server.jobs.spare_worker import SpareWorker
 from horizon_server.jobs.usage import UsageMeter
 from horizon_server.nodes.directory import NodeDirectory
 from horizon_server.planning.planner import Planner
@@ -41,4 +43,6 @@ class Runtime:
     calls: CallNews
     environment: Mapping[str, str]
     worker_module: str
+    spare: SpareWorker
+    compiler: LayerCompiler
     bases: Bases = field(default_factory=Bases)

@@ -38,6 +38,7 @@ SHOW_EVERY_S = 30.0
 """How old a job's outlook becomes where nothing happens."""
 
 _HELD_BACK_S = 60.0
+_BEFORE_THE_START = (JobState.QUEUED, JobState.PREPARING)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,9 +200,13 @@ class Scheduler:
             turns.charge()
         await self.runtime.meter.store()
         self._let_load()
-        situation, queued = await self.runtime.view.situation(self._residences(), self._held_back)
+        held_back = self._held_back | self.runtime.compiler.held
+        situation, queued = await self.runtime.view.situation(self._residences(), held_back)
         if self.runtime.lifecycle.draining:
             return
+        # Those that are being prepared start first.
+        coming = [one.attempt.job for one in self._running.values() if one.attempt.job.job_state in _BEFORE_THE_START]
+        await self.runtime.compiler.tend([*coming, *queued.values()])
         used = {name for one in situation.residents for name in one.devices} | situation.node.out.keys()
         self.free_devices = tuple(name for name in self.turns if name not in used)
         if not queued and not self._running:
@@ -223,6 +228,8 @@ class Scheduler:
             {name: len(turns.participants) for name, turns in self.turns.items()},
             self.promised().num_bytes + self.held_bytes(),
         )
+        if not any(one.is_loading for one in self._residences().values()):
+            await self.runtime.spare.tend(yields=bool(self._running))
         self.runtime.metrics.set_bases(self.runtime.bases.num_bytes, self.runtime.bases.num_jobs)
         self.runtime.metrics.set_share_uses(
             self.runtime.view.shares.uses(situation.now_s), self.runtime.view.shares.weight_of

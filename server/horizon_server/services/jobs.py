@@ -97,6 +97,7 @@ class JobService:
             quotas=self.quotas,
             trackers=self.tracking.trackers,
             turns=self.turns,
+            compiler=self.scheduler.runtime.compiler,
             find_job=self.get,
         )
 

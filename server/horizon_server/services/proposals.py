@@ -16,6 +16,7 @@ from pathlib import Path
 from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.db.jobs import AdmitJob
 from horizon_server.errors import DoesNotFit, InvalidModel, InvalidSpec, NotFound, QuotaExceeded, TooLarge
+from horizon_server.jobs.compiling import LayerCompiler
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, known_size
 from horizon_server.jobs.tracking import NodeTrackers
@@ -96,6 +97,7 @@ class Proposals:
     quotas: Quotas
     trackers: NodeTrackers
     turns: UserLocks
+    compiler: LayerCompiler
     find_job: Callable[[Principal, str], Awaitable[JobRecord]]
 
     @asynccontextmanager
@@ -145,6 +147,9 @@ class Proposals:
                 node=self.boxes.name if stays or spec.is_session else spec.node,
                 only_here=_ONLY_HERE if isinstance(start, CheckpointStart) else "",
             )
+            # On another machine, its own daemon says so.
+            if not placed.box and (note := await self.compiler.note(spec, placed.plan, folder)):
+                placed = replace(placed, plan=replace(placed.plan, warnings=(*placed.plan.warnings, note)))
             plan = placed.plan
             yield Proposal(
                 job=replace(job, plan=plan, box=placed.box),

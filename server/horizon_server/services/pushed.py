@@ -508,6 +508,11 @@ class ModelService(PushedService[ModelRecord]):
         )
         return await self._announce(principal, announced, request_id=request_id)
 
+    async def newest(self, limit: int) -> list[ModelRecord]:
+        """Return the READY ones among those that were announced last, of all users, newest first."""
+        records, _ = await self._store.page(owner=None, limit=limit, token="")
+        return [record for record in records if record.ready]
+
     async def get(self, principal: Principal, key: str) -> ModelRecord:
         """Return what `key` means to the caller, as for every kind; of a model of the hub that is not here, the error
         says who can add it."""

@@ -98,6 +98,10 @@ FAMILIES = (
     Metric("horizon_share_use_seconds", "Decayed device seconds that decide whose turn is next.", ("project", "user")),
     Metric("horizon_project_weight", "Weight of a project that has used the device lately.", ("project",)),
     Metric("horizon_user_weight", "Weight of a user who has used the device lately.", ("user",)),
+    Metric(
+        "horizon_layer_compile_seconds_total",
+        "Seconds that the daemon compiled layers before a job needed them; those of a worker are in its job's events.",
+    ),
     Metric("horizon_turn_overruns_total", "Turns that a worker did not give back in time."),
     Metric("horizon_jobs_displaced_total", "Resident jobs that were unloaded to make room for a waiting one."),
     Metric(

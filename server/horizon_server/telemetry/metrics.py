@@ -324,6 +324,10 @@ class Metrics:
         """Count the bytes of an upload call under its result."""
         self._series("horizon_upload_bytes_total", result=result).inc(num_bytes)
 
+    def on_compiled(self, seconds: float) -> None:
+        """Count a compilation of the daemon that has ended by itself."""
+        self._series("horizon_layer_compile_seconds_total").inc(seconds)
+
     def on_webhook(self, outcome: str) -> None:
         """Count an attempt to deliver a webhook."""
         self._series("horizon_webhook_deliveries_total", outcome=outcome).inc()

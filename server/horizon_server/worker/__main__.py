@@ -19,6 +19,16 @@ def _import_libraries() -> None:
         importlib.import_module(f"horizon_server.worker.{name}")
 
 
+def load(yields: bool) -> None:
+    """Load the libraries of a worker that has no attempt yet."""
+    if not yields:
+        _import_libraries()
+        return
+    cpu_priority.lower_while_loading()
+    cpu_priority.in_lowered_thread(_import_libraries)
+    cpu_priority.restore()
+
+
 def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     """Run one attempt; returns its outcome with a reason and a message, as `Outcome` has them."""
     let_launchers_run()
@@ -61,4 +71,4 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    serve_worker(work, who="the worker")
+    serve_worker(work, who="the worker", load=load)

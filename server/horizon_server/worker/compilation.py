@@ -1,4 +1,5 @@
-"""Compiled layers for a job, while it starts: decides whether to compile, and runs the child that does.
+"""Compiled layers for a job, while it starts: decides whether to compile, and runs the child that does where the daemon
+has not had it done before (`jobs.compiling`).
 
 The compiler takes seconds to load, hundreds of megabytes, and has been seen to crash; so it runs in a process of its
 own: `python -m horizon_server.worker.compilation REQUEST`.
@@ -10,87 +11,52 @@ import asyncio
 import contextlib
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from horizon_server import progress
-from horizon_server.children.child import ChildTask, Limits
+from horizon_server import cpu_priority, progress
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.codec import from_plain, to_plain
-from horizon_server.engine.compiled.layers import CompiledLayers, is_complete
+from horizon_server.engine.compiled.layers import CompiledLayers, is_complete, known_keys
 from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec, Stalled, WorkerDied
 from horizon_server.events import Message, WorkerLine
+from horizon_server.jobs.compile_request import MAX_COMPILE_S, MAX_KILLS, CompileRequest, MadeBook
 from horizon_server.planning.compiling import flops_of_job, is_worth_compiling
-from horizon_server.planning.gpu_compiler import CPP_COMPILER, compiler_environment
+from horizon_server.planning.gpu_compiler import CPP_COMPILER
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.recipe import Matmul
-from horizon_server.records.execution import DeviceKind
 from horizon_server.records.job import StopRequest
 from horizon_server.settings import child_environment
-from horizon_server.spec import EVERYTHING, CompileChoice, LoraSpec, TrainSpec
+from horizon_server.spec import CompileChoice, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Orders
 from horizon_server.worker_link.request import WorkerRequest
 
-# It gets little of the processors beside jobs that train.
-_MAX_COMPILE_S = 3600.0
 # How soon an order to end is seen.
 _POLL_S = 0.5
 _OWN_LOG = Path("/proc/self/fd/2")
-# A job is not to wait forever on a node that has no memory for the compiler.
-_MOST_KILLS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileRequest:
-    """What the child is asked for."""
-
-    model: str
-    library: str
-    dtype: str
-    device: str
-    num_threads: int
-    num_tokens: int
-    trainable: tuple[str, ...] = EVERYTHING
-    """As in the job: what is frozen has no gradient to compute."""
-    lora: Mapping[str, Any] = field(default_factory=dict)
-    """The adapters of the job, as its spec has them."""
-    matmul: Matmul = "bf16"
-    product_layers: int = 0
-    """The last layers that are to keep their products, as the job's plan says."""
-
-    @property
-    def target(self) -> Target:
-        """What to compile for."""
-        return Target(
-            dtype=getattr(torch, self.dtype),
-            device=torch.device(self.device),
-            num_threads=self.num_threads,
-            num_tokens=self.num_tokens,
-            matmul=self.matmul,
-        )
+def target_of(request: CompileRequest) -> Target:
+    """What to compile for."""
+    return Target(
+        dtype=getattr(torch, request.dtype),
+        device=torch.device(request.device),
+        num_threads=request.num_threads,
+        num_tokens=request.num_tokens,
+        matmul=request.matmul,
+    )
 
 
 def compile_request(request: WorkerRequest) -> CompileRequest:
     """What an attempt's layers are compiled for."""
-    train, execution = request.spec.train, request.plan.execution
-    return CompileRequest(
-        model=str(request.model),
-        library=str(request.compiled),
-        dtype=execution.compute_dtype,
-        device="cpu" if execution.device_kind == "host" else "cuda",
-        num_threads=execution.num_threads,
-        num_tokens=min(max(train.sequence_length, execution.micro_batch_tokens), train.tokens_per_step),
-        trainable=train.trainable,
-        lora=train.lora.model_dump(mode="json"),
-        product_layers=execution.residency.product_layers,
-        matmul=train.matmul,
+    return CompileRequest.of(
+        request.spec.train, request.plan.execution, model=request.model, library=request.compiled or Path()
     )
 
 
@@ -115,7 +81,8 @@ class Compilation:
             InvalidSpec: `train.compile` is `on` and some layer cannot be compiled.
         """
         eager = CompiledLayers(self._template)
-        is_wanted = bool(before) if before is not None else self._is_worth_it(model_flops)
+        kind = self._request.device_kind
+        is_wanted = bool(before) if before is not None else is_worth_compiling(self._choice, kind, model_flops)
         if not is_wanted:
             return eager
         failures = self._compile()
@@ -126,7 +93,7 @@ class Compilation:
         layers = CompiledLayers.load(
             self._template,
             self._library,
-            self._request.target,
+            target_of(self._request),
             only_faster=only_faster,
             keys=before,
             product_layers=self._request.product_layers,
@@ -146,18 +113,14 @@ class Compilation:
         self._tell(f"compiled layers: {layers.num_layers} of {self._template.num_layers}{reason}")
         return layers
 
-    def _is_worth_it(self, model_flops: float) -> bool:
-        kind: DeviceKind = "cuda" if self._request.device.startswith("cuda") else "host"
-        return is_worth_compiling(self._choice, kind, model_flops)
-
     def _compile(self) -> list[str]:
         """Have the child make what the library lacks; returns why it could not."""
         request = self._request
-        if is_complete(self._template, self._library, request.target, product_layers=request.product_layers):
+        if is_complete(self._template, self._library, target_of(request), product_layers=request.product_layers):
             return []
         if shutil.which(CPP_COMPILER) is None:
             return [f"there is no C++ compiler ({CPP_COMPILER}) on this node"]
-        for _ in range(_MOST_KILLS):
+        for _ in range(MAX_KILLS):
             failures = asyncio.run(self._run_child())
             if failures is not None:
                 return failures
@@ -165,18 +128,7 @@ class Compilation:
 
     async def _run_child(self) -> list[str] | None:
         """Run the child once; returns why it could not make what the library lacks, None where it was killed."""
-        scratch = self._library.make_scratch()
-        # TORCHINDUCTOR_CACHE_DIR is read by the compiler: its own default is a folder in /tmp that anybody could have
-        # made before.
-        environment = {**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)}
-        if self._request.device.startswith("cuda"):
-            environment = compiler_environment(environment, scratch)
-        task = ChildTask(
-            module="horizon_server.worker.compilation",
-            who="the compilation",
-            environment=environment,
-            limits=Limits(wall_s=_MAX_COMPILE_S),
-        )
+        task = self._request.task(child_environment())
 
         async def on_event(line: WorkerLine) -> None:
             if isinstance(line, Message):
@@ -192,7 +144,7 @@ class Compilation:
                 await asyncio.wait({answering}, timeout=_POLL_S)
             return [str(refusal) for refusal in await answering]
         except Stalled:
-            return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
+            return [f"compiling took more than {MAX_COMPILE_S:.0f} s"]
         except HorizonError as error:
             # A kill says nothing about the model, while a job with other layers than the last time would get other
             # bits.
@@ -248,24 +200,33 @@ def compiled_layers(
 
 def work(request: Any, events: EventWriter) -> list[str]:
     """Make what the library lacks; returns why some of it could not be made."""
+    wanted = from_plain(CompileRequest, request)
+    if wanted.urgency == "idle":
+        cpu_priority.use_idle_processors()
+    elif wanted.urgency == "low":
+        cpu_priority.lower_for_good()
     from horizon_server.engine.compiled.build import build_missing
 
-    wanted = from_plain(CompileRequest, request)
     torch.set_num_threads(wanted.num_threads)
     train = TrainSpec(trainable=wanted.trainable, lora=LoraSpec(**wanted.lora))
     found = open_for_training(Path(wanted.model), train)
     template = Template.from_folder(found.path, layout=found.layout, recipe=train.recipe)
-    target = wanted.target
+    target = target_of(wanted)
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))
+    had_all, began_s = is_complete(template, library, target), time.monotonic()
     try:
-        return build_missing(
+        refusals = build_missing(
             template,
             library,
             target,
             lambda text: events.send(Message(level="info", text=text)),
             product_layers=wanted.product_layers,
         )
+        if (keys := known_keys(template, library, target, product_layers=wanted.product_layers)) is not None:
+            seconds = 0.0 if had_all else time.monotonic() - began_s
+            MadeBook(Path(wanted.library)).add(wanted.identity(), keys, device=wanted.device, seconds=seconds)
+        return refusals
     except HorizonError:
         raise
     except OSError as error:
@@ -274,4 +235,4 @@ def work(request: Any, events: EventWriter) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the compilation", is_loading=True))
+    sys.exit(serve(work, who="the compilation"))

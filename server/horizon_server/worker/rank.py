@@ -29,7 +29,7 @@ from horizon_server.network import parse_address
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import let_launchers_run
-from horizon_server.worker.compilation import compile_request
+from horizon_server.worker.compilation import compile_request, target_of
 from horizon_server.worker.set_up import Homes, attached_store, gpu_of_rank, template_of
 from horizon_server.worker_link.request import WorkerRequest
 
@@ -69,7 +69,7 @@ def work(plain: Any, meeting: Meeting, rank: int, shared_fd: int) -> None:
             library = CodeLibrary(request.compiled)
             asked = compile_request(request)
             compiled = CompiledLayers.load(
-                template, library, asked.target, keys=keys, product_layers=asked.product_layers
+                template, library, target_of(asked), keys=keys, product_layers=asked.product_layers
             )
         trainer = Trainer(
             template,

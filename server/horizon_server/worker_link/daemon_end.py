@@ -42,6 +42,7 @@ from horizon_server.worker_link.protocol import (
     short_path,
     start_time_of,
 )
+from horizon_server.worker_link.spare import Spare
 
 log = structlog.get_logger(__name__)
 
@@ -95,14 +96,16 @@ class Worker:
         folder: Path,
         environment: Mapping[str, str],
         group: WorkerGroup | None = None,
+        spare: Spare | None = None,
     ) -> Worker:
         """Start `module` on the request, whose `planes` are descriptors that it inherits, in a process group of its
-        own.
+        own; or give the request to `spare`, a process of the same module and environment that waits for one.
 
         Raises:
             OSError: when its files cannot be written, or the process cannot be started.
         """
-        pid, process = await asyncio.to_thread(_spawn, module, request, folder, environment)
+        process = await asyncio.to_thread(_spawn, module, request, folder, environment, spare)
+        pid = process.pid
         # At once: what it allocates before stays with the daemon's own group.
         if group is not None and (why := group.add(pid)):
             log.warning("the worker is not in a control group of its own", why=why)
@@ -356,8 +359,8 @@ async def rest_of_journal(folder: Path, after: int) -> AsyncIterator[bytes]:
 
 
 def _spawn(
-    module: str, request: Mapping[str, Any], folder: Path, environment: Mapping[str, str]
-) -> tuple[int, subprocess.Popen[bytes]]:
+    module: str, request: Mapping[str, Any], folder: Path, environment: Mapping[str, str], spare: Spare | None
+) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     with contextlib.ExitStack() as opened:
@@ -373,6 +376,10 @@ def _spawn(
         alive = open_file(ALIVE_FILE, 0)
         fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
         output = open_file(LOG_FILE, os.O_APPEND)
+        if spare is not None:
+            process = spare.hand_over(folder / REQUEST_FILE, alive=alive, log=output, planes=request["planes"])
+            if process is not None:
+                return process
         process = subprocess.Popen(
             [sys.executable, "-m", module, folder / REQUEST_FILE, "--alive-fd", str(alive)],
             stdin=subprocess.DEVNULL,
@@ -383,7 +390,7 @@ def _spawn(
             start_new_session=True,
         )
         limit(process.pid, Limits())
-        return process.pid, process
+        return process
 
 
 def _wait_until_gone(folder: Path) -> None:

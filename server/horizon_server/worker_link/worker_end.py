@@ -48,6 +48,7 @@ from horizon_server.worker_link.protocol import (
     short_path,
     start_time_of,
 )
+from horizon_server.worker_link.spare import wait_for_attempt
 
 log = logging.getLogger(__name__)
 
@@ -306,32 +307,49 @@ Work = Callable[[Any, WorkerEnd], Any]
 """Takes the request and returns the answer, both plain data."""
 
 
-def serve_worker(work: Work, *, who: str, progress_every_s: float = PROGRESS_EVERY_S) -> NoReturn:
-    """Do `work` on the request that the command line names, report how it ended, and end the process."""
+def serve_worker(
+    work: Work, *, who: str, progress_every_s: float = PROGRESS_EVERY_S, load: Callable[[bool], None] | None = None
+) -> NoReturn:
+    """Do `work` on the request that the command line names, report how it ended, and end the process. A spare worker
+    does `load` while it has no request yet, which is given whether others come first on the processors."""
     parser = argparse.ArgumentParser(description=f"Entry of {who}; started by horizond.")
     parser.add_argument(
         "request", type=Path, help="JSON file with the request; the worker's other files are next to it"
     )
     parser.add_argument("--alive-fd", type=int, default=-1, help="descriptor that is locked while the worker lives")
+    parser.add_argument("--spare-fd", type=int, help="socket that a worker without a request waits for one on")
+    parser.add_argument("--loading-fd", type=int, help="descriptor that it closes when it has loaded its libraries")
+    parser.add_argument("--yields", action="store_true", help="let others come first on the processors until then")
     arguments = parser.parse_args()
     orders = Orders()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     # A machine that shuts down, and a daemon of another version, ask in this way.
     signal.signal(signal.SIGTERM, lambda *_: orders.handle(stop_order(StopRequest.DRAIN)))
-    if arguments.alive_fd >= 0:
-        os.set_inheritable(arguments.alive_fd, False)
-    request = json.loads(arguments.request.read_bytes())
-    folder = arguments.request.parent
+    request_file, alive_fd, planes = arguments.request, arguments.alive_fd, None
+    if arguments.spare_fd is not None:
+        os.set_inheritable(arguments.spare_fd, False)
+        if load is not None:
+            load(arguments.yields)
+        os.close(arguments.loading_fd)
+        handed = wait_for_attempt(arguments.spare_fd)
+        request_file, alive_fd, planes = handed.request_file, handed.alive_fd, handed.planes
+    elif alive_fd >= 0:
+        os.set_inheritable(alive_fd, False)
+    request = json.loads(request_file.read_bytes())
+    if planes is not None:
+        # Descriptors have other numbers in a process that did not inherit them.
+        request["planes"] = planes
+    folder = request_file.parent
     replace_file(folder / PID_FILE, f"{os.getpid()} {start_time_of(os.getpid())}")
     link = WorkerEnd(
         folder,
         planes=request["planes"],
         orders=orders,
         progress_every_s=progress_every_s,
-        alive_fd=arguments.alive_fd,
+        alive_fd=alive_fd,
     )
-    link.request_file = arguments.request
+    link.request_file = request_file
     end = end_of(lambda: work(request, link), who)
     # Made here, where the memory that the work took is free again.
     link.send(end or Failure(OutOfMemory(f"{who} ran out of memory")))

@@ -84,6 +84,16 @@ async def test_compiled_layers_that_no_job_uses_go_but_not_one_that_is_being_mad
     ]
 
 
+async def test_what_is_known_of_compilations_goes_with_its_layers(daemon: DaemonParts) -> None:
+    root = daemon.state_dir / "compiled" / "made"
+    root.mkdir(parents=True)
+    for name, days in (("old", 31.0), ("new", 1.0)):
+        (root / f"{name}.json").write_bytes(b"{}")
+        age(root / f"{name}.json", days)
+    await daemon.parts.sweep.run()
+    assert [path.name for path in root.iterdir()] == ["new.json"]
+
+
 async def test_unfinished_references_stay_as_long_as_the_job_may_continue(daemon: DaemonParts, ada: Principal) -> None:
     def left() -> set[str]:
         return {path.parent.name for path in (daemon.state_dir / "jobs").glob("*/references")}

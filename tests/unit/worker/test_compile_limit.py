@@ -10,9 +10,11 @@ from typing import Any, cast
 import pytest
 
 from horizon_server.engine.compiled.library import CodeLibrary
+from horizon_server.jobs import compile_request
+from horizon_server.jobs.compile_request import CompileRequest
 from horizon_server.records.job import StopRequest
 from horizon_server.worker import compilation
-from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker.compilation import Compilation
 from horizon_server.worker_link.orders import Orders
 
 
@@ -34,5 +36,6 @@ def test_a_compilation_ends_at_its_limit_and_with_its_attempt(
     order: StopRequest, refusals: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if order is StopRequest.NOTHING:
-        monkeypatch.setattr(compilation, "_MAX_COMPILE_S", 0.0)
+        monkeypatch.setattr(compile_request, "MAX_COMPILE_S", 0.0)
+        monkeypatch.setattr(compilation, "MAX_COMPILE_S", 0.0)
     assert asyncio.run(Compilation._run_child(waiting(tmp_path, order=order))) == refusals

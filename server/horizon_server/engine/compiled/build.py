@@ -53,7 +53,9 @@ def build_missing(
         with library.locked(key):
             entry = library.find(key)
             if entry is None:
-                report(f"compiling layers: {kind}; later jobs of this model use the result")
+                expected_s = library.expected_s()
+                about = "" if expected_s is None else f", about {expected_s:.0f} s"
+                report(f"compiling layers: {kind}{about}; later jobs of this model use the result")
 
                 def report_of_kind(text: str, kind: str = kind) -> None:
                     report(f"compiling layers: {kind}{text}")

@@ -48,17 +48,28 @@ def keeping_kinds(template: Template, product_layers: int) -> set[int]:
 
 
 def is_complete(template: Template, library: CodeLibrary, target: Target, *, product_layers: int = 0) -> bool:
-    """Whether the library knows every kind of layer that can be compiled, and the pair that keeps products of each that
-    is among the last `product_layers`."""
-    keeping = keeping_kinds(template, product_layers)
+    """Whether the library knows all `known_keys`."""
+    return known_keys(template, library, target, product_layers=product_layers) is not None
+
+
+def known_keys(
+    template: Template, library: CodeLibrary, target: Target, *, product_layers: int = 0
+) -> list[str] | None:
+    """The keys of every kind of layer that can be compiled, and of the pair that keeps products of each that is among
+    the last `product_layers`; None where the library does not know one."""
+    keeping, keys = keeping_kinds(template, product_layers), list[str]()
     for kind, pattern in call_patterns(template, target.dtype).items():
         if isinstance(pattern, NotCompilable):
             continue
-        key = layer_key(template, kind, target)
-        entry = library.find(key)
-        if entry is None or (kind in keeping and not entry.refusal and library.find(products_key(key)) is None):
-            return False
-    return True
+        keys.append(layer_key(template, kind, target))
+        entry = library.find(keys[-1])
+        if entry is None:
+            return None
+        if kind in keeping and not entry.refusal:
+            keys.append(products_key(keys[-1]))
+            if library.find(keys[-1]) is None:
+                return None
+    return keys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +30,17 @@ from horizon_server.store.triton_kernels import triton_version
 
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = 2 << 30
-# What a config says about where it came from and how text is made, not about the layers.
-_NOT_STRUCTURE = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
+# Of the newest entries, for an estimate.
+_NUM_KNOWN = 20
+# What a config says about where it came from, how text is made, and what is before and after the layers and how many
+# there are, not about one layer.
+_NOT_STRUCTURE = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "tie_word_embeddings"),
+        *("vocab_size", "num_hidden_layers"),
+    }
+)
 
 Kernels = Literal["inductor", "triton"]
 
@@ -115,6 +125,15 @@ class CodeLibrary:
         replace_file(self._facts(key), json.dumps(asdict(entry), indent=1))
         self._make_room(key)
 
+    def expected_s(self) -> float | None:
+        """How long a kind of layer takes to compile on this node, by those made last; None while there are none."""
+        files = sorted(self._folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
+        times = []
+        for file in files[:_NUM_KNOWN]:
+            with suppress(OSError, ValueError):
+                times.append(float(json.loads(file.read_bytes()).get("compile_s", 0.0)))
+        return statistics.median(found) if (found := [seconds for seconds in times if seconds]) else None
+
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
         """Hold the entry: another process that wants to make it waits."""
@@ -142,7 +161,7 @@ class CodeLibrary:
 
 def layer_key(template: Template, layer: int, target: Target) -> str:
     """The key of a layer's code: equal keys mean equal code."""
-    config = {name: value for name, value in template.config.to_dict().items() if name not in _NOT_STRUCTURE}
+    config = _structure(template.config.to_dict(), layer)
     places = [(p.name, p.piece.shape, getattr(p.piece, "strides", None), p.trained) for p in template.places[layer + 1]]
     parts: list[Any] = [
         config,
@@ -166,6 +185,14 @@ def layer_key(template: Template, layer: int, target: Target) -> str:
 def products_key(key: str) -> str:
     """The key of the pair of the same layer that keeps products (`kept`). Its facts compare it with the other pair."""
     return f"{key}-products"
+
+
+def _structure(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """What a config says about one layer: of the kinds of all layers, the layer's own."""
+    found = {name: value for name, value in config.items() if name not in _NOT_STRUCTURE}
+    if isinstance(found.get("layer_types"), list):
+        found["layer_types"] = found["layer_types"][layer]
+    return found
 
 
 def sha256_of(path: Path) -> str:

@@ -62,9 +62,9 @@ def given_up_fetches(root: Path, max_age_s: float) -> list[Path]:
 
 
 def unused_code(root: Path, max_age_s: float) -> list[Path]:
-    """Return the facts of compiled layers that no job has used for that long. Blocking."""
+    """Return the facts of compiled layers, and of requests for them, that no job has used for that long. Blocking."""
     before, found = time.time() - max_age_s, []
-    for facts in root.glob("*.json"):
+    for facts in (*root.glob("*.json"), *root.glob("made/*.json")):
         code = facts.with_suffix(".pt2")
         # A use touches the code; of a layer that cannot be compiled there are only the facts.
         with contextlib.suppress(OSError):
