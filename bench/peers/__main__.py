@@ -16,51 +16,22 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.gpu.machine import processor_line
+from bench.peers.contest import Entrant, report, table, take_turns
 from bench.peers.environments import NotInstalled, made
-from bench.peers.process import PeerFailed, PeerProcess
 from bench.peers.protocol import Task
 from bench.peers.roster import OURS, PEERS, Contest, Peer
 from horizon_server.store.cpus import available_cpus
 
 _TITLES: dict[Contest, str] = {"full": "Full fine-tuning", "lora": "LoRA", "dpo": "DPO"}
 END_TO_END = "end-to-end"
-
-
-def report(text: str) -> None:
-    """A line of progress, with the time."""
-    print(f"{datetime.datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
-
-
-@dataclass
-class Entrant:
-    """One that takes part in a contest, and what was measured of it."""
-
-    name: str
-    title: str
-    process: PeerProcess | None = None
-    refusal: str = ""
-    ready_s: float = 0.0
-    compile_s: float = 0.0
-    first_s: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-    loss: float = 0.0
-
-    def fail(self, error: Exception) -> None:
-        """Leave the contest."""
-        self.refusal = str(error)
-        report(f"{self.title}: {error}")
-        if self.process is not None:
-            self.process.end()
 
 
 class Bench:
@@ -112,7 +83,7 @@ class Bench:
         entrants = [self._ours(contest, task, dtype)]
         entrants += [self._theirs(peer, task, dtype) for peer in peers]
         try:
-            self._take_turns(entrants, f"{_TITLES[contest]}, {dtype}")
+            take_turns(entrants, f"{_TITLES[contest]}, {dtype}", num_rounds=self._rounds, num_steps=self._steps)
         finally:
             for entrant in entrants:
                 if entrant.process is not None:
@@ -125,10 +96,10 @@ class Bench:
         report(f"{_TITLES[contest]}, {dtype}: compiling our layers")
         started_s = time.perf_counter()
         kind = "lora" if contest == "lora" else "full"
-        with log.open("wb") as output:
+        with log.with_suffix(".compiling.log").open("wb") as output:
             subprocess.run([*command, "compile", kind, str(task)], stdout=output, stderr=output, check=False)
         entrant.compile_s = time.perf_counter() - started_s
-        self._start(entrant, [*command, contest, str(task)], log)
+        entrant.start([*command, contest, str(task)], log)
         return entrant
 
     def _theirs(self, peer: Peer, task: Path, dtype: str) -> Entrant:
@@ -139,65 +110,31 @@ class Bench:
             entrant.fail(error)
             return entrant
         command = [str(python), "-m", f"bench.peers.{peer.module}", peer.name, str(task)]
-        self._start(entrant, command, self._folder / f"{peer.name}-{dtype}.log")
+        entrant.start(command, self._folder / f"{peer.name}-{dtype}.log")
         return entrant
 
-    def _start(self, entrant: Entrant, command: list[str], log: Path) -> None:
-        report(f"starting {entrant.title}")
-        entrant.process = PeerProcess(command, log)
+    def end_to_end(self) -> list[str]:
+        """The table of whole jobs, or why there is none."""
+        from bench.peers.end_to_end import EndToEnd, missing
+
+        if reason := missing():
+            return [f"Not run: it {reason}."]
         try:
-            entrant.ready_s = entrant.process.wait_until_ready()
-        except PeerFailed as error:
-            entrant.fail(error)
-
-    def _take_turns(self, entrants: list[Entrant], title: str) -> None:
-        for number in range(self._rounds + 1):
-            # Who goes first changes, so that nobody always finds the caches of the same other one.
-            for entrant in sorted(entrants, key=lambda entrant: entrant.name, reverse=number % 2 == 1):
-                if entrant.process is None or entrant.refusal:
-                    continue
-                try:
-                    seconds = entrant.process.steps(self._steps)
-                    if number:
-                        entrant.seconds.append(seconds)
-                    else:
-                        entrant.first_s = seconds
-                        entrant.process.memory.begin_steps()
-                    if number == self._rounds:
-                        # Before the held-out rows are computed, which not all compute alike.
-                        entrant.process.memory.sample()
-                        entrant.loss = entrant.process.held_out_loss()
-                except PeerFailed as error:
-                    entrant.fail(error)
-            report(f"{title}: round {number} of {self._rounds}")
-
-    def table(self, entrants: list[Entrant]) -> list[str]:
-        """The rows of a contest."""
-        ours, tokens = entrants[0], self._steps * self._arguments.rows * self._arguments.row_tokens
-        lines = [
-            "| what | tokens/s | ours is times as fast | peak MiB, steps | ours / its | peak MiB, whole life | "
-            "ours / its | held-out loss | preparing s |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for entrant in entrants:
-            if entrant.refusal or entrant.process is None:
-                lines.append(f"| {entrant.title} | failed: {entrant.refusal} | | | | | | | |")
-                continue
-            speed = tokens / statistics.median(entrant.seconds)
-            peaks = [entrant.process.memory.steps_bytes, entrant.process.memory.whole_bytes]
-            ratios = ["", "", ""]
-            if entrant is not ours and ours.process is not None and not ours.refusal:
-                found = sorted(theirs / own for own, theirs in zip(ours.seconds, entrant.seconds, strict=True))
-                ratios[0] = f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
-                own = [ours.process.memory.steps_bytes, ours.process.memory.whole_bytes]
-                ratios[1:] = [f"{mine / its:.2f}" for mine, its in zip(own, peaks, strict=True)]
-            # What the first turn took beyond another one is preparation too: torch.compile works in it.
-            preparing = entrant.ready_s + entrant.compile_s + entrant.first_s - statistics.median(entrant.seconds)
-            lines.append(
-                f"| {entrant.title} | {speed:,.0f} | {ratios[0]} | {peaks[0] >> 20:,} | {ratios[1]} | "
-                f"{peaks[1] >> 20:,} | {ratios[2]} | {entrant.loss:.4f} | {preparing:.0f} |"
-            )
-        return lines
+            python = made(self._environments, "huggingface", report)
+        except NotInstalled as error:
+            return [f"Not run: {error}"]
+        folder = self._folder / "end-to-end"
+        folder.mkdir()
+        runs = EndToEnd(
+            folder,
+            python,
+            num_steps=self._arguments.job_steps,
+            num_threads=self._arguments.threads,
+            device=self._device,
+            report=report,
+        )
+        runs.run(self._arguments.job_rounds)
+        return runs.table()
 
 
 def main() -> int:
@@ -216,6 +153,8 @@ def main() -> int:
     parser.add_argument("--rows-at-once", type=int, default=4, help="that peers compute together")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--keep-environments", type=Path, metavar="FOLDER", help="and use those that are there")
+    parser.add_argument("--job-steps", type=int, default=60, help="of each run end to end")
+    parser.add_argument("--job-rounds", type=int, default=3, help="runs of each end to end")
     arguments = parser.parse_args()
     import torch
 
@@ -236,7 +175,10 @@ def main() -> int:
             peers = [peer for peer in chosen if peer.contest == contest]
             for dtype in arguments.dtype if peers else []:
                 entrants = bench.contest(contest, peers, dtype)
-                print(f"### {_TITLES[contest]}, {dtype}\n", *bench.table(entrants), sep="\n", end="\n\n", flush=True)
+                rows = table(entrants, tokens_per_turn=arguments.steps * arguments.rows * arguments.row_tokens)
+                print(f"### {_TITLES[contest]}, {dtype}\n", *rows, sep="\n", end="\n\n", flush=True)
+        if END_TO_END in arguments.peers:
+            print("### From files to a trained model\n", *bench.end_to_end(), sep="\n", flush=True)
     return 0
 
 

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO-3 with parameters and optimizer offloaded to host memory, and ZeRO-Infinity, which keeps them on a
 disk.
 
+    python -m bench.peers.deepspeed build
     python -m bench.peers.deepspeed zero3|infinity TASK.json
 
 Without a GPU on DeepSpeed's CPU accelerator, which compiles its optimizer and its collectives at the first run.
@@ -41,8 +42,24 @@ def config_of(task: Task, name: str) -> dict[str, Any]:
     }
 
 
+def build() -> None:
+    """Compile DeepSpeed's operations, which it keeps in TORCH_EXTENSIONS_DIR."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load()
+    if not torch.cuda.is_available():
+        from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+
+        ShareMemCommBuilder().load()
+
+
 def main() -> None:
-    """Serve the bench."""
+    """Build, or serve the bench."""
+    if sys.argv[1] == "build":
+        build()
+        return
     name, task = sys.argv[1], Task.read(Path(sys.argv[2]))
     line, rows = Line(), Rows(task)
     with socket.socket() as probe:
@@ -56,7 +73,9 @@ def main() -> None:
 
     deepspeed.init_distributed(dist_backend="nccl" if task.device == "cuda" else "gloo")
     model = load_model(task, torch.float32)
-    engine: Any = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(task, name))[0]
+    engine: Any = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(task, name))[
+        0
+    ]
     # DeepSpeed sets its own.
     torch.set_num_threads(task.num_threads)
 

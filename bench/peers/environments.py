@@ -34,11 +34,17 @@ def made(folder: Path, name: str, report: Callable[[str], None]) -> Path:
         return python
     report(f"making the environment {name} in {own}")
     own.parent.mkdir(parents=True, exist_ok=True)
-    for command in (
+    commands = [
         [sys.executable, "-m", "venv", "--clear", str(own)],
         [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements(name))],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    ]
+    if name == "deepspeed":
+        # Minutes, and gigabytes of the compiler's, that are no part of training.
+        commands.append([str(python), "-m", "bench.peers.deepspeed", "build"])
+    for command in commands:
+        # venv makes the Python that pip and DeepSpeed run with.
+        programs = python.parent if python.is_file() else None
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(programs))
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
             raise NotInstalled(f"{name}: {lines[-1][:200]}")

@@ -44,9 +44,7 @@ class Turns(TrainerCallback):
             self._line.ready()
             self._wait(control, kwargs["model"])
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count it."""
         self._left -= 1
         if not self._left:

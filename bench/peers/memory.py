@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
-_EVERY_S = 0.25
+_EVERY_S = 1.0
 
 
 def processes(pid: int) -> list[int]:
@@ -82,7 +82,8 @@ class MemoryWatch:
         return max(self._earlier_bytes, self._peak_bytes)
 
     def stop(self) -> None:
-        """Look once more and end."""
-        self._ended.set()
-        self._thread.join()
-        self.sample()
+        """Look once more and end; further calls do nothing."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            self.sample()

@@ -119,7 +119,7 @@ def serve(kind: str, task: Task) -> None:
             )
         trainer.train_step(rows[own], objective)
 
-    line.serve(step, trainer.flush, lambda: trainer.evaluate(held_out).loss)
+    line.serve(step, trainer.flush, lambda: trainer.evaluate(held_out).eval_loss)
     trainer.close()
     device.close()
     store.close()

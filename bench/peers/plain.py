@@ -113,9 +113,7 @@ def main() -> None:
     line, rows = Line(), Rows(task)
     torch.set_num_threads(task.num_threads)
     loop = PlainLoop(task, rows, compiled="compiled" in name, peft="peft" in name)
-    line.serve(
-        loop.step, lambda: synchronize(task.device), lambda: held_out_loss(loop.model, rows, task.device)
-    )
+    line.serve(loop.step, lambda: synchronize(task.device), lambda: held_out_loss(loop.model, rows, task.device))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class PeerProcess:
 
     def end(self) -> None:
         """End it and its memory's watch."""
-        self.memory.sample()
+        self.memory.stop()
         if self._process.poll() is None:
             try:
                 self._send(do="end")
@@ -69,7 +69,6 @@ class PeerProcess:
             except (PeerFailed, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
-        self.memory.stop()
         self._reader.join()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -105,10 +104,12 @@ class PeerProcess:
 
 def environment(programs: Path | None = None) -> dict[str, str]:
     """Of a peer: without what makes it use another environment's packages, and with the folder of its own programs."""
-    kept = {name: value for name, value in child_environment().items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    path = os.environ.get("PATH", os.defpath)
-    return kept | {
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PATH": path if programs is None else f"{programs}{os.pathsep}{path}",
+    kept = {
+        name: value for name, value in child_environment().items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
     }
+    kept |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if programs is None:
+        return kept
+    # What DeepSpeed compiles stays with the packages that it was compiled for.
+    extensions = {"TORCH_EXTENSIONS_DIR": str(programs.parent / "extensions")}
+    return kept | extensions | {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

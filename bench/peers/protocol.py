@@ -108,12 +108,12 @@ class Line:
     def serve(self, step: Callable[[int], object], finish: Callable[[], object], held_out: Callable[[], float]) -> None:
         """Take the turns of a loop of one's own. `step` is given its number, from 0; `finish` waits for the last
         one."""
-        number = 0
+        taken = 0
         self.ready()
         while steps := self.next_turn(held_out):
             started_s = time.perf_counter()
-            for number in range(number, number + steps):
+            for number in range(taken, taken + steps):
                 step(number)
-            number += 1
+            taken += steps
             finish()
             self.answer(seconds=time.perf_counter() - started_s)
