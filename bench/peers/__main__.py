@@ -6,9 +6,10 @@
 
 Each peer is a process with an environment of its own, which the bench makes with pip. All of a contest (full
 fine-tuning, LoRA, DPO) are alive at the same time and take turns of a few steps, in changing order; the first turn does
-not count. Ratios are medians of the turns' ratios, in brackets the lowest and the highest. Compiling and other
-preparation are not in the speed. Peak memory is the kernel's count for a peer and its children (`memory.py`), of the
-steps after the first turn and of the whole life. On a GPU, where torch finds one, else on the CPU.
+not count. Ratios are medians of the turns' ratios, in brackets the lowest and the highest; those of processor seconds
+are the surer ones where other work disturbs. Compiling and other preparation are not in the speed. Peak memory is the
+kernel's count for a peer and its children (`memory.py`), of the steps after the first turn and of the whole life. On a
+GPU, where torch finds one, else on the CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu.machine import processor_line
+from bench.peers import published
 from bench.peers.contest import Entrant, report, table, take_turns
 from bench.peers.environments import NotInstalled, made
 from bench.peers.protocol import Task
@@ -73,6 +75,7 @@ class Bench:
             lora_rank=16,
             lora_alpha=32.0,
             beta=0.1,
+            library=str(self._environments / "compiled-layers"),
             scratch=str(scratch),
         ).write(path)
         return path
@@ -177,6 +180,8 @@ def main() -> int:
                 entrants = bench.contest(contest, peers, dtype)
                 rows = table(entrants, tokens_per_turn=arguments.steps * arguments.rows * arguments.row_tokens)
                 print(f"### {_TITLES[contest]}, {dtype}\n", *rows, sep="\n", end="\n\n", flush=True)
+        if device == "cuda":
+            print("### Published\n", *published.table(), sep="\n", end="\n\n", flush=True)
         if END_TO_END in arguments.peers:
             print("### From files to a trained model\n", *bench.end_to_end(), sep="\n", flush=True)
     return 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.peers.process import PeerFailed, PeerProcess
+from bench.peers.process import PeerFailed, PeerProcess, Turn
 
 
 def report(text: str) -> None:
@@ -28,7 +28,7 @@ class Entrant:
     ready_s: float = 0.0
     compile_s: float = 0.0
     first_s: float = 0.0
-    seconds: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     loss: float = 0.0
 
     def start(self, command: Sequence[str], log: Path) -> None:
@@ -59,11 +59,11 @@ def take_turns(entrants: Sequence[Entrant], title: str, *, num_rounds: int, num_
             if entrant.process is None or entrant.refusal:
                 continue
             try:
-                seconds = entrant.process.steps(num_steps)
+                turn = entrant.process.steps(num_steps)
                 if number:
-                    entrant.seconds.append(seconds)
+                    entrant.turns.append(turn)
                 else:
-                    entrant.first_s = seconds
+                    entrant.first_s = turn.seconds
                     entrant.process.memory.begin_steps()
                 if number == num_rounds:
                     # Before the held-out rows are computed, which not all compute alike.
@@ -76,28 +76,43 @@ def take_turns(entrants: Sequence[Entrant], title: str, *, num_rounds: int, num_
 
 def table(entrants: Sequence[Entrant], *, tokens_per_turn: int) -> list[str]:
     """The first entrant is the one that the others are compared with."""
+    columns = (
+        "what",
+        "tokens/s",
+        "ours is times as fast",
+        "by processor seconds",
+        "peak MiB, steps",
+        "ours / its",
+        "peak MiB, whole life",
+        "ours / its",
+        "MiB on the GPU",
+        "held-out loss",
+        "preparing s",
+    )
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     ours = entrants[0]
-    lines = [
-        "| what | tokens/s | ours is times as fast | peak MiB, steps | ours / its | peak MiB, whole life | "
-        "ours / its | held-out loss | preparing s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
     for entrant in entrants:
         if entrant.refusal or entrant.process is None:
-            lines.append(f"| {entrant.title} | failed: {entrant.refusal} | | | | | | | |")
+            lines.append(f"| {entrant.title} | failed: {entrant.refusal} {'| ' * (len(columns) - 1)}|")
             continue
-        speed = tokens_per_turn / statistics.median(entrant.seconds)
+        seconds = statistics.median(turn.seconds for turn in entrant.turns)
         peaks = [entrant.process.memory.steps_bytes, entrant.process.memory.whole_bytes]
-        ratios = ["", "", ""]
+        ratios = [""] * 4
         if entrant is not ours and ours.process is not None and not ours.refusal:
-            found = sorted(theirs / own for own, theirs in zip(ours.seconds, entrant.seconds, strict=True))
-            ratios[0] = f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
-            own = [ours.process.memory.steps_bytes, ours.process.memory.whole_bytes]
-            ratios[1:] = [f"{mine / its:.2f}" for mine, its in zip(own, peaks, strict=True)]
+            pairs = list(zip(ours.turns, entrant.turns, strict=True))
+            ratios[0] = _median_and_range(its.seconds / own.seconds for own, its in pairs)
+            ratios[1] = _median_and_range(its.processor_s / own.processor_s for own, its in pairs)
+            own_peaks = [ours.process.memory.steps_bytes, ours.process.memory.whole_bytes]
+            ratios[2:] = [f"{own / its:.2f}" for own, its in zip(own_peaks, peaks, strict=True)]
         # What the first turn took beyond another one is preparation too: torch.compile works in it.
-        preparing_s = entrant.ready_s + entrant.compile_s + entrant.first_s - statistics.median(entrant.seconds)
-        lines.append(
-            f"| {entrant.title} | {speed:,.0f} | {ratios[0]} | {peaks[0] >> 20:,} | {ratios[1]} | "
-            f"{peaks[1] >> 20:,} | {ratios[2]} | {entrant.loss:.4f} | {preparing_s:.0f} |"
-        )
+        preparing_s = entrant.ready_s + entrant.compile_s + entrant.first_s - seconds
+        cells = [entrant.title, f"{tokens_per_turn / seconds:,.0f}", *ratios[:2]]
+        cells += [f"{peaks[0] >> 20:,}", ratios[2], f"{peaks[1] >> 20:,}", ratios[3]]
+        cells += [f"{entrant.turns[-1].device_bytes >> 20:,}", f"{entrant.loss:.4f}", f"{preparing_s:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _median_and_range(ratios: Iterable[float]) -> str:
+    found = sorted(ratios)
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"

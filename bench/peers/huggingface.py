@@ -9,7 +9,6 @@ weights in fp32. Rows are tokenised before, of one length, so that packing and p
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ class Turns(TrainerCallback):
 
     def __init__(self, line: Line, rows: Rows, task: Task) -> None:
         self._line, self._rows, self._task = line, rows, task
-        self._left, self._started_s = 0, 0.0
+        self._left = 0
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -49,13 +48,12 @@ class Turns(TrainerCallback):
         self._left -= 1
         if not self._left:
             synchronize(self._task.device)
-            self._line.answer(seconds=time.perf_counter() - self._started_s)
+            self._line.turn_ended()
             self._wait(control, kwargs["model"])
 
     def _wait(self, control: TrainerControl, model: Any) -> None:
         self._left = self._line.next_turn(lambda: held_out_loss(model, self._rows, self._task.device))
         control.should_training_stop = self._left == 0
-        self._started_s = time.perf_counter()
 
 
 def arguments_of(task: Task, *, rows_of_example: int = 1) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Parts:
             num_threads=task.num_threads,
             num_tokens=max(row_tokens, together),
         )
-        library = CodeLibrary(Path(task.scratch) / "library")
+        library = CodeLibrary(Path(task.library))
         return cls(template=template, recipe=recipe, execution=execution, library=library, target=target)
 
 

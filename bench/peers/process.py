@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.memory import MemoryWatch
+from bench.peers.memory import MemoryWatch, processes
 from horizon_server.settings import child_environment
 
 READY_S, TURN_S = 1800.0, 1200.0
@@ -20,6 +23,15 @@ _END_S = 60.0
 
 class PeerFailed(Exception):
     """A peer ended, or did not answer; the message is its last line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a turn took. `device_bytes` are the most that the peer has taken on a GPU since its start."""
+
+    seconds: float
+    processor_s: float
+    device_bytes: int
 
 
 class PeerProcess:
@@ -51,17 +63,18 @@ class PeerProcess:
         """Seconds that it took to load and prepare. Raises PeerFailed."""
         return float(self._answer(READY_S)["ready_s"])
 
-    def steps(self, number: int) -> float:
-        """Have it take that many steps; their seconds. Raises PeerFailed."""
-        return float(self._ask(TURN_S, do="steps", number=number)["seconds"])
+    def steps(self, number: int) -> Turn:
+        """Have it take that many steps. Raises PeerFailed."""
+        return Turn(**self._ask(TURN_S, do="steps", number=number))
 
     def held_out_loss(self) -> float:
         """With the weights that it has now. Raises PeerFailed."""
         return float(self._ask(TURN_S, do="held_out")["loss"])
 
     def end(self) -> None:
-        """End it and its memory's watch."""
+        """End it, its children and its memory's watch."""
         self.memory.stop()
+        children = processes(self._process.pid)[1:]
         if self._process.poll() is None:
             try:
                 self._send(do="end")
@@ -69,6 +82,10 @@ class PeerProcess:
             except (PeerFailed, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
+        # They may have its pipes too, and compilers keep helpers.
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self._reader.join()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None

@@ -37,6 +37,8 @@ class Task:
     lora_rank: int
     lora_alpha: float
     beta: float
+    library: str
+    """Where the engine's compiled layers are kept."""
     scratch: str
 
     @classmethod
@@ -81,6 +83,7 @@ class Line:
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
+        self._began_s = self._began_processor_s = 0.0
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
@@ -93,12 +96,23 @@ class Line:
         self._answers.write(json.dumps(facts) + "\n")
         self._answers.flush()
 
+    def turn_ended(self) -> None:
+        """Say what it took since the order: seconds, processor seconds, and the most that torch has taken on a GPU."""
+        torch = sys.modules.get("torch")
+        is_on_gpu = torch is not None and torch.cuda.is_available()
+        self.answer(
+            seconds=time.perf_counter() - self._began_s,
+            processor_s=time.process_time() - self._began_processor_s,
+            device_bytes=torch.cuda.max_memory_reserved() if is_on_gpu else 0,
+        )
+
     def next_turn(self, held_out: Callable[[], float]) -> int:
         """Wait for a turn and return its number of steps, 0 where the bench has ended; other orders are answered
         meanwhile."""
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "steps":
+                self._began_s, self._began_processor_s = time.perf_counter(), time.process_time()
                 return int(order["number"])
             if order["do"] == "end":
                 break
@@ -111,9 +125,8 @@ class Line:
         taken = 0
         self.ready()
         while steps := self.next_turn(held_out):
-            started_s = time.perf_counter()
             for number in range(taken, taken + steps):
                 step(number)
             taken += steps
             finish()
-            self.answer(seconds=time.perf_counter() - started_s)
+            self.turn_ended()
