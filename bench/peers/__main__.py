@@ -27,6 +27,7 @@ from pathlib import Path
 from bench.gpu.machine import processor_line
 from bench.peers import published
 from bench.peers.contest import Entrant, report, table, take_turns
+from bench.peers.end_to_end import SHARED, EndToEnd, missing
 from bench.peers.environments import NotInstalled, made
 from bench.peers.protocol import Task
 from bench.peers.roster import OURS, PEERS, Contest, Peer
@@ -118,9 +119,7 @@ class Bench:
 
     def end_to_end(self) -> list[str]:
         """The table of whole jobs, or why there is none."""
-        from bench.peers.end_to_end import EndToEnd, missing
-
-        if reason := missing():
+        if reason := missing(self._arguments.shared):
             return [f"Not run: it {reason}."]
         try:
             python = made(self._environments, "huggingface", report)
@@ -131,6 +130,7 @@ class Bench:
         runs = EndToEnd(
             folder,
             python,
+            self._arguments.shared,
             num_steps=self._arguments.job_steps,
             num_threads=self._arguments.threads,
             device=self._device,
@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument("--keep-environments", type=Path, metavar="FOLDER", help="and use those that are there")
     parser.add_argument("--job-steps", type=int, default=60, help="of each run end to end")
     parser.add_argument("--job-rounds", type=int, default=3, help="runs of each end to end")
+    parser.add_argument("--shared", type=Path, default=SHARED, metavar="FOLDER", help="model and data of end-to-end")
     arguments = parser.parse_args()
     import torch
 

@@ -27,7 +27,7 @@ from horizon_client import Client
 from horizon_client.job_spec_types import JobSpec
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-MODEL, CHATS = SHARED / "models" / "tiny-base", SHARED / "data" / "gsm8k_train.jsonl"
+MODEL, CHATS = Path("models") / "tiny-base", Path("data") / "gsm8k_train.jsonl"
 NUM_HELD_OUT = 200
 LEARNING_RATE, WARMUP_STEPS = 5e-4, 5
 SEQUENCE_LENGTH, TOKENS_PER_STEP = 1024, 4096
@@ -48,10 +48,10 @@ class Runs:
     refusal: str = ""
 
 
-def missing() -> str:
+def missing(shared: Path) -> str:
     """Why it cannot run; empty where it can."""
-    absent = [path.name for path in (MODEL, CHATS) if not path.exists()]
-    return f"needs {' and '.join(absent)} in ../shared" if absent else ""
+    absent = [str(path) for path in (MODEL, CHATS) if not (shared / path).exists()]
+    return f"needs {' and '.join(absent)} in {shared.name}" if absent else ""
 
 
 class EndToEnd:
@@ -61,6 +61,7 @@ class EndToEnd:
         self,
         folder: Path,
         python: Path,
+        shared: Path,
         *,
         num_steps: int,
         num_threads: int,
@@ -68,6 +69,7 @@ class EndToEnd:
         report: Callable[[str], None],
     ) -> None:
         self._folder, self._python, self._report = folder, python, report
+        self._model, self._chats = (shared / MODEL).resolve(), shared / CHATS
         self._num_steps, self._num_threads, self._device = num_steps, num_threads, device
         self.ours = Runs("**horizon**, a job")
         self.theirs = {name: Runs(title) for name, title in VARIANTS.items()}
@@ -75,7 +77,7 @@ class EndToEnd:
 
     def _write_data(self) -> None:
         self._training, self._held_out = self._folder / "training.jsonl", self._folder / "held_out.jsonl"
-        with CHATS.open(encoding="utf-8") as lines:
+        with self._chats.open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         chats = [
             {
@@ -91,7 +93,7 @@ class EndToEnd:
 
     def run(self, num_rounds: int) -> None:
         """That many runs of each."""
-        with Job(self._folder / "state", self._training, self._held_out, self._num_threads) as job:
+        with Job(self._folder / "state", self._model, self._training, self._held_out, self._num_threads) as job:
             for number in range(num_rounds):
                 self._report(f"end to end: round {number + 1} of {num_rounds}")
                 job.run(self._num_steps, self.ours)
@@ -105,7 +107,7 @@ class EndToEnd:
         settings.write_text(
             json.dumps(
                 {
-                    "model": str(MODEL),
+                    "model": str(self._model),
                     "training": str(self._training),
                     "held_out": str(self._held_out),
                     "output": str(self._folder / "trained"),
@@ -147,7 +149,7 @@ class EndToEnd:
 
     def _tokens_per_chat(self) -> float:
         """Of the held-out ones, by the model's tokenizer; the template adds a few."""
-        tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
         with self._held_out.open(encoding="utf-8") as lines:
             chats = [json.loads(line)["messages"] for line in lines]
         texts = ["\n".join(f"{turn['role']}\n{turn['content']}" for turn in chat) for chat in chats]
@@ -184,9 +186,9 @@ class EndToEnd:
 class Job:
     """A daemon that trains one job after the other."""
 
-    def __init__(self, state: Path, training: Path, held_out: Path, num_threads: int) -> None:
+    def __init__(self, state: Path, model: Path, training: Path, held_out: Path, num_threads: int) -> None:
         self._daemon = DaemonProcess(state, "--log-level", "error", num_threads=num_threads)
-        self._training, self._held_out, self._number = training, held_out, 0
+        self._model, self._training, self._held_out, self._number = model, training, held_out, 0
 
     def __enter__(self) -> Job:
         self._daemon.start()
@@ -203,7 +205,7 @@ class Job:
         memory = MemoryWatch(self._daemon.pid)
         started_s = time.perf_counter()
         with self._daemon.client(self._token) as client:
-            client.models.push(MODEL, name=name)
+            client.models.push(self._model, name=name)
             client.datasets.push([self._training], name=name)
             client.datasets.push([self._held_out], name=f"{name}-held-out")
             spec: JobSpec = {
