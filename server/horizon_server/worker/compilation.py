@@ -214,7 +214,8 @@ def work(request: Any, events: EventWriter) -> list[str]:
     target = target_of(wanted)
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))
-    had_all, began_s = is_complete(template, library, target), time.monotonic()
+    had_all = is_complete(template, library, target, product_layers=wanted.product_layers)
+    began_s = time.monotonic()
     try:
         refusals = build_missing(
             template,
