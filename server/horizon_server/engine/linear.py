@@ -29,6 +29,7 @@ from torch.library import Library
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from horizon_server.engine.autograd_function import with_signature
 from horizon_server.engine.fp8 import Fp8Weight, weight_gradient
 
 # Of the attribute a new object is made each time, so that it is compared by value.
@@ -283,6 +284,7 @@ class _MappedLinear(torch.autograd.Function):
     """Its gradients are the very products that autograd would call, so the bits of those that it returns are equal."""
 
     @staticmethod
+    @with_signature
     def forward(
         inputs: Tensor,
         weight_OI: Tensor,
@@ -326,6 +328,7 @@ class _AccumulatedAddmm(torch.autograd.Function):
     """`bias + inputs @ weight`, its weight's gradient accumulated."""
 
     @staticmethod
+    @with_signature
     def forward(bias_O: Tensor, inputs_TI: Tensor, weight_IO: Tensor, found: LinearMap) -> Tensor:
         return torch.addmm(bias_O, inputs_TI, weight_IO)
 

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 
 from horizon_server.engine.attention.kept import KeptRow
 from horizon_server.engine.attention.kernels import attention, attention_backward
+from horizon_server.engine.autograd_function import with_signature
 
 NAME = "horizon"
 """The attention implementation in a config. It has no entry among those that make masks, so transformers makes none."""
@@ -79,6 +80,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
+    @with_signature
     def forward(
         query: Tensor,
         key: Tensor,
