@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from horizon_server.worker_link.spare import Spare
 
 SPARE_BYTES = 512 * 2**20
 """What a spare worker takes at most, most of it for the libraries of torch and transformers."""
+
+PAUSE_S = 60.0
+"""After one that ended by itself: a node on which it cannot live is not to start one after the other."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +36,7 @@ class SpareWorker:
         self._module, self._folder = module, folder
         self._environment, self._free_bytes = dict(environment), free_bytes
         self._spare: Spare | None = None
-        self._is_closed = not module
+        self._is_closed, self._not_before_s = not module, 0.0
         # Held while one is started or ended.
         self._lock = asyncio.Lock()
 
@@ -45,12 +49,13 @@ class SpareWorker:
         """Start one where none is there and memory is free; with `yields` it lets those that train come first."""
         async with self._lock:
             if self._spare is not None and not self._spare.is_running:
-                log.warning("the spare worker has ended by itself, so that none is kept from now on")
+                log.warning("the spare worker has ended by itself; the next one is started after a pause")
                 await self._end()
-                self._is_closed = True
+                self._not_before_s = time.monotonic() + PAUSE_S
             elif self._spare is not None and not yields and not self._spare.is_useful:
                 await self._end()  # nobody trains any more, and it cannot take back what it has yielded
-            if self._is_closed or self._spare is not None or self._free_bytes("") < SPARE_BYTES:
+            is_wanted = not self._is_closed and self._spare is None and time.monotonic() >= self._not_before_s
+            if not is_wanted or self._free_bytes("") < SPARE_BYTES:
                 return
             try:
                 self._spare = await asyncio.to_thread(

@@ -14,7 +14,7 @@ from tests.component.jobs.conftest import ADA, held
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import WAIT_S, DaemonParts, Script
 
-from horizon_server.jobs.spare_worker import SPARE_BYTES, SpareWorker
+from horizon_server.jobs.spare_worker import PAUSE_S, SPARE_BYTES, SpareWorker
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.settings import child_environment
 from horizon_server.worker_link.protocol import PID_FILE
@@ -96,6 +96,23 @@ async def test_memory_that_a_job_needs_is_not_the_spare_workers(tmp_path: Path) 
     assert spare.pid is not None
     await spare.make_room("job", SPARE_BYTES + 1)
     assert spare.pid is None
+    await spare.close()
+
+
+async def test_after_one_that_ended_by_itself_the_next_one_starts_later(tmp_path: Path) -> None:
+    spare = SpareWorker(
+        "tests.scripted_worker", tmp_path, environment=child_environment(), free_bytes=lambda _: 2 * SPARE_BYTES
+    )
+    await spare.tend(yields=False)
+    assert spare.pid is not None
+    os.kill(spare.pid, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, spare.pid, os.WEXITED | os.WNOWAIT)
+    await spare.tend(yields=False)
+    await spare.tend(yields=False)
+    assert spare.pid is None
+    spare._not_before_s -= PAUSE_S
+    await spare.tend(yields=False)
+    assert spare.pid is not None
     await spare.close()
 
 
