@@ -353,7 +353,7 @@ def test_products_are_planned_where_the_worker_compiles(path: Path, monkeypatch:
     assert not is_worth_compiling("auto", "cuda", flops) and not keep(compile="auto")
     monkeypatch.setitem(compiling.WORTH_COMPILING_FLOPS, "cuda", 2.5 * flops)
     assert [keep(compile="auto", max_steps=steps) for steps in (1, 2, 3)] == [False, False, True]
-    assert not keep(compile="auto", max_steps=3, matmul="fp8")
+    assert keep(compile="auto", max_steps=3, matmul="fp8")
 
 
 def test_layers_that_will_be_compiled_are_predicted_as_such_on_a_gpu(path: Path) -> None:
