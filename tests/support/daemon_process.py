@@ -49,7 +49,7 @@ class DaemonProcess:
         self.state_dir = state_dir
         self._measures = bool(settings.pop("measures", False))
         self._flags = flags
-        self._settings = {"on_sigterm": "drain", "spare_worker": False, **settings}
+        self._settings = {"on_sigterm": "drain", "spare_worker": False, "compile_pushed_models": 0, **settings}
         self.environment: dict[str, str] = {}
         """Variables of the daemon and of all its children, besides the test's own."""
         self.resting = Resting(state_dir)

@@ -40,6 +40,7 @@ UNFINISHED_REFERENCES = "references"
 """The folder of a job with what its worker has computed of the reference log-probabilities before it was stopped."""
 _DELETED = ".deleted-"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_MOST_LOOKS = 5
 
 
 class JobFolders:
@@ -201,8 +202,13 @@ class CheckpointFolder:
         """Return the steps of the complete checkpoints, oldest first."""
         if not self.path.is_dir():
             return []
-        found = [(match, entry) for entry in self.path.iterdir() if (match := _STEP_FOLDER.fullmatch(entry.name))]
-        return sorted(int(match.group(1)) for match, entry in found if is_complete(entry))
+        # Again where all that were listed are gone: a newer one was there before the last of them was deleted.
+        for _ in range(_MOST_LOOKS):
+            found = [(match, entry) for entry in self.path.iterdir() if (match := _STEP_FOLDER.fullmatch(entry.name))]
+            steps = sorted(int(match.group(1)) for match, entry in found if is_complete(entry))
+            if steps or not found:
+                return steps
+        return []
 
     def newest(self) -> Path | None:
         """Return the folder to resume from."""
