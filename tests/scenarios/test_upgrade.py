@@ -12,7 +12,16 @@ import pytest
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
 from tests.support.later_schemas import NEWEST
 from tests.support.loop_thread import LoopThread
-from tests.support.released_states import RELEASES, SETTINGS, STATE, code_of, kind_of_machine, schemas_of, unpack
+from tests.support.released_states import (
+    NEWER_SETTINGS,
+    RELEASES,
+    SETTINGS,
+    STATE,
+    code_of,
+    kind_of_machine,
+    schemas_of,
+    unpack,
+)
 from tests.support.webhook_receiver import Receiver, receiver
 
 from horizon_client import Client, NotFound, Unauthenticated
@@ -142,7 +151,7 @@ def test_the_way_back_is_the_release_on_the_backup_from_before_the_upgrade(
     environment = code_of(release, tmp_path / "release")
     if not environment or NEWEST in schemas_of(environment):
         pytest.skip(f"this checkout does not have the history of {release}, so that its code cannot be run")
-    old = DaemonProcess(state, **SETTINGS)
+    old = DaemonProcess(state, **SETTINGS, **NEWER_SETTINGS)
     old.environment = environment
     try:
         old.launch()

@@ -40,16 +40,17 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 class DaemonProcess:
     """Starts, stops and kills one daemon over one state folder, as often as a test likes."""
 
-    def __init__(self, state_dir: Path, *flags: str, **settings: float | str) -> None:
-        """`flags` are those of `horizond serve`, `settings` lines of its configuration file. SIGTERM drains where these
-        do not differ.
+    def __init__(self, state_dir: Path, *flags: str, **settings: float | str | None) -> None:
+        """`flags` are those of `horizond serve`, `settings` lines of its configuration file, without those that are
+        None. SIGTERM drains where these do not differ, and nothing is done ahead of jobs.
 
         One that `measures`, which is no setting, finds no rates of its machine in a new state folder.
         """
         self.state_dir = state_dir
         self._measures = bool(settings.pop("measures", False))
         self._flags = flags
-        self._settings = {"on_sigterm": "drain", "spare_worker": False, "compile_pushed_models": 0, **settings}
+        usual = {"on_sigterm": "drain", "spare_worker": False, "compile_pushed_models": 0, **settings}
+        self._settings = {name: value for name, value in usual.items() if value is not None}
         self.environment: dict[str, str] = {}
         """Variables of the daemon and of all its children, besides the test's own."""
         self.resting = Resting(state_dir)

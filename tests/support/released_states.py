@@ -21,6 +21,8 @@ STATE, FACTS_FILE = "state", "facts.json"
 """In an archive: the state folder, and what no state folder says."""
 _PACKAGES = ("proto", "client", "server")
 SETTINGS: dict[str, float | str] = {"num_threads": 1}
+NEWER_SETTINGS: dict[str, None] = {"spare_worker": None, "compile_pushed_models": None}
+"""What every daemon of a test sets, and the oldest release does not know."""
 """Of the daemon that made the state, and of those that continue it: the number of threads decides the last bits."""
 
 
