@@ -176,14 +176,17 @@ async def test_checkpoints_are_written_and_deleted_while_a_backup_is_made(daemon
         raise AssertionError
 
     training = asyncio.get_running_loop().run_in_executor(None, train)
-    for number in range(20):
-        assert await asyncio.to_thread(written_one.acquire, timeout=60)
-        target = tmp_path / f"backup{number}"
-        backup = await asyncio.to_thread(make_backup, daemon.state_dir, target)
-        assert (backup.problems, check_backup(target, full=True).findings) == ((), [])
-        found = {Path(path).parts[3] for path in backup.files if "/checkpoints/" in path}
-        assert found and all(is_complete(target / "jobs" / job.job_id / "checkpoints" / name) for name in found)
-    over.set()
+    try:
+        for number in range(20):
+            assert await asyncio.to_thread(written_one.acquire, timeout=60)
+            target = tmp_path / f"backup{number}"
+            backup = await asyncio.to_thread(make_backup, daemon.state_dir, target)
+            assert (backup.problems, check_backup(target, full=True).findings) == ((), [])
+            found = {Path(path).parts[3] for path in backup.files if "/checkpoints/" in path}
+            assert found and all(is_complete(target / "jobs" / job.job_id / "checkpoints" / name) for name in found)
+    finally:
+        # A thread that went on would keep the test's process from its end.
+        over.set()
     assert await training > 20
 
 
