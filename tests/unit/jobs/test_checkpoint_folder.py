@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from horizon_server.errors import NotFound
+from horizon_server.jobs import folders
 from horizon_server.jobs.folders import CheckpointFolder, JobFolders
-from horizon_server.store.manifest import Manifest, record_file, write_manifest
+from horizon_server.store.manifest import Manifest, is_complete, record_file, write_manifest
 
 
 def write(folder: CheckpointFolder, step: int, eval_loss: float | None = None, *judged: object) -> Path:
@@ -41,6 +43,19 @@ def test_torn_and_foreign_folders_are_not_seen(folder: CheckpointFolder) -> None
     (folder.path / ".step-00000011.tmp").mkdir()
     assert [record.step for record in folder.all()] == [5]
     assert folder.newest() == folder.of_step(5)
+
+
+def test_what_is_replaced_while_it_is_listed_is_seen(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = write(folder, 5)
+
+    def look(path: Path) -> bool:
+        if path == old and old.exists():
+            write(folder, 10)
+            shutil.rmtree(old)
+        return is_complete(path)
+
+    monkeypatch.setattr(folders, "is_complete", look)
+    assert folder.steps() == [10]
 
 
 def test_last_and_best_are_marked(folder: CheckpointFolder) -> None:
