@@ -93,7 +93,7 @@ def table(entrants: Sequence[Entrant], *, tokens_per_turn: int) -> list[str]:
     ours = entrants[0]
     for entrant in entrants:
         if entrant.refusal or entrant.process is None:
-            lines.append(f"| {entrant.title} | failed: {entrant.refusal} {'| ' * (len(columns) - 1)}|")
+            lines.append(f"| {entrant.title} | failed: {entrant.refusal} {'| ' * (len(columns) - 2)}|")
             continue
         seconds = statistics.median(turn.seconds for turn in entrant.turns)
         peaks = [entrant.process.memory.steps_bytes, entrant.process.memory.whole_bytes]

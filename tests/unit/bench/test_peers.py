@@ -75,7 +75,8 @@ def test_peers_take_turns_and_one_that_fails_says_why_in_its_row(entrants: list[
     assert [len(entrant.turns) for entrant in entrants] == [ROUNDS, ROUNDS, 0]
     assert "missing.json" in broken.refusal
     rows = table(entrants, tokens_per_turn=STEPS * ROWS * ROW_TOKENS)
-    assert re.match(r"\| plain in bfloat16 \| [\d,]+ \| \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\) \| [\d,]+ \|", rows[3])
+    ratio = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
+    assert re.match(rf"\| plain in bfloat16 \| [\d,]+ \| {ratio} \| {ratio} \| [\d,]+ \|", rows[3])
     assert rows[4].startswith("| broken | failed: ended with 1: FileNotFoundError")
     assert len({row.count("|") for row in rows}) == 1
 
