@@ -41,9 +41,9 @@ def seen_bias(
             store.write_master(name, NEARLY_EQUAL)
         layer = model.template.layer
 
-        def spy(index: int, parameters: dict[str, Tensor], hidden_1TD: Tensor, call: Any) -> Tensor:
+        def spy(index: int, parameters: dict[str, Tensor], *others: Any) -> Tensor:
             seen.extend(value.clone() for name, value in parameters.items() if name.endswith(BIAS))
-            return layer(index, parameters, hidden_1TD, call)
+            return layer(index, parameters, *others)
 
         monkeypatch.setattr(model.template, "layer", spy)
         run = engine.start(model, store=store, device=device)
