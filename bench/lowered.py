@@ -23,6 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _triton
 from transformers import AutoConfig
 
 from horizon_server.engine.compiled.call_pattern import CallPattern, LayerCase
@@ -141,7 +142,18 @@ def _stand_in() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        yield
+        # torch remembers for the whole process whether there is a GPU that Triton can be used for.
+        _forget_answers()
+        try:
+            yield
+        finally:
+            _forget_answers()
+
+
+def _forget_answers() -> None:
+    for function in vars(_triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def main() -> None:
