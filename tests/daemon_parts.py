@@ -339,6 +339,7 @@ async def daemon_parts(
     queue: bool = True,
     worker_module: str = "tests.scripted_worker",
     look_every_s: float = LOOK_EVERY_S,
+    compiles: bool = False,
     **settings: Any,
 ) -> AsyncIterator[DaemonParts]:
     """Make and run a daemon without its servers.
@@ -350,6 +351,7 @@ async def daemon_parts(
         queue: whether jobs are run; `DaemonParts.start_queue` does it later.
         worker_module: what trains; WORKER_MODULE of jobs/attempt.py is the real one.
         look_every_s: how often the scheduler looks at the queue where nothing happens.
+        compiles: whether layers are compiled ahead of jobs, which takes a minute and every processor.
         settings: more of the daemon's settings.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -376,6 +378,8 @@ async def daemon_parts(
             more_environment={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
         )
         parts.scheduler.look_every_s = look_every_s
+        if not compiles:
+            await parts.scheduler.runtime.compiler.close()
         daemon = DaemonParts(parts, database, made, model_folder, worker_module)
         if queue:
             daemon.start_queue()

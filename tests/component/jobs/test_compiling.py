@@ -36,7 +36,7 @@ async def daemon(
     make_daemon: MakeDaemon, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[DaemonParts]:
     monkeypatch.setattr(compile_request, "COMPILER_MODULE", scripted_compiler.MODULE)
-    async with make_daemon(state_dir, look_every_s=0.05) as made:
+    async with make_daemon(state_dir, look_every_s=0.05, compiles=True) as made:
         yield made
 
 
