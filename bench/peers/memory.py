@@ -31,7 +31,7 @@ def high_water_bytes(pid: int) -> int:
 
 
 def reset_high_water(pid: int) -> None:
-    """Begin anew from what is resident now (proc(5), clear_refs)."""
+    """Begin again from what is resident now (proc(5), clear_refs)."""
     for one in processes(pid):
         with suppress(OSError):
             (_PROC / str(one) / "clear_refs").write_text("5", "ascii")

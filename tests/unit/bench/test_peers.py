@@ -134,11 +134,11 @@ def test_modules_of_peers_import_nothing_of_horizon() -> None:
 
 
 def test_packages_that_cannot_be_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    said: list[str] = []
     missing = tmp_path / "requirements.txt"
     missing.write_text("horizon-has-no-such-package==1.0\n", "ascii")
     monkeypatch.setattr("bench.peers.environments.requirements", lambda name: missing)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(NotInstalled, match="horizon-has-no-such-package"):
-        made(tmp_path / "environments", "some", told.append)
-    assert "making the environment some" in told[0]
+        made(tmp_path / "environments", "some", said.append)
+    assert "making the environment some" in said[0]

@@ -171,7 +171,7 @@ def test_a_host_has_nothing_to_say_of_it() -> None:
 
 
 def test_deterministic_kernels_are_a_switch_that_the_host_does_not_need() -> None:
-    """torch's switch fills memory before it is written, unless it is told otherwise."""
+    """torch's switch fills memory before it is written, unless it is set otherwise."""
     implementation.use_deterministic_kernels(True, CPU)
     assert not torch.are_deterministic_algorithms_enabled()
     try:

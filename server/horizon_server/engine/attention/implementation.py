@@ -1,8 +1,8 @@
 """Which implementation computes fused attention: torch's own kernels, or one of those that torch can put behind the
 operators that `kernels` calls.
 
-An implementation is active only inside a call of ours: what else in the process asks torch for attention (generation,
-layers that keep their masks) gets torch's own. To switch there and back takes about 0.05 ms.
+An implementation is active only while one of the engine's operators runs: what else in the process asks torch for
+attention (generation, layers that keep their masks) gets torch's own. To switch there and back takes about 0.05 ms.
 Source: torch.nn.attention.activate_flash_attention_impl.
 """
 
