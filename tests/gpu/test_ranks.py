@@ -34,13 +34,13 @@ from pathlib import Path
 import torch
 
 from horizon_server.engine.device.cuda import CudaDevice
-from horizon_server.engine.ranks import Ranks
+from horizon_server.engine.ranks import Meeting, Ranks
 from horizon_server.records.execution import Execution
 
 torch.cuda.set_device(0)
 device = CudaDevice()
 execution = Execution(device_kind="cuda", compute_dtype="bfloat16", grad_bytes=2, parallel="rows")
-ranks = Ranks.join(0, Path(sys.argv[1]), execution, shared_fd=-1)
+ranks = Ranks.join(0, Meeting(file=Path(sys.argv[1])), execution, shared_fd=-1)
 assert ranks.path == "nccl" and ranks.gathers
 for queue in (device.h2d, device.compute, device.d2h):
     for dtype in (torch.float32, torch.bfloat16):

@@ -44,6 +44,8 @@ _PATIENCE = timedelta(days=365)
 # How long the first rank may take to listen: it does so before any other is started.
 _MEETING = timedelta(seconds=60)
 _TAG = 0
+# What the first rank writes in the store through which all have met, once the others may close their connections.
+_LEFT = "left"
 # Between two looks at what another rank has done.
 _POLL_S = 5e-5
 _BACKENDS: Mapping[DeviceKind, Literal["gloo", "nccl"]] = {"host": "gloo", "cuda": "nccl"}
@@ -107,8 +109,10 @@ class Ranks:
         gathers: bool = False,
         shared_fd: int = -1,
         num_nodes: int = 1,
+        store: Store | None = None,
     ) -> None:
         self.num_nodes = num_nodes
+        self._store = store
         self.rank, self.num_ranks, self.gathers, self.shared_fd = rank, num_ranks, gathers, shared_fd
         self.parallel, self._layer_ranks = parallel, layer_ranks
         self._dealt: list[range] | None = None
@@ -146,6 +150,7 @@ class Ranks:
             gathers=gathers,
             shared_fd=shared_fd,
             num_nodes=execution.num_nodes,
+            store=store,
         )
         ranks.path = _BACKENDS[device_kind]
         return ranks
@@ -276,6 +281,18 @@ class Ranks:
         data = payload.numpy().tobytes()
         header = json.loads(_metadata(data)["call"])
         return Call(name=header["name"], values=header["values"], tensors=safetensors.torch.load(data))
+
+    def leave(self) -> None:
+        """Part from the others, at the end: the first rank once all that it sent has arrived, the others after it.
+
+        A connection that one of them closes earlier fails what the first one still sends to a third.
+        """
+        if self._store is None or self.is_broken:
+            return
+        if self.leads:
+            self._store.set(_LEFT, "")
+        else:
+            self._store.wait([_LEFT], _PATIENCE)
 
     def meet(self, numbers: Sequence[float] = ()) -> Tensor:
         """Wait until all ranks are here, and return the numbers that each has brought. Shapes: [ranks, K], fp64."""

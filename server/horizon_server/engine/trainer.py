@@ -409,6 +409,7 @@ class Trainer:
             self._stream.close()
             self._sink.close()
             self._forward_backward.activations.close()
+        self._ranks.leave()
 
     def follow(self, others: Mapping[str, Callable[[Call], object]] = MappingProxyType({})) -> None:
         """Do what the first rank's trainer does, until that is closed. On every other rank. `others` are calls that are

@@ -40,7 +40,7 @@ UNFINISHED_REFERENCES = "references"
 """The folder of a job with what its worker has computed of the reference log-probabilities before it was stopped."""
 _DELETED = ".deleted-"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
-_MOST_LOOKS = 5
+_LOOKS = 5
 
 
 class JobFolders:
@@ -203,7 +203,7 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return []
         # Again where all that were listed are gone: a newer one was there before the last of them was deleted.
-        for _ in range(_MOST_LOOKS):
+        for _ in range(_LOOKS):
             found = [(match, entry) for entry in self.path.iterdir() if (match := _STEP_FOLDER.fullmatch(entry.name))]
             steps = sorted(int(match.group(1)) for match, entry in found if is_complete(entry))
             if steps or not found:
