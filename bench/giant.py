@@ -1,0 +1,147 @@
+"""What one node with a GPU of 141 GB and 1.5 TB of host memory trains of the largest open models, by the planner itself.
+
+A forecast, not a measurement: the folders have the models' configurations and the headers of their weights and none of
+their bytes, and the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the tables,
+and a test keeps them equal to what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from horizon_server.planning.machine import HostMemory
+from horizon_server.planning.planner import Planner
+from horizon_server.records.plan import Plan, PlannedMachine
+from horizon_server.settings import Settings
+from horizon_server.spec import parse_job_spec
+from horizon_server.store.model_files import CONFIG_FILE
+from horizon_server.store.safetensors_files import write_outline
+
+GPU, HOST_GBPS, HOST_BYTES = "h200", 400.0, 1_500 * 10**9
+ROW_TOKENS = 4_096
+_GIGA = 1e9
+
+DENSE: Mapping[str, Any] = {
+    "model_type": "llama",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    # transformers' defaults are the numbers of openai/gpt-oss-120b.
+    "gpt-oss-120B": {"model_type": "gpt_oss"},
+    # The shape of Mistral Large 2.
+    "123B, dense": {
+        **DENSE,
+        "hidden_size": 12288,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 88,
+        "num_attention_heads": 96,
+        "vocab_size": 32768,
+    },
+}
+# Of the shape of Llama 3.1 70B, with any number of layers.
+_GROWING = {
+    **DENSE,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "vocab_size": 128256,
+}
+_MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way to train: a title, and what the spec says."""
+
+    title: str
+    train: Mapping[str, Any] = field(default_factory=dict)
+
+
+FORMS = (
+    Form(title="exact, clipping"),
+    Form(title="exact, no clipping", train={"max_grad_norm": None}),
+    Form(title="LoRA", train={"trainable": "lora"}),
+)
+
+
+@contextmanager
+def outline(config: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes."""
+    known = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(known)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
+        tensors = [(name, "BF16", tuple(value.shape)) for name, value in model.state_dict().items()]
+        write_outline(folder / "model.safetensors", tensors)
+        yield folder
+
+
+def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
+    """Of a job with steps of that many tokens, on the machine above."""
+    memory = HostMemory(limit_bytes=HOST_BYTES, available_bytes=HOST_BYTES)
+    planner = Planner(Settings(), memory=lambda: memory, num_threads=32)
+    train = {"max_steps": 100, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
+    spec = parse_job_spec({"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train})
+    machine = PlannedMachine(gpu=GPU, host_gbps=HOST_GBPS, host_memory_bytes=HOST_BYTES)
+    return planner.plan_elsewhere(spec, folder, machine)
+
+
+def plans_table(num_tokens: int) -> list[str]:
+    """What fits, how fast it is and what limits it, as lines of Markdown."""
+    lines = [
+        "| model | form | host, GB | GPU, GB | fits | tokens/s | bound by |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, config in MODELS.items():
+        with outline(config) as folder:
+            for form in FORMS:
+                plan = plan_of(folder, form, num_tokens=num_tokens)
+                assert plan.prediction is not None, "the GPU is in the table"
+                host, device = plan.host_total_bytes / _GIGA, plan.device_total_bytes / _GIGA
+                speed = f"{plan.prediction.tokens_per_second:,.0f} | {plan.prediction.bound}" if plan.fits else "- | -"
+                fits = "yes" if plan.fits else "no"
+                lines.append(f"| {name} | {form.title} | {host:,.0f} | {device:,.0f} | {fits} | {speed} |")
+    return lines
+
+
+def largest(form: Form, *, num_tokens: int) -> float:
+    """The parameters, in 10^9, of the largest dense model that fits."""
+
+    def plan(num_layers: int) -> Plan:
+        with outline({**_GROWING, "num_hidden_layers": num_layers}) as folder:
+            return plan_of(folder, form, num_tokens=num_tokens)
+
+    num_layers = bisect_left(range(1, _MOST_LAYERS), True, key=lambda number: not plan(number).fits)
+    return plan(num_layers).num_parameters / 1e9
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step (default %(default)s)")
+    parser.add_argument("--largest", action="store_true", help="the largest dense model that fits, too: minutes")
+    arguments = parser.parse_args()
+    print("\n".join(plans_table(arguments.tokens)))
+    if arguments.largest:
+        print("\n| form | largest dense model, 10^9 parameters |\n| --- | --- |")
+        for form in FORMS:
+            print(f"| {form.title} | {largest(form, num_tokens=arguments.tokens):.0f} |")
+
+
+if __name__ == "__main__":
+    main()
