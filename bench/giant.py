@@ -1,4 +1,4 @@
-"""What one node with a GPU of 141 GB and 1.5 TB of host memory trains of the largest open models, by the planner itself.
+"""What a node with a GPU of 141 GB and 1.5 TB of host memory trains of the largest open models, by the planner itself.
 
 A forecast, not a measurement: the folders have the models' configurations and the headers of their weights and none of
 their bytes, and the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the tables,
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.records.plan import Plan, PlannedMachine
-from horizon_server.settings import Settings
+from horizon_server.settings import load_settings
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.safetensors_files import write_outline
@@ -82,7 +82,7 @@ def outline(config: Mapping[str, Any]) -> Iterator[Path]:
     """A folder with a model's configuration and the headers of its weights, in bf16, and none of their bytes."""
     known = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(known)
+        model = AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / CONFIG_FILE).write_text(json.dumps(known.to_dict()), "utf-8")
@@ -94,7 +94,7 @@ def outline(config: Mapping[str, Any]) -> Iterator[Path]:
 def plan_of(folder: Path, form: Form, *, num_tokens: int) -> Plan:
     """Of a job with steps of that many tokens, on the machine above."""
     memory = HostMemory(limit_bytes=HOST_BYTES, available_bytes=HOST_BYTES)
-    planner = Planner(Settings(), memory=lambda: memory, num_threads=32)
+    planner = Planner(load_settings(), memory=lambda: memory, num_threads=32)
     train = {"max_steps": 100, "tokens_per_step": num_tokens, "sequence_length": ROW_TOKENS, **form.train}
     spec = parse_job_spec({"name": "giant", "model": "giant", "dataset": "rows", "device": "cuda", "train": train})
     machine = PlannedMachine(gpu=GPU, host_gbps=HOST_GBPS, host_memory_bytes=HOST_BYTES)
