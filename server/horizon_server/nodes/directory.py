@@ -20,6 +20,8 @@ from horizon_server.nodes.protocol import CALL_S, MAX_LINE_BYTES, NodeCall, Node
 
 # The longest delay until a node that no job uses is seen to be free, or lost.
 _ASK_EVERY_S = 5.0
+# How long the end of a connection may take.
+_CLOSE_S = 2.0
 
 
 NodeState = Literal["free", "busy", "lost"]
@@ -167,6 +169,9 @@ class NodeDirectory:
             end = None
         finally:
             writer.close()
+            # TLS ends by an exchange, for which the other side may not be there.
+            with contextlib.suppress(OSError):
+                await asyncio.wait_for(writer.wait_closed(), _CLOSE_S)
         if isinstance(end, Failure):
             raise end.error
         if not isinstance(end, Answer):
