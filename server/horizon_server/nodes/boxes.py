@@ -22,7 +22,7 @@ from horizon_server.codec import from_json, to_json
 from horizon_server.errors import BoxLost, WorkerFailed
 from horizon_server.network import parse_address
 from horizon_server.nodes.key import SERVER_NAME, client_context
-from horizon_server.nodes.protocol import LOST_S
+from horizon_server.nodes.protocol import LOST_S, close_stream
 from horizon_server.records.account import Principal
 from horizon_server.version import VERSION
 
@@ -115,7 +115,7 @@ class BoxClient:
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
-            writer.close()
+            await close_stream(writer)
 
     async def _next(self, reader: asyncio.StreamReader) -> Item | Answer | Failure | None:
         """The next line; None where it is only a sign of life."""

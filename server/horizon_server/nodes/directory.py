@@ -16,12 +16,18 @@ from horizon_server.codec import from_plain, to_plain
 from horizon_server.errors import HorizonError, WorkerFailed
 from horizon_server.network import parse_address
 from horizon_server.nodes.key import SERVER_NAME, client_context
-from horizon_server.nodes.protocol import CALL_S, MAX_LINE_BYTES, NodeCall, NodeReport, Reservation, encode_call
+from horizon_server.nodes.protocol import (
+    CALL_S,
+    MAX_LINE_BYTES,
+    NodeCall,
+    NodeReport,
+    Reservation,
+    close_stream,
+    encode_call,
+)
 
 # The longest delay until a node that no job uses is seen to be free, or lost.
 _ASK_EVERY_S = 5.0
-# How long the end of a connection may take.
-_CLOSE_S = 2.0
 
 
 NodeState = Literal["free", "busy", "lost"]
@@ -168,10 +174,7 @@ class NodeDirectory:
             # The line is too long, or not in this protocol.
             end = None
         finally:
-            writer.close()
-            # TLS ends by an exchange, for which the other side may not be there.
-            with contextlib.suppress(OSError):
-                await asyncio.wait_for(writer.wait_closed(), _CLOSE_S)
+            await close_stream(writer)
         if isinstance(end, Failure):
             raise end.error
         if not isinstance(end, Answer):

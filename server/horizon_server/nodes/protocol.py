@@ -6,6 +6,7 @@ error. While it runs ranks it sends an empty line every second before that, and 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ LOST_S = 6.0
 """A node that says nothing for longer is lost."""
 CALL_S = 20.0
 """How long a node may take to answer anything else. To touch memory is not a part of it."""
+# How long the end of a connection may take.
+_CLOSE_S = 2.0
 LOG_FOLLOWS = "; the last lines of its log:\n"
 """What stands between an error of a rank and the end of the log of its node's ranks, which is theirs together: it has
 the errors that followed from this one too."""
@@ -108,6 +111,14 @@ def end_connection(connection: socket.socket) -> None:
     """End a connection that another thread uses, which sees its end: not by TLS, which is that thread's."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+async def close_stream(writer: asyncio.StreamWriter) -> None:
+    """Close a connection and wait until it has ended, for a moment at most: TLS ends by an exchange, for which the
+    other side may not be there."""
+    writer.close()
+    with contextlib.suppress(OSError):
+        await asyncio.wait_for(writer.wait_closed(), _CLOSE_S)
 
 
 def encode_call(call: NodeCall) -> bytes:
