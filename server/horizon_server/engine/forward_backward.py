@@ -31,6 +31,8 @@ from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
+from horizon_server.engine.paged_experts import NO_PAGES, Paging
+from horizon_server.engine.paged_layers import PagedLayers
 from horizon_server.engine.ranks import ALONE, Ranks
 from horizon_server.engine.shared_activations import SharedActivations
 from horizon_server.engine.step_pass import Chunk, PassTokens, StepKey, StepPass, charged, in_lane
@@ -66,6 +68,7 @@ class ForwardBackward:
         *,
         compiled: CompiledLayers,
         ranks: Ranks = ALONE,
+        paging: Paging = NO_PAGES,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._ranks, self._owned_rows = ranks, None
@@ -82,7 +85,8 @@ class ForwardBackward:
         self._own_layers = list(range(template.num_layers))
         if ranks.by_layers:
             self._own_layers = [layer for layer, rank in enumerate(ownership.layer_ranks) if rank == ranks.rank]
-        self.activations = self._make_activations(execution)
+        self.activations = self._make_activations(execution, pages_experts=bool(paging.layers))
+        self._paged = PagedLayers(template, device, stream, sink, recipe, paging, self.activations)
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
         self._head_pass = HeadPass(
             template,
@@ -204,7 +208,7 @@ class ForwardBackward:
             ),
         ]
 
-    def _make_activations(self, execution: Execution) -> Activations:
+    def _make_activations(self, execution: Execution, *, pages_experts: bool) -> Activations:
         template, layout = self._template, self._template.layout
         sizes = {
             "num_layers": template.num_layers,
@@ -216,7 +220,7 @@ class ForwardBackward:
                 self._device, self._ranks, self._own_layers, first_trained=self._first_trained - 1, **sizes
             )
         kind = Activations if execution.activation_placement == "device" else OffloadedActivations
-        return kind(self._device, **sizes)
+        return kind(self._device, pages_experts=pages_experts, **sizes)
 
     def _start(self, rows: StepRows, purpose: Purpose, key: StepKey | None = None) -> StepPass:
         by_rows, ranks = self._template.embeds_by_rows, self._ranks
@@ -361,6 +365,9 @@ class ForwardBackward:
             self.activations.after_forward(EMBEDDING, index)
 
     def _enqueue_layer(self, current: StepPass, layer: int, flat: Tensor) -> None:
+        if self._paged.has(layer):
+            self._paged.enqueue_forward(current, layer, flat)
+            return
         template, activations, part = self._template, self.activations, current.layers
         visit, norms = self._fp8_visit(layer, for_backward=False), VisitNorms(template, layer)
 
@@ -390,6 +397,9 @@ class ForwardBackward:
             activations.after_forward(layer, index)
 
     def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
+        if self._paged.has(layer):
+            self._paged.enqueue_backward(current, layer, flat, is_last=layer + 1 == self._first_trained)
+            return
         template, activations, part = self._template, self.activations, current.layers
         unit = self._sink.open(layer + 1)
         visit, norms = self._fp8_visit(layer, for_backward=True), VisitNorms(template, layer)

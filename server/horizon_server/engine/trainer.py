@@ -36,6 +36,7 @@ from horizon_server.engine.optimizer import (
     learning_rate_at,
     num_updated_in_backward,
 )
+from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.packing_limit import split_row, supports_packing
 from horizon_server.engine.rank_calls import call_with, given_rows
 from horizon_server.engine.ranks import ALONE, Call, Ranks
@@ -87,6 +88,7 @@ class Trainer:
             check_supported(computes_on, recipe.matmul)
         use_deterministic_kernels(recipe.deterministic, computes_on)
         self.attention = adopt_for_hopper(template, recipe, execution, computes_on)
+        paging = Paging.of(template, execution)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
@@ -108,6 +110,7 @@ class Trainer:
             num_slots=execution.num_weight_slots,
             residency=execution.residency,
             ranks=ranks,
+            paging=paging,
         )
         self._sink = GradientSink(
             template,
@@ -120,6 +123,7 @@ class Trainer:
             wire=torch.bfloat16 if execution.wire == "bfloat16" else torch.float32,
             adds_up=execution.adds_up,
             num_add_threads=num_threads,
+            paging=paging,
         )
         self._forward_backward = ForwardBackward(
             template,
@@ -130,6 +134,7 @@ class Trainer:
             execution,
             compiled=compiled or CompiledLayers(template),
             ranks=ranks,
+            paging=paging,
         )
         self._is_released = False
         # Now, so that a job that does not fit fails before its first step.

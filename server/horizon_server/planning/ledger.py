@@ -48,6 +48,10 @@ from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, Stor
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
 
+EXPERT_PLANES = 3
+"""Hidden states of a layer whose experts come in pages: what goes into them, what comes out, or its gradient, and the
+gradient of what goes in."""
+
 # Of the numbers by which ranks that share hidden states tell how far they are.
 _COUNTER_BYTES, _PAGE_BYTES = 8, 4096
 
