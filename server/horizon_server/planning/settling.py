@@ -311,10 +311,11 @@ def _residency(case: Case, execution: Execution, ledger: Ledger) -> Residency | 
     return choose_residency(
         step_s,
         room_bytes=room_bytes,
-        num_layers=case.folder.shape.num_hidden_layers,
+        # Layers whose experts come in pages stay nowhere as a whole.
+        num_layers=0 if execution.expert_page_elements else case.folder.shape.num_hidden_layers,
         weight_bytes=weight_bytes,
         layer_product_bytes=product_bytes(case.folder, case.spec.train.recipe, execution) if keeps_products else 0,
-        is_packed=any(unit.packed_bytes for unit in layout.units),
+        is_packed=any(unit.packed_bytes for unit in layout.units) and not execution.expert_page_elements,
         # Of several ranks, each brings a part of the head, and rows come from those that own them.
         ends=possible_ends(layout) if execution.num_ranks == 1 else (),
     )
