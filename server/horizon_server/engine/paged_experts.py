@@ -1,9 +1,9 @@
 """Experts of a layer apart from the rest of it: where a layer's forward stops at them and continues after them, and
 how some of them are computed by themselves.
 
-The classes of transformers 5 call their experts through `ExpertsInterface`. Inside `visiting`, this module's function is
-the one that is called, with the tokens, the experts of each and their weights. It records them and ends the forward
-there, or answers with a result that was computed elsewhere. No code is for one architecture.
+The classes of transformers 5 call their experts through `ExpertsInterface`. Inside `visiting` they call this module's
+function, with the tokens, the experts of each and their weights. It records them and ends the forward there, or answers
+with a result that was computed elsewhere. No code is for one architecture.
 
 Experts are computed one at a time, in their order, each with its tokens in the order in which the classes' own loops
 take them. So the bits are those of these loops (`experts_implementation` eager), whatever the pages.
@@ -53,7 +53,7 @@ def _answered(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     return _answers[-1](hidden_states, top_k_index, top_k_weights)
 
 
-ALL_EXPERTS_FUNCTIONS.register(_NAME, _answered)  # type: ignore[no-untyped-call]
+ALL_EXPERTS_FUNCTIONS.register(_NAME, _answered)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class Routing:
         return {e for e in range(len(self.starts) - 1) if self.starts[e + 1] > self.starts[e]}
 
 
-class GivenResult(torch.autograd.Function):
+class _GivenResult(torch.autograd.Function):
     """Stands for the experts where their gradients are known already: those of the tokens and of the weights."""
 
     @staticmethod
@@ -115,10 +115,21 @@ class GivenResult(torch.autograd.Function):
         ctx.gradients = inputs[2:]  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Give them."""
         hidden_gradient_TD, weights_gradient = ctx.gradients
         return hidden_gradient_TD, weights_gradient, None, None
+
+
+def given_result(
+    hidden_TD: Tensor, weights_TK: Tensor, hidden_gradient_TD: Tensor, weights_gradient_TK: Tensor
+) -> Tensor:
+    """What stands for the result of the experts where the gradients of what they read are known. Shapes: [T, D]."""
+    result = _GivenResult.apply(  # type: ignore[no-untyped-call]
+        hidden_TD, weights_TK, hidden_gradient_TD, weights_gradient_TK
+    )
+    assert isinstance(result, Tensor)
+    return result
 
 
 def expert_output(module: nn.Module, parameters: Mapping[str, Tensor], x_RD: Tensor, weights_R1: Tensor) -> Tensor:
@@ -288,8 +299,7 @@ def _find_num_chosen(template: Template, index: int, layer: nn.Module) -> int:
 
     def answer(hidden_TD: Tensor, choice_TK: Tensor, weights_TK: Tensor) -> Tensor:
         found.append(choice_TK.shape[-1])
-        result = GivenResult.apply(hidden_TD, weights_TK, hidden_TD, weights_TK)
-        assert isinstance(result, Tensor)
+        result = given_result(hidden_TD, weights_TK, hidden_TD, weights_TK)
         made_of.add(result)
         return result
 

@@ -6,6 +6,7 @@ its squares is taken there, over all of it in its order, because no page has it 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
@@ -13,8 +14,6 @@ from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.slot_ring import PageRing, Slot
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.pages import UnitPart
-
-import torch
 
 
 class PagedGradients:

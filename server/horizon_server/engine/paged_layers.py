@@ -3,8 +3,8 @@
 Weights cross the link once for all micro-batches of a step, as those of whole layers. Forward runs a layer up to its
 experts for each micro-batch, then the experts page by page over the tokens of all, and then the layer as a whole, where
 what the experts have put out stands in their place. Backward begins with the gradient of what the experts put out, goes
-through the pages from the last to the first, and ends with the rest of the layer, to which the gradients of the experts'
-inputs are given. So what comes before the experts is computed twice in forward, and twice in backward.
+through the pages from the last to the first, and ends with the rest of the layer, to which the gradients of what the
+experts read are given. So what comes before the experts is computed twice in forward, and twice in backward.
 
 Where a step has few tokens, the driver waits until it is known which experts they visit, and only these are copied.
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import Activations
+from horizon_server.engine.binding import Exact
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.fp8 import Fp8Visit
 from horizon_server.engine.gradient_sink import GradientSink
@@ -29,12 +30,12 @@ from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import LinearMap, LinearMaps
 from horizon_server.engine.paged_experts import (
     Answer,
-    GivenResult,
     PagedLayer,
     Paging,
     Routing,
     Stopped,
     expert_output,
+    given_result,
     visiting,
 )
 from horizon_server.engine.step_pass import StepPass
@@ -44,7 +45,7 @@ from horizon_server.recipe import Recipe
 
 # Of visits for each expert: with fewer, more than one in fifty is expected to have none.
 _VISITS_THAT_REACH_ALL = 4
-# Of the activations' planes for experts: what goes into them, what comes out, or its gradient, and that of what goes in.
+# Planes of the activations for experts: what goes into them, what comes out, or its gradient, and that of what goes in.
 _INPUTS, _RESULT, _INPUT_GRADIENT = range(3)
 
 
@@ -240,10 +241,10 @@ class _Visit:
                 torch.autograd.backward(output_RD, result_TD[tokens_R])
             del output_RD
             for name, place in places.items():
-                if own[name].grad is not None and gradient is not None:
-                    # One at a time, so that they are never in memory together.
-                    place.piece.narrowed(0, expert, 1).add(gradient, own[name].grad[None])
-                    own[name].grad = None
+                found = own[name].grad
+                if found is not None and gradient is not None:
+                    assert not isinstance(place.piece, Exact), "of experts, no parameter is"
+                    place.piece.narrowed(0, expert, 1).add(gradient, found[None])
             if x_RD.grad is not None and weights_R1.grad is not None:
                 input_gradient_TD.index_add_(0, tokens_R, x_RD.grad)
                 self._weight_gradients[index][tokens_R, places_R] = weights_R1.grad[:, 0]
@@ -257,9 +258,7 @@ class _Visit:
 
         def give(hidden_TD: Tensor, _: Tensor, weights_TK: Tensor) -> Tensor:
             given = self._plane(_INPUT_GRADIENT, index), self._weight_gradients[index]
-            result = GivenResult.apply(hidden_TD, weights_TK, *given)
-            assert isinstance(result, Tensor)
-            return result
+            return given_result(hidden_TD, weights_TK, *given)
 
         self._current.seed(layer + 1, self._current.layers.name_of(index))
         num_tokens = hidden_1TD.shape[1]

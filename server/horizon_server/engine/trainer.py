@@ -36,8 +36,8 @@ from horizon_server.engine.optimizer import (
     learning_rate_at,
     num_updated_in_backward,
 )
-from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.packing_limit import split_row, supports_packing
+from horizon_server.engine.paged_experts import Paging
 from horizon_server.engine.rank_calls import call_with, given_rows
 from horizon_server.engine.ranks import ALONE, Call, Ranks
 from horizon_server.engine.step_pass import StepKey

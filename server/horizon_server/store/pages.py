@@ -14,6 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from horizon_server.store.layout import TENSOR_ALIGN_ELEMENTS, TensorLayout, UnitLayout
 
@@ -134,7 +135,7 @@ def _between(unit: UnitLayout, owned: Sequence[tuple[int, int, int]]) -> Iterato
     end = 0
     for start, stop, _ in [*sorted(owned), (unit.num_elements, unit.num_elements, -1)]:
         cuts = [end, *([unit.trained_elements] if end < unit.trained_elements < start else []), start]
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             if first < last:
                 yield first, last, -1
         end = stop

@@ -31,8 +31,8 @@ from horizon_server.planning.ledger import CAST_ELEMENTS
 from horizon_server.records.execution import DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.pages import Span
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
+from horizon_server.store.pages import Span
 
 _COPY_THREADS = 4
 """Host threads that gather embedding rows and fill staging memory."""
