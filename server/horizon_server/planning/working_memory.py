@@ -222,19 +222,23 @@ def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -
     if model.softcaps_attention:
         # Probabilities, two gradients in fp32 and the cap's own result.
         moments.append(norms + 14 * heads * row_tokens)
-    visit_bytes = by_itself_bytes = 0
+    one_by_one_bytes = 0
     if model.experts is not None:
         visits, expert = model.experts.num_computed_per_token, model.experts.intermediate_size
         shared = _BF16 * 6 * model.experts.shared_intermediate_size
         visit_bytes = max(8 * expert + 18 * hidden, 12 * expert + 6 * hidden)
         if model.experts.one_by_one:
-            visits, by_itself_bytes = 0, row_tokens * visit_bytes
+            # The backward of the norm before them is the widest moment of the rest; or an expert that all tokens visit.
+            visits, one_by_one_bytes = 0, row_tokens * visit_bytes
+            moments.append(34 * hidden)
         moments.append(norms + shared + visits * visit_bytes)
     # Gradients of projections go to their slot; those of experts, which are one parameter, are made whole first.
     widest_weight = largest_weight_elements(layout, model) * _BF16 if model.experts is not None else 0
     weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
     layer_bytes = row_tokens * (attention + max(moments)) + _cuda_mask_bytes(model, row_tokens)
-    return max(layer_bytes, by_itself_bytes) + weight_bytes
+    if one_by_one_bytes:
+        return max(layer_bytes, one_by_one_bytes + weight_bytes)
+    return layer_bytes + weight_bytes
 
 
 def _cuda_mask_bytes(model: ModelShape, row_tokens: int) -> int:
